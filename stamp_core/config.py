@@ -1,0 +1,273 @@
+"""params.yaml as frozen, validated dataclasses: every slip is refused in one line that names it."""
+
+import difflib
+import itertools
+import math
+import re
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from stamp_core.paths import PARAMS
+
+T = TypeVar("T")
+SECTIONS = ("grid", "tiny", "settings", "methods")  # of params.yaml
+AXES = ("setting", "method", "seeds")  # of a grid
+
+
+class ParameterError(ValueError):
+    """A parameter that cannot be right: the message names key, value and what would be right."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Who learns which classes when. A field with a default is a switch that is off."""
+
+    kind: Literal["classes", "domains"]
+    clients: int
+    tasks: int
+    classes_per_task: int | None = None  # kind "classes" only
+    cycles: int = 1  # how often the sequence is gone through
+    order: Literal["independent", "common", "mixed", "disjoint"] = "independent"
+    common_clients: int = 0  # order "mixed": so many clients follow one common order
+    alpha: float | None = None  # Dirichlet concentration over clients inside each task
+    min_samples: int = 1  # with alpha: the least pictures of a client in a task
+    images_per_class: int | None = None  # each client's own random draw; None: all of them
+
+    def __post_init__(self) -> None:
+        """Refuse what no plan can fulfil."""
+        at_least(self, 1, "clients", "tasks", "cycles")
+        at_least(self, 0, "min_samples", "common_clients")
+        if self.kind == "classes" and self.classes_per_task is None:
+            raise wrong("classes_per_task", None, "a number of classes, as kind is 'classes'")
+        if self.kind == "domains" and self.classes_per_task is not None:
+            raise wrong("classes_per_task", self.classes_per_task, "absent, as kind is 'domains'")
+        for name in ("classes_per_task", "images_per_class"):
+            if getattr(self, name) is not None:
+                at_least(self, 1, name)
+        if self.common_clients > self.clients:
+            raise wrong("common_clients", self.common_clients, f"at most clients = {self.clients}")
+        if self.common_clients and self.order != "mixed":
+            raise wrong("common_clients", self.common_clients, "0 unless order is 'mixed'")
+        if self.alpha is not None:
+            above(self, 0, "alpha")
+            if self.order != "common":
+                raise wrong("order", self.order, "'common' where alpha is set: clients share tasks")
+            if self.images_per_class is not None:
+                raise wrong("images_per_class", self.images_per_class, "absent where alpha is set")
+
+
+@dataclass(frozen=True)
+class Network:
+    """An encoder and a linear head over all classes of the data."""
+
+    kind: Literal["mlp", "cnn", "resnet18"]
+    features: int = 64  # width of the last hidden layer (mlp, cnn)
+    channels: tuple[int, ...] = (16, 32)  # cnn: one 5 x 5 convolution with pooling each
+    norm: Literal["none", "batch", "group"] = "none"
+
+    def __post_init__(self) -> None:
+        """Refuse empty layers."""
+        at_least(self, 1, "features")
+        if not self.channels or min(self.channels) < 1:
+            raise wrong("channels", list(self.channels), "at least one number above 0")
+
+
+@dataclass(frozen=True)
+class Training:
+    """How each client learns in a round; the same for all methods of a table."""
+
+    rounds: int  # per task
+    epochs: int
+    batch: int
+    rate: float
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    participation: float = 1.0  # share of clients asked in a round
+    dropout: float = 0.0  # probability that an asked client does not answer
+    buffers: Literal["shared", "local", "frozen"] = "shared"  # of batch normalisation
+    shift: int = 0  # augmentation: random translation in pixels
+    flip: bool = False  # augmentation: random mirroring
+
+    def __post_init__(self) -> None:
+        """Refuse impossible numbers."""
+        at_least(self, 1, "rounds", "batch")
+        at_least(self, 0, "epochs", "rate", "weight_decay", "shift")
+        fraction(self, "momentum", "dropout")
+        if not 0 < self.participation <= 1:
+            raise wrong("participation", self.participation, "above 0 and at most 1")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One experiment without its method: data, plan, network and training."""
+
+    name: str
+    data: Mapping[str, Any]  # source and its own options, checked by stamp_core.data
+    split: Split
+    network: Network
+    training: Training
+
+
+def wrong(key: str, value: object, right: str) -> ParameterError:
+    """The error for a value that cannot be: `key` is `value`; it must be `right`."""
+    return ParameterError(f"{key} is {value!r}; it must be {right}")
+
+
+def at_least(holder: object, bound: float, *names: str) -> None:
+    """Refuse fields of `holder` below `bound` (or not a number)."""
+    for name in names:
+        if not getattr(holder, name) >= bound:
+            raise wrong(name, getattr(holder, name), f"at least {bound}")
+
+
+def above(holder: object, bound: float, *names: str) -> None:
+    """Refuse fields of `holder` not above `bound`."""
+    for name in names:
+        if not getattr(holder, name) > bound:
+            raise wrong(name, getattr(holder, name), f"above {bound}")
+
+
+def fraction(holder: object, *names: str) -> None:
+    """Refuse fields of `holder` outside [0, 1]."""
+    for name in names:
+        if not 0 <= getattr(holder, name) <= 1:
+            raise wrong(name, getattr(holder, name), "between 0 and 1")
+
+
+def unknown(key: str, name: object, known: Iterable[str]) -> ParameterError:
+    """The error for a name nobody knows, with the nearest known one where it is a slip."""
+    names = sorted(known)
+    near = difflib.get_close_matches(str(name), names, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return ParameterError(f"{key} {name!r} is unknown; {hint}known: {', '.join(names)}")
+
+
+def build(cls: type[T], values: object, where: str) -> T:
+    """An instance of the dataclass `cls` from a mapping read at `where` in params.yaml."""
+    if not isinstance(values, Mapping):
+        raise wrong(where, values, "a block of keys")
+    assert is_dataclass(cls)
+    known = {field.name: field for field in fields(cls)}
+    for key in values:
+        if key not in known:
+            raise unknown(f"{where}:", key, known)
+    for name, field in known.items():
+        if name not in values and field.default is field.default_factory is MISSING:
+            raise ParameterError(f"{where}.{name} is missing")
+    hints = get_type_hints(cls)
+    checked = {key: convert(value, hints[key], f"{where}.{key}") for key, value in values.items()}
+    try:
+        return cls(**checked)
+    except ParameterError as error:
+        raise ParameterError(f"{where}.{error}") from None
+
+
+def convert(value: object, hint: Any, where: str) -> object:
+    """`value` as the type `hint` asks for; text is never read as a number, nor yes as a bool."""
+    options = get_args(hint)
+    if get_origin(hint) is Literal:
+        if value not in options:
+            raise unknown(where, value, map(str, options))
+        return value
+    if get_origin(hint) in (Union, types.UnionType):
+        if value is None and type(None) in options:
+            return None
+        return convert(value, next(o for o in options if o is not type(None)), where)
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list | tuple):
+            raise wrong(where, value, "a list")
+        return tuple(convert(item, options[0], where) for item in value)
+    if isinstance(hint, type) and is_dataclass(hint):
+        return build(hint, value, where)
+    if get_origin(hint) is Mapping:
+        if not isinstance(value, Mapping):
+            raise wrong(where, value, "a block of keys")
+        return value
+    if hint is float and type(value) is int:
+        return float(value)
+    if not isinstance(value, hint) or (type(value) is bool and hint is not bool):
+        raise wrong(where, value, _in_words(hint, value))
+    if hint is float and not math.isfinite(value):
+        raise wrong(where, value, "a finite number")
+    return value
+
+
+def _in_words(hint: type, value: object) -> str:
+    """What a field of type `hint` wants, with the number that the text was meant to be."""
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[hint]
+    try:
+        number = float(value) if isinstance(value, str) and hint in (int, float) else math.nan
+    except ValueError:
+        return words
+    if not math.isfinite(number) or (hint is int and not number.is_integer()):
+        return words
+    text = re.sub("^(-?[0-9]+)e", "\\1.0e", repr(hint(number)))  # to YAML 1.1, 1e-05 is text
+    return f"{words}, written without quotes as {text}"
+
+
+def read(path: Path = PARAMS) -> dict[str, Any]:
+    """params.yaml as plain values, read by the parser that DVC uses (YAML 1.2)."""
+    try:
+        values = YAML(typ="safe", pure=True).load(path)
+    except FileNotFoundError:
+        raise ParameterError(f"{path} does not exist; it holds every parameter") from None
+    except YAMLError as error:
+        raise ParameterError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ParameterError(f"{path} is empty; it must hold {', '.join(SECTIONS)}")
+    for key in SECTIONS:
+        if not isinstance(values.get(key), dict):
+            raise wrong(f"params.yaml: {key}", values.get(key), "a block of keys")
+    return values
+
+
+def section(params: Mapping[str, Any], kind: str, name: str) -> dict[str, Any]:
+    """The block `kind.name` of params.yaml."""
+    known = params.get(kind) or {}
+    if name not in known:
+        raise unknown(f"params.yaml: {kind}", name, known)
+    if not isinstance(known[name], Mapping | None):
+        raise wrong(f"params.yaml: {kind}.{name}", known[name], "a block of keys")
+    return dict(known[name] or {})
+
+
+def setting(name: str, params: Mapping[str, Any] | None = None) -> Setting:
+    """The setting `name` of params.yaml, checked."""
+    block, where = section(params or read(), "settings", name), f"params.yaml: settings.{name}"
+    if "name" in block:
+        raise wrong(f"{where}.name", block["name"], "absent: a setting's key is its name")
+    return build(Setting, {"name": name, **block}, where)
+
+
+def seeds(text: str) -> list[int]:
+    """The seeds that `text` stands for: '3' is [3], '0to2' is [0, 1, 2]."""
+    found = re.fullmatch(r"(\d+)(?:to(\d+))?", str(text))
+    if not found or int(found[2] or found[1]) < int(found[1]):
+        raise wrong("seeds", text, "a number such as '3' or a rising range such as '0to2'")
+    return list(range(int(found[1]), int(found[2] or found[1]) + 1))
+
+
+def cells(grid: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Setting, method and range of seeds of every cell of a grid."""
+    for key in grid:
+        if key not in AXES:
+            raise unknown("params.yaml: grid:", key, AXES)
+    for axis in AXES:
+        if not isinstance(grid.get(axis), list):
+            raise wrong(f"params.yaml: grid.{axis}", grid.get(axis), "a list")
+    yield from itertools.product(grid["setting"], grid["method"], map(str, grid["seeds"]))
+
+
+def plain(value: object) -> Any:
+    """`value` with dataclasses and tuples turned into what JSON can hold."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,94 @@
+"""One cell of the grid, a setting with a method, resolved and checked; and what identifies it."""
+
+import hashlib
+import json
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stamp_core import config, data, methods
+from stamp_core.config import Setting, plain
+from stamp_core.data import ImageSet
+from stamp_core.fingerprint import combined
+from stamp_core.split import Plan
+
+PACKAGE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A setting and a method with every number it uses."""
+
+    setting: Setting
+    method: str  # a row of params.yaml: methods
+    kind: type[methods.Method]
+    params: Any
+
+    def images(self) -> ImageSet:
+        """The pictures of the setting."""
+        return data.load(self.setting.data)
+
+    def resolved(self) -> dict[str, Any]:
+        """Every number of the experiment as plain values."""
+        options = plain(data.options(self.setting.data))
+        source = {"source": self.setting.data["source"], **options}
+        params = {"kind": self.kind.__module__.rpartition(".")[2], **plain(self.params)}
+        setting = {**plain(self.setting), "data": source}
+        return {"setting": setting, "method": {"name": self.method, **params}}
+
+    def identity(self, plan: Plan, device: str) -> dict[str, str]:
+        """What decides the numbers of a run: parameters, plan, code, torch and kind of device."""
+        text = json.dumps(self.resolved(), sort_keys=True)
+        return {
+            "parameters": hashlib.sha256(text.encode()).hexdigest(),
+            "plan": plan.hash,
+            "code": self.code(),
+            "torch": torch.__version__,
+            "device": f"{torch.device(device).type} {platform.machine()}",
+        }
+
+    def code(self) -> str:
+        """The fingerprint of all code that can change a number of this experiment."""
+        return combined(PACKAGE / "engine.py", self.method_file())
+
+    def method_file(self) -> Path:
+        """The file of the method."""
+        return PACKAGE / "methods" / f"{self.kind.__module__.rpartition('.')[2]}.py"
+
+    def __repr__(self) -> str:
+        """The experiment with every number, one section a line."""
+        resolved = self.resolved()
+        rows = {**resolved.pop("setting"), **resolved}
+        return "\n".join(f"{name:9} {_row(row)}" for name, row in rows.items())
+
+
+def experiment(setting: str, method: str, params: dict[str, Any] | None = None) -> Experiment:
+    """The experiment of two names in params.yaml, refused in one line if anything is wrong."""
+    params = config.read() if params is None else params
+    checked = config.setting(setting, params)
+    data.options(checked.data, f"params.yaml: settings.{setting}.data")
+    return Experiment(checked, method, *methods.preset(method, params))
+
+
+def check(params: dict[str, Any] | None = None) -> int:
+    """Check every setting, method and cell of the grid of params.yaml; how many cells there are."""
+    params = config.read() if params is None else params
+    grids = [params["grid"], params["tiny"]]
+    for setting in params["settings"]:
+        experiment(setting, next(iter(params["methods"])), params)
+    for method in params["methods"]:
+        methods.preset(method, params)
+    cells = [(s, m, config.seeds(r)) for g in grids for s, m, r in config.cells(g)]
+    for setting, method, _ in cells:
+        experiment(setting, method, params)
+    return len(cells)
+
+
+def _row(row: object) -> str:
+    """One section on one line."""
+    if isinstance(row, dict):
+        return "  ".join(f"{key} {value}" for key, value in row.items() if value is not None)
+    return str(row)

@@ -1,0 +1,25 @@
+"""Absolute paths of the project, the same for papermill, pytest, JupyterLab and queued runs."""
+
+import os
+from pathlib import Path
+
+
+def find_root() -> Path:
+    """The project's folder: what DVC names, else the first folder upwards that holds dvc.yaml."""
+    if named := os.environ.get("DVC_ROOT"):
+        return Path(named)
+    here = Path(__file__).resolve().parent
+    for folder in (Path.cwd(), *Path.cwd().parents, *here.parents):
+        if (folder / "dvc.yaml").exists():
+            return folder
+    raise FileNotFoundError(f"no dvc.yaml in {Path.cwd()} or above: run inside the project")
+
+
+ROOT = find_root()
+PARAMS = ROOT / "params.yaml"
+NOTEBOOKS = ROOT / "notebooks"
+DATA = ROOT / "data"
+RAW = Path(os.environ.get("STAMP_DATA", DATA / "raw"))  # downloads; shared by queued runs
+SOURCE = DATA / "source"  # clean notebooks and fingerprints of the code
+RESUME = DATA / "resume"  # checkpoints: outside DVC's outputs, which it deletes before a run
+CACHE = DATA / "cache"  # decoded pictures, memory-mapped by every process

@@ -1,0 +1,130 @@
+"""What one process works with: the pictures, the one live model, batches and scores."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from stamp_core.config import Setting, Training
+from stamp_core.data import ImageSet
+from stamp_core.models import Shape, build
+from stamp_core.records import SCORINGS
+from stamp_core.seeding import generator
+from stamp_core.split import Plan
+from stamp_core.vectors import FlatModel
+
+CHUNK = 512  # pictures per forward pass in evaluation
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One client's turn: who, at which step of its sequence, in which of the step's rounds."""
+
+    seed: int
+    client: int
+    step: int
+    round: int
+    last: bool = False  # the last round of the step
+
+    def generator(self, purpose: str) -> torch.Generator:
+        """Fresh randomness for one purpose of this visit."""
+        return generator(self.seed, self.client, self.step, self.round, purpose)
+
+
+class Workspace:
+    """Pictures and model of one setting on one device; methods of any seed take turns in it."""
+
+    def __init__(self, setting: Setting, images: ImageSet, device: str = "cpu") -> None:
+        self.setting, self.images, self.device = setting, images, torch.device(device)
+        self.shape: Shape = tuple(images.x_train.shape[1:])
+        self.classes = len(images.classes)
+        self.model = FlatModel(self.network(seed=0).to(self.device))
+        self.untrained = self.model.buffers.clone()  # what batch normalisation starts from
+        self.x_train, self.y_train = images.x_train.to(self.device), images.y_train.to(self.device)
+        self.found: dict[tuple[str, int, int], Tensor] = {}  # test pictures, by plan and task
+        self.scale = (1 / (255 * images.std)).view(-1, 1, 1).to(self.device)
+        self.offset = (images.mean / images.std).view(-1, 1, 1).to(self.device)
+
+    def network(self, seed: int) -> nn.Module:
+        """The setting's network with the initial weights of `seed`."""
+        return build(self.setting.network, self.shape, self.classes, seed)
+
+    def normalise(self, pictures: Tensor) -> Tensor:
+        """uint8 pictures as floats with mean 0 and deviation 1 a channel."""  # [N, C, H, W]
+        return pictures.to(self.device).float().mul_(self.scale).sub_(self.offset)
+
+    def batches(self, visit: Visit, indices: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The visit's epochs over the training pictures `indices`, in batches."""
+        training = self.setting.training
+        if not len(indices):  # which `split` would make one empty batch of
+            return
+        order, change = visit.generator("order"), visit.generator("augment")
+        for _ in range(training.epochs):
+            shuffled = indices[torch.randperm(len(indices), generator=order)].to(self.device)
+            for batch in shuffled.split(training.batch):
+                pictures = augment(self.x_train[batch], training, change)
+                yield self.normalise(pictures), self.y_train[batch]
+
+    def train_mode(self) -> nn.Module:
+        """The live module ready for training; frozen batch normalisation stays as it is."""
+        module = self.model.module.train()
+        if self.setting.training.buffers == "frozen":
+            for child in module.modules():
+                child.training &= not isinstance(child, nn.modules.batchnorm._BatchNorm)
+        return module
+
+    @torch.no_grad()
+    def outputs(self, pictures: Tensor, layer: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """What the live model (or one layer of it) gives for uint8 pictures, in evaluation mode."""
+        module = self.model.module.eval()
+        chunks = [(layer or module)(self.normalise(part)) for part in pictures.split(CHUNK)]
+        return torch.cat(chunks).cpu()  # [N, classes]
+
+    def score(self, plan: Plan, clients: list[int], step: int) -> Tensor:
+        """The live model's share of right answers.  # [scorings, U, T], nan where undefined"""
+        tests = {
+            (row, task): self.tests(plan, clients[row], task)
+            for row in range(len(clients))
+            for task in range(plan.tasks)
+        }
+        needed = torch.cat(list(tests.values())).unique()
+        logits = torch.empty(len(self.images.y_test), self.classes)
+        logits[needed] = self.outputs(self.images.x_test[needed])
+        scores = torch.full((len(SCORINGS), len(clients), plan.tasks), torch.nan)
+        for (row, task), test in tests.items():
+            own, seen = plan.clients[clients[row]][task].classes, plan.seen(clients[row], step)
+            for place, allowed in enumerate((range(self.classes), seen, own)):  # as in SCORINGS
+                if len(test) and set(own) <= set(allowed):  # a task to come is not seen yet
+                    scores[place, row, task] = self.share(logits, test, allowed)
+        return scores
+
+    def tests(self, plan: Plan, client: int, task: int) -> Tensor:
+        """The test pictures of a client's task, looked up once.  # [n]"""
+        key = (plan.hash, client, task)
+        if key not in self.found:
+            self.found[key] = plan.test_indices(self.images, client, task)
+        return self.found[key]
+
+    def share(self, logits: Tensor, test: Tensor, classes: Sequence[int]) -> float:
+        """The share of right answers on `test` where only `classes` may be answered."""
+        allowed = torch.tensor(classes)
+        answers = allowed[logits[test][:, allowed].argmax(1)]
+        return float((answers == self.images.y_test[test]).double().mean())
+
+
+def augment(pictures: Tensor, training: Training, draw: torch.Generator) -> Tensor:
+    """Pictures shifted (edges repeated) and mirrored at random, each on its own."""
+    n, _, height, width = pictures.shape
+    if training.flip:
+        mirrored = torch.randint(2, (n, 1, 1, 1), generator=draw).bool().to(pictures.device)
+        pictures = torch.where(mirrored, pictures.flip(3), pictures)
+    if training.shift:
+        by = torch.randint(-training.shift, training.shift + 1, (2, n, 1), generator=draw)
+        by = by.to(pictures.device)
+        ys = (torch.arange(height, device=by.device) + by[0]).clamp(0, height - 1)  # [N, H]
+        xs = (torch.arange(width, device=by.device) + by[1]).clamp(0, width - 1)  # [N, W]
+        each = torch.arange(n, device=by.device)[:, None, None]
+        moved = pictures.permute(0, 2, 3, 1)[each, ys[:, :, None], xs[:, None, :]]
+        pictures = moved.permute(0, 3, 1, 2)
+    return pictures

@@ -1,0 +1,203 @@
+"""The number of processes changes no bit, and whoever is killed leaves nothing hanging."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import small
+import torch
+from small import BATCH_NORM, ROUNDS, plans, run, saved, tiny, with_train
+
+from stamp_core import checkpoint, engine, executor
+from stamp_core.executor import Processes
+from stamp_core.methods import DivergedError
+from stamp_core.paths import ROOT
+from stamp_core.records import Record
+
+PATIENCE = 60  # seconds until something that must happen is given up
+FEW = {"images_per_class": 20}
+RANDOM = {"participation": 0.75, "dropout": 0.2, "shift": 1, "buffers": "local"}
+CELLS = {
+    "fedavg": tiny("fedavg", network=BATCH_NORM, split=FEW, training=RANDOM),
+    "replay": tiny("replay", training={"dropout": 0.2}),
+}
+
+
+def wait_until(happened: Callable[[], Any], what: str) -> None:
+    """Look again and again until something has happened, but not for ever."""
+    end = time.monotonic() + PATIENCE
+    while not happened():
+        assert time.monotonic() < end, f"{what}: not within {PATIENCE} s"
+        time.sleep(0.02)
+
+
+def gone(process: psutil.Process) -> bool:
+    """Whether a process has ended, be it that nobody has asked how."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+# ------------------------------------------------------------------ same results
+
+
+@pytest.mark.parametrize("kind", CELLS)
+def test_the_number_of_workers_changes_no_bit(kind: str) -> None:
+    """Nor does it matter whether two seeds are trained one by one, in turn, or side by side."""
+    cell = CELLS[kind]
+    made = plans(cell, 0, 1)
+    alone = {seed: run(cell, plan) for seed, plan in made.items()}
+    for workers in (1, 2, 3):
+        together = engine.train(cell, made, workers, "cpu")
+        assert list(together) == [0, 1]
+        for seed, record in together.items():
+            small.assert_same(record, alone[seed])
+
+
+def test_trees_come_through_to_another_process_unchanged() -> None:
+    """Parts of a tensor travel without the rest of it; all types, also empty and without axes."""
+    tree = {
+        "part": torch.arange(10_000.0)[10:20],
+        "crossed": torch.arange(6).reshape(2, 3).T,
+        "none": torch.empty(0, 3, dtype=torch.uint8),
+        "one": torch.tensor(True),
+        "rest": ["text", 1, 0.5, None, torch.tensor(float("nan"), dtype=torch.float64)],
+    }
+    packed = executor._dumps(tree)
+    assert len(packed) < 2000
+    back = executor.pickle.loads(packed)
+    small.assert_equal_trees(back, tree)
+    back["part"] += 1  # a client may write into what it got
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "environment", "workers"),
+    [(3, "cpu", "5", 3), (0, "cpu", "5", 5), (0, "cuda", "5", 5), (0, "cuda", None, 1)],
+)
+def test_whose_word_on_the_number_of_workers_counts(
+    asked: int,
+    device: str,
+    environment: str | None,
+    workers: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("STAMP_WORKERS", raising=False)
+    if environment:
+        monkeypatch.setenv("STAMP_WORKERS", environment)
+    assert executor.resolve_workers(asked, device) == workers
+
+
+def test_without_a_word_there_is_a_worker_per_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("STAMP_WORKERS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 5, 7}, raising=False)
+    assert executor.resolve_workers(0, "cpu") == 3
+
+
+# ------------------------------------------------------------------ failures
+
+
+def test_divergence_in_a_worker_is_named_and_other_seeds_end(tmp_path: Path) -> None:
+    """Seed 1 has no pictures, so that it cannot diverge."""
+    cell = tiny(training={"rate": 1e38})
+    made = plans(cell, 0, 1)
+    made[1] = with_train(made[1], dict.fromkeys(small.everywhere(made[1]), ()))
+    with pytest.raises(DivergedError, match=r"client 0, step 0, round 0: .*training\.rate"):
+        engine.train(cell, made, 2, "cpu", tmp_path)
+    assert saved(cell, tmp_path, seed=1)["next"] == ROUNDS
+
+
+def test_a_killed_worker_ends_the_run_with_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the kernel would when memory runs out; the finished rounds are kept."""
+    cell, call, calls = CELLS["replay"], Processes.call, []
+
+    def deadly(self: Processes, name: str, arguments: Any) -> list[Any]:
+        calls.append(name)
+        if len(calls) == 6:
+            self.pool.submit(signal.raise_signal, signal.SIGKILL)
+        return call(self, name, arguments)
+
+    def train() -> None:
+        try:
+            engine.train(cell, plans(cell, 0, 1), 2, "cpu", tmp_path)
+        except RuntimeError as error:
+            errors.append(error)
+
+    errors: list[RuntimeError] = []
+    monkeypatch.setattr(Processes, "call", deadly)
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert not thread.is_alive(), "the training hangs"
+    assert "a worker process was killed" in str(errors[0]) and "STAMP_WORKERS=1" in str(errors[0])
+    kept = [saved(cell, tmp_path, seed)["next"] for seed in (0, 1)]
+    assert max(kept) > 0 and min(kept) < ROUNDS
+    for seed, record in engine.train(cell, plans(cell, 0, 1), 1, "cpu", tmp_path).items():
+        small.assert_same(record, run(cell, small.plan(cell, seed)))
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import small
+from stamp_core import engine
+cell = small.long()
+engine.train(cell, small.plans(cell, 0, 1), 2, "cpu", Path(sys.argv[1]))
+"""
+
+
+@cache
+def unbroken(seed: int) -> Record:
+    """What the script's training leaves behind if nobody ends it."""
+    return run(small.long(), small.plan(small.long(), seed))
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_training_leaves_no_process_and_goes_on_to_the_same_bits(
+    end: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed outright or by Ctrl-C, somewhere after the fifth of 90 rounds of two seeds."""
+    cell = small.long()
+    names = [f"tiny-replay-{seed}.safetensors" for seed in (0, 1)]
+
+    def next_round() -> int:
+        files = [tmp_path / name for name in names]
+        return min(checkpoint.read(f)[0]["next"] if f.exists() else 0 for f in files)
+
+    training = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, tmp_path],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+    )
+    try:
+        wait_until(lambda: next_round() >= 5 or training.poll() is not None, "5 rounds")
+        children = psutil.Process(training.pid).children(recursive=True)
+        assert len(children) >= 2
+        training.send_signal(end)
+        assert training.wait(PATIENCE) != 0
+        wait_until(lambda: all(map(gone, children)), "the end of the workers")
+    finally:
+        training.kill()
+        training.wait()
+
+    done = [saved(cell, tmp_path, seed)["next"] for seed in (0, 1)]
+    assert max(done) < 90
+    advance, trained = engine.Run.advance, []
+    monkeypatch.setattr(
+        engine.Run, "advance", lambda *where: (trained.append(1), advance(*where))[1]
+    )
+    resumed = engine.train(cell, plans(cell, 0, 1), 1, "cpu", tmp_path)
+    assert len(trained) == 180 - sum(done)
+    for seed, record in resumed.items():
+        small.assert_same(record, unbroken(seed))

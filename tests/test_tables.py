@@ -1,0 +1,271 @@
+import json
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from stamp_core import tables
+from stamp_core.records import Record
+
+T_975 = {1: 12.706204736, 2: 4.302652730}  # Student's t by degrees of freedom
+TESTS = np.array([[10, 20], [30, 20]])  # [U, T]
+
+
+def run(
+    method="fedavg",
+    seed=0,
+    setting="toy",
+    final=(0.4, 0.6),
+    first=(0.8, 0.1),
+    own=False,
+    local=(0.9, 0.9),
+    cycles=1,
+):
+    """Two tasks, two clients of equal accuracy: so `first` and `final` are rows of the matrix."""
+    rows = np.array([first, final] * cycles)  # [S, T]
+    a = np.repeat(rows[:, None], 2, axis=1)  # [S, U, T]
+    undefined = np.full_like(a, np.nan)
+    after = (
+        undefined if local is None else np.broadcast_to(np.array(local)[:, None, None], (2, 2, 2))
+    )
+    after = np.concatenate([after[:2]] * cycles)
+    scorings = np.stack([a, a + 0.1, a + 0.2])  # all, seen, task
+    scores = {
+        "global": np.full_like(scorings, np.nan) if own else scorings,
+        "personal": scorings if own else np.full_like(scorings, np.nan),
+        "local": np.stack([after] * 3),
+        "initial": np.zeros((3, 2, 2)),
+    }
+    history = [
+        {
+            "step": place,
+            "round": 0,
+            "loss": 1.0 - 0.1 * place,
+            "seconds": {"clients": 1.0 + place, "server": 0.5},
+            "bytes": {"up": 1000 * (place + 1), "down": 4000},
+            "memory": {"process": 10_000_000 * (place + 1), "gpu": 7},
+            "disk": 500 - place,
+        }
+        for place in range(2 * cycles)
+    ]
+    about = {"setting": {"name": setting}, "method": {"name": method}, "seed": seed}
+    return Record(about, history, scores, TESTS, {})
+
+
+def seeds(method, finals, **rest):
+    return [run(method, seed, final=final, **rest) for seed, final in enumerate(finals)]
+
+
+THREE = [(0.4, 0.6), (0.5, 0.7), (0.3, 0.8)]  # accuracies 0.5, 0.6, 0.55; forgetting 0.4, 0.3, 0.5
+
+
+def test_frame_has_one_row_a_run_with_hand_computed_numbers():
+    rows = tables.frame([run(), run("replay", 4)])
+    assert rows[["setting", "method", "seed"]].to_numpy().tolist() == [
+        ["toy", "fedavg", 0],
+        ["toy", "replay", 4],
+    ]
+    row = rows.iloc[0]
+    expected = {
+        "accuracy": 0.5,
+        "average_incremental_accuracy": (0.8 + 0.5) / 2,
+        "learning_accuracy": (0.8 + 0.6) / 2,
+        "forgetting": 0.8 - 0.4,
+        "forgetting_diagonal": 0.8 - 0.4,
+        "forward_transfer": 0.1,
+        "gap": ((0.9 - 0.8) + (0.9 - 0.6)) / 2,
+        "worst_client": 0.5,
+        "judged_accuracy": 0.5,
+        "seen_accuracy": 0.6,
+        "task_accuracy": 0.7,
+        "client_seconds": 1.5,
+        "server_seconds": 0.5,
+        "bytes_up": 1500,
+        "bytes_down": 4000,
+        "memory": 20_000_000,
+        "gpu": 7,
+        "disk": 500,
+    }
+    assert row[list(expected)].to_dict() == pytest.approx(expected)
+    assert row.score_model == "global"
+    assert rows.filter(like="personal_").isna().all(axis=None)
+
+
+def test_accuracy_of_unequal_clients_is_pooled_over_pictures():
+    record = run()
+    record.scores["global"][0, -1] = [[1.0, 0.5], [0.2, 0.5]]  # last step: [U, T]
+    first_task = (10 * 1.0 + 30 * 0.2) / 40
+    assert tables.frame([record]).accuracy[0] == pytest.approx((first_task + 0.5) / 2)
+    assert tables.frame([record]).worst_client[0] == pytest.approx(0.35)
+
+
+def test_a_method_without_global_model_is_judged_by_the_clients_own():
+    row = tables.frame([run("local", own=True)]).iloc[0]
+    assert row.score_model == "personal"
+    assert math.isnan(row.accuracy) and math.isnan(row.seen_accuracy)
+    assert row.personal_accuracy == row.judged_accuracy == pytest.approx(0.5)
+    assert row.judged_forgetting == pytest.approx(0.4)
+
+
+def test_nothing_and_a_run_twice_are_refused():
+    with pytest.raises(ValueError, match="no records"):
+        tables.frame([])
+    with pytest.raises(ValueError, match="toy fedavg seed 0 is there twice"):
+        tables.frame([run(), run()])
+    with pytest.raises(ValueError, match="twice"):
+        tables.curves([run(), run()])
+
+
+def test_curves_go_over_the_tasks_met_so_far():
+    rows = tables.curves([run(seed=3)])
+    assert rows.step.tolist() == [1, 2]
+    assert rows.seed.tolist() == [3, 3]
+    assert rows.accuracy.tolist() == pytest.approx([0.8, 0.5])
+    assert rows.gap.tolist() == pytest.approx([0.1, 0.3])
+    assert math.isnan(rows.forgetting[0]) and rows.forgetting[1] == pytest.approx(0.4)
+
+
+def test_curves_of_later_cycles_go_over_all_tasks():
+    rows = tables.curves([run(cycles=2)])
+    assert rows.step.tolist() == [1, 2, 3, 4]
+    assert rows.accuracy.tolist() == pytest.approx([0.8, 0.5, (0.8 + 0.1) / 2, 0.5])
+    assert rows.gap.tolist() == pytest.approx([0.1, 0.3, 0.1, 0.3])
+    assert rows.forgetting.iloc[-1] == pytest.approx(tables.frame([run(cycles=2)]).forgetting[0])
+
+
+def test_curves_name_the_judged_model():
+    rows = tables.curves([run("local", own=True, local=None), run("joint", local=None)])
+    assert rows.model.tolist() == ["personal", "personal", "global", "global"]
+    assert rows.accuracy.notna().all() and rows.gap.isna().all()
+
+
+def test_results_are_text_in_order_of_first_appearance():
+    rows = tables.results([*seeds("replay", THREE), *seeds("fedavg", THREE), *seeds("a", THREE)])
+    assert rows.method.tolist() == ["replay", "fedavg", "a"]
+    row = rows.iloc[0]
+    assert row.n == "3"
+    assert row.accuracy == "55.0 ± 5.0"
+    assert row.forgetting == "40.0 ± 10.0"
+    assert row["personal accuracy"] == tables.DASH == "\u2013"
+    assert row["s / round"] == "1.5"
+    assert row["MB up / round"] == "0.0015"
+    assert row["disk MB"] == "0.0005"
+    assert row["memory MB"] == "20"
+
+
+def test_results_keep_global_and_personal_accuracy_apart():
+    row = tables.results(seeds("local", THREE, own=True, local=None)).iloc[0]
+    assert row.model == "personal"
+    assert (row.accuracy, row["personal accuracy"], row.gap) == ("\u2013", "55.0 ± 5.0", "\u2013")
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([0.5], "50.0"),
+        ([0.5, 0.6], "55.0 ± 7.1"),
+        ([0.5, math.nan, 0.6], "55.0 ± 7.1 (n = 2)"),
+        ([math.nan], "\u2013"),
+        ([-0.0001, 0.0], "0.0 ± 0.0"),
+    ],
+)
+def test_percent(values, text):
+    assert tables.percent(values) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.012345, "0.0123"), (1.5, "1.5"), (123456.0, "123000"), (99.96, "100")],
+)
+def test_amount_has_three_figures_and_no_exponent(value, text):
+    assert tables.amount(value) == text
+
+
+def test_differences_are_paired_by_seed_in_points():
+    better = [(0.5, 0.7), (0.7, 0.7), (0.4, 0.9)]  # accuracy +10, +10, +10 points, forgetting
+    rows = tables.differences([*seeds("fedavg", THREE), *seeds("stamp", better)])
+    accuracy, forgetting = rows.to_dict("records")
+    assert accuracy["difference"] == pytest.approx(10)
+    assert accuracy["n"] == 3
+    assert accuracy["verdict"] == "higher"
+    lost = np.array([-10.0, -20.0, -10.0])  # 0.3 - 0.4, 0.1 - 0.3, 0.4 - 0.5
+    half = T_975[2] * lost.std(ddof=1) / math.sqrt(3)
+    assert forgetting["difference"] == pytest.approx(lost.mean())
+    assert forgetting["low"] == pytest.approx(lost.mean() - half)
+    assert forgetting["high"] == pytest.approx(lost.mean() + half)
+    assert forgetting["verdict"] == "not distinguishable"
+
+
+def test_differences_use_common_seeds_and_the_judged_model():
+    local = [run("local", seed, own=True, local=None) for seed in (1, 2, 9)]
+    rows = tables.differences([*seeds("fedavg", THREE), *local])
+    assert set(rows.model) == {"personal"}
+    assert set(rows.n) == {2}
+    half = T_975[1] * np.std([-10, -5], ddof=1) / math.sqrt(2)
+    assert rows.difference[0] == pytest.approx(-7.5)
+    assert rows.high[0] == pytest.approx(-7.5 + half)
+
+
+def test_differences_without_the_other_method_are_none():
+    rows = tables.differences(seeds("stamp", THREE))
+    assert rows.empty and "verdict" in rows
+    assert len(tables.differences(seeds("stamp", THREE) + seeds("x", THREE), against="x")) == 2
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "word"),
+    [
+        (0.1, 2, "higher"),
+        (-2, -0.1, "lower"),
+        (-1, 1, "not distinguishable"),
+        (0, 0, "not distinguishable"),
+        (math.nan, math.nan, "no interval"),
+    ],
+)
+def test_verdict(low, high, word):
+    assert tables.verdict(low, high) == word
+
+
+def test_summary_is_json_without_nan():
+    found = tables.summary([*seeds("fedavg", THREE), run("local", own=True, local=None)])
+    assert list(found["toy"]) == ["fedavg", "local"]
+    fedavg, local = found["toy"].values()
+    assert fedavg["accuracy"] == {"mean": 0.55, "std": 0.05, "n": 3}
+    assert fedavg["personal_accuracy"] == {"mean": None, "std": None, "n": 0}
+    assert local["accuracy"]["mean"] is None
+    assert local["forgetting"] == {"mean": 0.4, "std": None, "n": 1}  # of the judged model
+    assert list(fedavg) == list(local) == list(tables.SUMMARY)
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+
+
+def test_write_leaves_three_files_that_do_not_change(tmp_path):
+    records = [
+        *seeds("fedavg", THREE),
+        *seeds("local", THREE, own=True, local=None),
+        *seeds("joint", THREE, setting="other", local=None),
+    ]
+    paths = tables.write(records, tmp_path / "a")
+    assert [path.name for path in paths] == ["results.md", "accuracy.csv", "summary.json"]
+    tables.write(records, tmp_path / "b")
+    names = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert names == ["accuracy.csv", "results.md", "summary.json"]
+    for name in names:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    page = (tmp_path / "a" / "results.md").read_text(encoding="utf-8")
+    assert [line for line in page.splitlines() if line.startswith("#")] == [
+        "# Results",
+        "## toy",
+        "## other",
+    ]
+    assert page.count("Difference from fedavg") == 1
+    assert "| local | personal | 3 | +0.0 (+0.0 to +0.0) | not distinguishable |" in page
+    rows = pd.read_csv(tmp_path / "a" / "accuracy.csv")
+    assert rows.columns.tolist()[:4] == ["setting", "method", "seed", "step"]
+    assert rows.accuracy.tolist()[:2] == [0.8, 0.5]
+    assert "NaN" not in (tmp_path / "a" / "summary.json").read_text()
+
+
+def test_markdown_cells_are_not_padded():
+    text = tables.markdown(pd.DataFrame({"method": ["a", "longer"], "n": ["3", "3"]}))
+    assert text.splitlines() == ["| method | n |", "| --- | --- |", "| a | 3 |", "| longer | 3 |"]
