@@ -41,6 +41,8 @@ def save(path: Path, tree: Mapping[str, Any], identity: Mapping[str, str]) -> No
 
 def load(path: Path, identity: Mapping[str, str]) -> dict[str, Any] | None:
     """The tree saved at `path` for this identity; none is there, or it was set aside by name."""
+    for part in path.parent.glob(f"{path.stem}.*.part"):  # a process was killed while writing
+        part.unlink(missing_ok=True)
     if not path.exists():
         return None
     try:

@@ -54,6 +54,8 @@ class Split:
             raise wrong("common_clients", self.common_clients, f"at most clients = {self.clients}")
         if self.common_clients and self.order != "mixed":
             raise wrong("common_clients", self.common_clients, "0 unless order is 'mixed'")
+        if self.min_samples != 1 and self.alpha is None:
+            raise wrong("min_samples", self.min_samples, "absent unless alpha is set")
         if self.alpha is not None:
             above(self, 0, "alpha")
             if self.order != "common":
@@ -76,6 +78,10 @@ class Network:
         at_least(self, 1, "features")
         if not self.channels or min(self.channels) < 1:
             raise wrong("channels", list(self.channels), "at least one number above 0")
+        if self.kind == "mlp" and self.norm != "none":
+            raise wrong("norm", self.norm, "'none', as kind is 'mlp'")
+        if self.kind == "resnet18" and self.norm == "none":
+            raise wrong("norm", self.norm, "'batch' or 'group', as kind is 'resnet18'")
 
 
 @dataclass(frozen=True)
@@ -134,10 +140,10 @@ def above(holder: object, bound: float, *names: str) -> None:
 
 
 def fraction(holder: object, *names: str) -> None:
-    """Refuse fields of `holder` outside [0, 1]."""
+    """Refuse fields of `holder` outside [0, 1)."""
     for name in names:
-        if not 0 <= getattr(holder, name) <= 1:
-            raise wrong(name, getattr(holder, name), "between 0 and 1")
+        if not 0 <= getattr(holder, name) < 1:
+            raise wrong(name, getattr(holder, name), "at least 0 and below 1")
 
 
 def unknown(key: str, name: object, known: Iterable[str]) -> ParameterError:
@@ -221,6 +227,9 @@ def read(path: Path = PARAMS) -> dict[str, Any]:
         raise ParameterError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise ParameterError(f"{path} is empty; it must hold {', '.join(SECTIONS)}")
+    for key in values:
+        if key not in SECTIONS:
+            raise unknown("params.yaml:", key, SECTIONS)
     for key in SECTIONS:
         if not isinstance(values.get(key), dict):
             raise wrong(f"params.yaml: {key}", values.get(key), "a block of keys")

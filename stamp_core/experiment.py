@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from stamp_core import config, data, methods
+from stamp_core import config, data, methods, split
 from stamp_core.config import Setting, plain
 from stamp_core.data import ImageSet
 from stamp_core.fingerprint import combined
 from stamp_core.split import Plan
+from stamp_core.workspace import Workspace
 
 PACKAGE = Path(__file__).parent
 
@@ -74,7 +75,10 @@ def experiment(setting: str, method: str, params: dict[str, Any] | None = None) 
 
 
 def check(params: dict[str, Any] | None = None) -> int:
-    """Check every setting, method and cell of the grid of params.yaml; how many cells there are."""
+    """Check all of params.yaml, and that the grids' plans and networks fit their pictures.
+
+    Gives back the number of cells.
+    """
     params = config.read() if params is None else params
     grids = [params["grid"], params["tiny"]]
     for setting in params["settings"]:
@@ -84,7 +88,20 @@ def check(params: dict[str, Any] | None = None) -> int:
     cells = [(s, m, config.seeds(r)) for g in grids for s, m, r in config.cells(g)]
     for setting, method, _ in cells:
         experiment(setting, method, params)
+    for setting, seeds in {setting: seeds for setting, _, seeds in cells}.items():
+        fits(setting, seeds[0], params)
     return len(cells)
+
+
+def fits(name: str, seed: int, params: dict[str, Any]) -> None:
+    """Refuse a setting whose plan or network cannot be made for its pictures."""
+    setting = config.setting(name, params)
+    images = data.load(setting.data)
+    try:
+        split.make(setting.split, images, seed)
+        Workspace(setting, images)
+    except config.ParameterError as error:
+        raise config.ParameterError(f"params.yaml: settings.{name}: {error}") from None
 
 
 def _row(row: object) -> str:

@@ -39,7 +39,8 @@ class Progress:
         with self.lock:
             if self.bar is None:
                 seconds = time.perf_counter() - self.started
-                print(f"seed {seed}  step {step}  accuracy {accuracy:6.1%}  {seconds:.1f} s")
+                line = f"seed {seed}  step {step}  accuracy {accuracy:6.1%}  {seconds:.1f} s"
+                print(line, flush=True)
             else:
                 self.accuracies[seed] = accuracy
                 mean = sum(self.accuracies.values()) / len(self.accuracies)

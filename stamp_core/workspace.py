@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from stamp_core.config import Setting, Training
 from stamp_core.data import ImageSet
@@ -40,6 +41,7 @@ class Workspace:
         self.shape: Shape = tuple(images.x_train.shape[1:])
         self.classes = len(images.classes)
         self.model = FlatModel(self.network(seed=0).to(self.device))
+        self.norms = [m for m in self.model.module.modules() if isinstance(m, _BatchNorm)]
         self.untrained = self.model.buffers.clone()  # what batch normalisation starts from
         self.x_train, self.y_train = images.x_train.to(self.device), images.y_train.to(self.device)
         self.found: dict[tuple[str, int, int], Tensor] = {}  # test pictures, by plan and task
@@ -66,13 +68,15 @@ class Workspace:
                 pictures = augment(self.x_train[batch], training, change)
                 yield self.normalise(pictures), self.y_train[batch]
 
-    def train_mode(self) -> nn.Module:
-        """The live module ready for training; frozen batch normalisation stays as it is."""
-        module = self.model.module.train()
-        if self.setting.training.buffers == "frozen":
-            for child in module.modules():
-                child.training &= not isinstance(child, nn.modules.batchnorm._BatchNorm)
-        return module
+    def train_mode(self, pictures: int) -> None:
+        """Make the live module ready for a training step on a batch of so many pictures.
+
+        Batch normalisation uses what it has gathered where it is frozen, and on a single picture,
+        which has no spread of its own.
+        """
+        self.model.module.train()
+        for norm in self.norms:
+            norm.train(pictures > 1 and self.setting.training.buffers != "frozen")
 
     @torch.no_grad()
     def outputs(self, pictures: Tensor, layer: Callable[[Tensor], Tensor] | None = None) -> Tensor:

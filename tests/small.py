@@ -30,6 +30,7 @@ TRAINING = {"rounds": 2, "epochs": 1, "batch": 16, "rate": 0.1}
 
 P = 64 * 32 + 32 + 32 * 10 + 10  # parameters of NETWORK on the digits
 ROUNDS = 6  # of SPLIT and TRAINING
+ALWAYS = 0.999999  # a probability that nobody has ever escaped
 
 # A convolution with batch normalisation: 8 x 8 pictures become 4 channels of 4 x 4, then 2 x 2.
 BATCH_NORM = {"kind": "cnn", "channels": [4], "features": 8, "norm": "batch"}

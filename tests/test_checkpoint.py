@@ -317,6 +317,13 @@ def test_a_failed_write_leaves_the_last_good_one_and_no_rest(
     assert same(loaded(file), NEW) and [*file.parent.iterdir()] == [file]
 
 
+def test_what_a_killed_process_half_wrote_is_removed(file: Path) -> None:
+    part = file.with_name(f"{file.stem}.123.part")
+    part.write_bytes(b"half")
+    assert same(loaded(file), OLD)
+    assert not part.exists()
+
+
 def test_a_half_written_file_never_has_the_checkpoints_name(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,7 +334,7 @@ def test_a_half_written_file_never_has_the_checkpoints_name(
 
     def noted_fsync(number: int) -> None:
         fsync(number)
-        assert same(loaded(file), OLD)
+        assert same(checkpoint.read(file)[0], OLD)
         (part,) = set(file.parent.iterdir()) - {file}
         assert same(checkpoint.read(part)[0], NEW)
         steps.append("fsync")

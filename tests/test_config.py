@@ -297,6 +297,7 @@ def test_an_experiment_of_unknown_names_is_refused(method: str, setting: str, me
 
 SPLIT = {"kind": "classes", "clients": 4, "tasks": 3, "classes_per_task": 2}
 NETWORK = {"kind": "cnn"}
+ALPHA = {**SPLIT, "order": "common", "alpha": 1.0}
 TRAINING = {"rounds": 2, "epochs": 1, "batch": 16, "rate": 0.1}
 
 
@@ -308,12 +309,22 @@ TRAINING = {"rounds": 2, "epochs": 1, "batch": 16, "rate": 0.1}
         (Split, SPLIT, "cycles", 0, 1, "at least 1"),
         (Split, SPLIT, "classes_per_task", 0, 1, "at least 1"),
         (Split, SPLIT, "images_per_class", 0, 1, "at least 1"),
-        (Split, SPLIT, "min_samples", -1, 0, "at least 0"),
+        (Split, ALPHA, "min_samples", -1, 0, "at least 0"),
+        (Split, SPLIT, "min_samples", 2, 1, "absent unless alpha is set"),
         (Split, SPLIT, "common_clients", -1, 0, "at least 0"),
         (Split, {**SPLIT, "order": "mixed"}, "common_clients", 5, 4, "at most clients = 4"),
         (Split, {**SPLIT, "order": "common"}, "alpha", 0.0, 1e-9, "above 0"),
         (Split, {**SPLIT, "order": "common"}, "alpha", float("nan"), 1.0, "above 0"),
         (Network, NETWORK, "features", 0, 1, "at least 1"),
+        (Network, {"kind": "mlp"}, "norm", "batch", "none", "'none', as kind is 'mlp'"),
+        (
+            Network,
+            {"kind": "resnet18"},
+            "norm",
+            "none",
+            "group",
+            "'batch' or 'group', as kind is 'resnet18'",
+        ),
         (Network, NETWORK, "channels", (4, 0), (4, 1), "at least one number above 0"),
         (Training, TRAINING, "rounds", 0, 1, "at least 1"),
         (Training, TRAINING, "batch", 0, 1, "at least 1"),
@@ -322,10 +333,10 @@ TRAINING = {"rounds": 2, "epochs": 1, "batch": 16, "rate": 0.1}
         (Training, TRAINING, "rate", float("nan"), 1.0, "at least 0"),
         (Training, TRAINING, "weight_decay", -1e-9, 0.0, "at least 0"),
         (Training, TRAINING, "shift", -1, 0, "at least 0"),
-        (Training, TRAINING, "momentum", -0.1, 0.0, "between 0 and 1"),
-        (Training, TRAINING, "momentum", 1.1, 1.0, "between 0 and 1"),
-        (Training, TRAINING, "dropout", -0.1, 0.0, "between 0 and 1"),
-        (Training, TRAINING, "dropout", 1.1, 1.0, "between 0 and 1"),
+        (Training, TRAINING, "momentum", -0.1, 0.0, "at least 0 and below 1"),
+        (Training, TRAINING, "momentum", 1.0, 0.99, "at least 0 and below 1"),
+        (Training, TRAINING, "dropout", -0.1, 0.0, "at least 0 and below 1"),
+        (Training, TRAINING, "dropout", 1.0, 0.99, "at least 0 and below 1"),
         (Training, TRAINING, "participation", 0.0, 1e-9, "above 0 and at most 1"),
         (Training, TRAINING, "participation", 1.1, 1.0, "above 0 and at most 1"),
     ],
@@ -436,7 +447,8 @@ def test_both_yaml_parsers_read_the_same_parameters() -> None:
         ("", "{path} is empty; it must hold grid, tiny, settings, methods"),
         (
             "grid: {}\ntiny: {}\nsetings: {}",
-            "params.yaml: settings is None; it must be a block of keys",
+            "params.yaml: 'setings' is unknown; did you mean 'settings'? "
+            "known: grid, methods, settings, tiny",
         ),
     ],
 )

@@ -12,7 +12,20 @@ import pytest
 import small
 import torch
 import torch.nn.functional as F
-from small import BATCH_NORM, BN_B, BN_P, ROUNDS, P, plan, plans, run, saved, tiny, with_train
+from small import (
+    ALWAYS,
+    BATCH_NORM,
+    BN_B,
+    BN_P,
+    ROUNDS,
+    P,
+    plan,
+    plans,
+    run,
+    saved,
+    tiny,
+    with_train,
+)
 
 from stamp_core import checkpoint, engine, executor, methods, metrics, models, records
 from stamp_core.methods import DivergedError
@@ -108,7 +121,7 @@ def test_every_client_has_its_turn_and_rounds_differ(visits: list[Visit]) -> Non
 @pytest.mark.parametrize("kind", sorted(set(EVERY) - {"joint"}))
 def test_when_all_drop_out_nothing_changes_and_the_run_ends(kind: str) -> None:
     """Every accuracy is that of the untrained model, after every step."""
-    record, start = run(tiny(kind, training={"dropout": 1.0})), run(tiny(training={"rate": 0}))
+    record, start = run(tiny(kind, training={"dropout": ALWAYS})), run(tiny(training={"rate": 0}))
     for name, value in record.weights.items():
         assert value.tobytes() == start.weights[name].tobytes(), name
     for row in record.history:

@@ -138,13 +138,6 @@ def test_save_gives_the_same_bytes(name, records, tmp_path):
         assert picture.width == figures.WIDTH * figures.DPI
 
 
-def test_save_all_names_files_by_figure(tmp_path):
-    made = {"first": figures.accuracy(runs("fedavg")), "second": figures.gap(runs("fedavg"))}
-    paths = figures.save_all(made, tmp_path)
-    assert [path.name for path in paths] == ["first.png", "second.png"]
-    assert all(path.exists() for path in paths)
-
-
 # --- pictures and plans
 
 

@@ -12,7 +12,7 @@ import pytest
 import small
 import torch
 import torch.nn.functional as F
-from small import BATCH_NORM, BN_B, BN_P, P, first, plan, run, tiny, with_train
+from small import ALWAYS, BATCH_NORM, BN_B, BN_P, P, first, plan, run, tiny, with_train
 from torch import Tensor, nn
 
 from stamp_core import checkpoint, methods, models
@@ -29,22 +29,20 @@ from stamp_core.workspace import Visit
 EVERY = methods.names()
 WITHOUT_NEUTRAL = {"joint", "local"}  # bounds and controls that are no kind of FedAvg
 POLICIES = ("shared", "local", "frozen")
+FEW = {"images_per_class": 20}
+HARD: dict[str, Any] = {
+    "participation": 0.7,
+    "dropout": 0.3,
+    "momentum": 0.9,
+    "shift": 1,
+    "flip": True,
+    "epochs": 2,
+}
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "hard": {
-        "network": BATCH_NORM,
-        "split": {"cycles": 2, "images_per_class": 20},
-        "training": {
-            "participation": 0.7,
-            "dropout": 0.3,
-            "momentum": 0.9,
-            "shift": 1,
-            "flip": True,
-            "epochs": 2,
-        },
-    },
+    "hard": {"network": BATCH_NORM, "split": {"cycles": 2, **FEW}, "training": HARD},
+    "own": {"network": BATCH_NORM, "split": FEW, "training": {**HARD, "buffers": "local"}},
 }
-FEW = {"images_per_class": 20}
 
 
 # ------------------------------------------------------------------ what holds for all methods
@@ -441,7 +439,7 @@ def union(cell: Experiment, whole: Plan) -> Plan:
     return replace(first(whole, 1), clients=((task,) * 3,))
 
 
-@pytest.mark.parametrize("dropout", [0.0, 1.0])
+@pytest.mark.parametrize("dropout", [0.0, ALWAYS])
 def test_joint_is_one_learner_on_the_union(dropout: float) -> None:
     """Pictures that several clients hold count once, and nobody can drop out."""
     cell = tiny("joint", training={"dropout": dropout, "participation": 0.5})

@@ -120,8 +120,7 @@ def test_repro_again_runs_nothing(project: Project) -> None:
 
 def test_a_run_in_jupyterlab_is_the_run_of_the_pipeline_bit_for_bit(project: Project) -> None:
     """JupyterLab runs a notebook in its own folder, without papermill; then the user saves it."""
-    command = "import sys; from pathlib import Path; from stamp_core import notebooks; notebooks.refresh(Path(sys.argv[1]))"
-    project.run("python", "-c", command, "notebooks/2_train.ipynb")
+    project.run("python", "-m", "stamp_core.notebooks", "notebooks/2_train.ipynb")
     for seed in ("0", "1"):
         cell = f"runs/tiny-fedavg-0to1/{seed}"
         mine, theirs = (records.load(project.root / "data" / part / cell) for part in ("tiny", ""))
@@ -192,7 +191,7 @@ def test_one_failing_method_leaves_the_others_standing(project: Project) -> None
 
 
 def test_a_killed_pipeline_goes_on_where_it_was(project: Project) -> None:
-    """kill -9 of DVC and all it started, once a checkpoint is there; then the same command again."""
+    """kill -9 of DVC and all it started once a checkpoint is there; then the same command."""
     setting = YAML().load(project.root / "params.yaml")["settings"]["tiny"]
     longer = {**setting, "training": {"rounds": 60, "epochs": 1, "batch": 16, "rate": 0.1}}
     project.params(settings={"tiny": longer})

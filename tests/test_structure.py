@@ -1,4 +1,4 @@
-"""The shape of the project: who may import whom, what may stand in a notebook, what is documented."""
+"""The shape of the project: who may import whom, what may stand in a notebook."""
 
 import ast
 import re

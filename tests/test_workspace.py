@@ -285,7 +285,8 @@ def test_frozen_buffers_stay_in_training_and_others_move(buffers: Any, move: boo
     before = work.model.buffers.clone()
     work.outputs(x)
     assert torch.equal(work.model.buffers, before)  # evaluation never moves them
-    module = work.train_mode()
+    work.train_mode(8)
+    module = work.model.module
     module(work.normalise(x)).sum().backward()
     assert torch.equal(work.model.buffers, before) == (not move)
     norm = next(m for m in module.modules() if isinstance(m, torch.nn.BatchNorm2d))
@@ -293,12 +294,24 @@ def test_frozen_buffers_stay_in_training_and_others_move(buffers: Any, move: boo
     assert norm.weight.grad is not None and norm.weight.grad.any()  # scale and shift still learn
 
 
+def test_a_single_picture_is_normalised_by_what_was_gathered_before() -> None:
+    """It has no spread of its own: torch refuses it, or gives back zeros."""
+    x = pictures(8, 1, 8, 8)
+    images = labelled(x, x, torch.zeros(8, dtype=torch.int64))
+    work = Workspace(Setting("by hand", {}, SPLIT, NORMED, TRAINING), images)
+    expected = work.outputs(x[:1])
+    work.train_mode(1)
+    torch.testing.assert_close(work.model.module(work.normalise(x[:1])).detach(), expected)
+    work.train_mode(2)
+    assert not torch.equal(work.model.module(work.normalise(x[:2])).detach()[:1], expected)
+
+
 def test_outputs_do_not_depend_on_the_other_pictures() -> None:
     """In evaluation mode, batch normalisation or not, a picture is looked at on its own."""
     x = pictures(8, 1, 8, 8)
     images = labelled(x, x, torch.zeros(8, dtype=torch.int64))
     work = Workspace(Setting("by hand", {}, SPLIT, NORMED, TRAINING), images)
-    work.train_mode()
+    work.train_mode(8)
     alone = torch.cat([work.outputs(picture[None]) for picture in x])
     torch.testing.assert_close(work.outputs(x), alone)
     features = work.outputs(x, work.model.module.encoder)

@@ -152,10 +152,10 @@ class Method:
 
     def train(self, turn: Turn) -> list[Tensor]:
         """Local SGD in the live model; gives back the loss of every step."""
-        self.work.train_mode()
         descent = Descent(self.work.model, self.work.setting.training)
         losses = []
         for pictures, labels in self.batches(turn):
+            self.work.train_mode(len(labels))
             self.work.model.gradients.zero_()
             loss = self.loss(turn, pictures, labels)
             loss.backward()
