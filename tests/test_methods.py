@@ -181,7 +181,9 @@ def test_what_a_client_keeps_or_sends_is_its_own(kind: str, policy: str, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "training", [{}, {"epochs": 2, "momentum": 0.9, "weight_decay": 0.01, "batch": 50}], ids=str
+    "training",
+    [{}, {"momentum": 0.9}, {"momentum": 0.9, "weight_decay": 0.01, "epochs": 2, "batch": 50}],
+    ids=str,
 )
 def test_one_client_is_plain_sgd_bit_for_bit(training: dict[str, Any]) -> None:
     """A single client's average is its own model; each visit starts a new optimiser."""

@@ -177,7 +177,7 @@ def test_a_slip_in_the_parameters_is_refused_before_anything_runs(project: Proje
 
 def test_one_failing_method_leaves_the_others_standing(project: Project) -> None:
     broken = "        raise RuntimeError('broken on purpose')\n"
-    anchor = '        draw = visit.generator("replay")\n'
+    anchor = '        draw = turn.visit.generator("replay")\n'
     project.replace("stamp_core/methods/replay.py", anchor, broken + anchor)
     project.params(methods={"fedavg": {"step": 1.1}})
     project.run("dvc", "repro", "-k", ok=False)
