@@ -16,7 +16,7 @@ import torch
 from benchmarks import bare
 from stamp_core import engine, split
 from stamp_core.executor import Executor, peak_memory, start
-from stamp_core.experiment import Experiment, experiment
+from stamp_core.experiments import Experiment, experiment
 from stamp_core.paths import ROOT
 from stamp_core.workspace import Visit
 

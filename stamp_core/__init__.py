@@ -2,7 +2,7 @@
 
 from stamp_core.data import ImageSet, load
 from stamp_core.engine import keep, train
-from stamp_core.experiment import Experiment, experiment
+from stamp_core.experiments import Experiment, experiment
 from stamp_core.grid import gather, plans, run_folder, save_plans
 from stamp_core.methods import Method
 from stamp_core.paths import RESUME, ROOT

@@ -26,7 +26,7 @@ from stamp_core.executor import (
     resolve_workers,
     start,
 )
-from stamp_core.experiment import Experiment
+from stamp_core.experiments import Experiment
 from stamp_core.methods import Message
 from stamp_core.metrics import pooled
 from stamp_core.progress import Progress

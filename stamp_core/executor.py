@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stamp_core.experiment import Experiment
+from stamp_core.config import wrong
+from stamp_core.experiments import Experiment
 from stamp_core.methods import Message, Method, Reply, State, Turn
 from stamp_core.split import Plan
 from stamp_core.workspace import Visit, Workspace
@@ -138,10 +139,13 @@ def start(
 
 def resolve_workers(workers: int, device: str) -> int:
     """The number of worker processes: 0 stands for $STAMP_WORKERS or one per core (GPU: one)."""
-    if workers:
-        return workers
+    workers = workers or int(os.environ.get("STAMP_WORKERS", 0))
+    if workers < 0:
+        raise wrong("workers", workers, "at least 0")
+    if workers or device == "cuda":
+        return workers or 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return int(os.environ.get("STAMP_WORKERS", 1 if device == "cuda" else cores or 1))
+    return cores or 1
 
 
 def resolve_device(device: str) -> str:

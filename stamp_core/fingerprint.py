@@ -4,6 +4,7 @@ import ast
 import hashlib
 import json
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import resolve_name
 from pathlib import Path
 
@@ -14,7 +15,7 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 def imports(path: Path | str) -> set[Path]:
     """The files of stamp_core that the file at `path` imports, wherever in it the import stands."""
     path = Path(path).resolve()
-    names = {name for node in ast.walk(_tree(path)) for name in _names(node, path)}
+    names = {name for node in _statements(path.read_bytes()) for name in _names(node, path)}
     return {file for name in names for file in _files(name)} - {path}
 
 
@@ -32,11 +33,7 @@ def closure(*paths: Path | str) -> list[Path]:
 
 def digest(path: Path | str) -> str:
     """The sha256 of the code at `path`; layout, comments and docstrings cannot change a number."""
-    tree = _tree(Path(path))
-    for node in ast.walk(tree):
-        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
-            del node.body[0]
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
+    return _digest(Path(path).read_bytes())
 
 
 def fingerprint(*paths: Path | str) -> dict[str, str]:
@@ -50,9 +47,21 @@ def combined(*paths: Path | str) -> str:
     return hashlib.sha256(json.dumps(fingerprint(*paths)).encode()).hexdigest()
 
 
-def _tree(path: Path) -> ast.Module:
-    """The syntax tree of the file at `path`."""
-    return ast.parse(path.read_bytes(), filename=str(path))
+@cache
+def _digest(code: bytes) -> str:
+    """The sha256 of the syntax tree of `code` without docstrings."""
+    tree = ast.parse(code)
+    for node in ast.walk(tree):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            del node.body[0]
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
+
+
+@cache
+def _statements(code: bytes) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    """All imports in `code`, wherever they stand."""
+    nodes = ast.walk(ast.parse(code))
+    return tuple(node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
 
 
 def _names(node: ast.AST, path: Path) -> Iterator[str]:
@@ -96,7 +105,7 @@ def _handed_on(name: str) -> set[str]:
         return set()
     return {
         source
-        for node in ast.walk(_tree(top))
+        for node in _statements(top.read_bytes())
         if isinstance(node, ast.ImportFrom)
         for alias, source in zip(node.names, _names(node, top), strict=True)
         if wanted in ("*", alias.asname or alias.name)

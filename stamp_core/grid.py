@@ -8,7 +8,7 @@ from stamp_core import config, engine, records, split
 from stamp_core.config import ParameterError, Setting
 from stamp_core.data import ImageSet
 from stamp_core.executor import resolve_device
-from stamp_core.experiment import Experiment, experiment
+from stamp_core.experiments import Experiment, experiment
 from stamp_core.paths import RESUME, ROOT
 from stamp_core.records import Record
 from stamp_core.split import Plan

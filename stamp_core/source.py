@@ -10,7 +10,7 @@ from pathlib import Path
 import nbformat
 
 from stamp_core import config, notebooks, paths
-from stamp_core.experiment import PACKAGE, check, experiment
+from stamp_core.experiments import PACKAGE, check, experiment
 from stamp_core.fingerprint import fingerprint
 
 

@@ -15,7 +15,7 @@ from stamp_core import checkpoint, data, engine, methods, split
 from stamp_core.config import Setting, build
 from stamp_core.data import ImageSet
 from stamp_core.executor import Worker
-from stamp_core.experiment import PACKAGE, Experiment
+from stamp_core.experiments import PACKAGE, Experiment
 from stamp_core.fingerprint import combined
 from stamp_core.records import Record
 from stamp_core.split import Plan

@@ -11,7 +11,7 @@ import yaml
 
 from stamp_core import config
 from stamp_core.config import Network, ParameterError, Setting, Split, Training
-from stamp_core.experiment import check, experiment
+from stamp_core.experiments import check, experiment
 from stamp_core.paths import PARAMS
 
 GOOD: dict[str, Any] = {

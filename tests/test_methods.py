@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from stamp_core import checkpoint, methods, models
 from stamp_core.config import Network
 from stamp_core.executor import Answer, Worker
-from stamp_core.experiment import Experiment
+from stamp_core.experiments import Experiment
 from stamp_core.methods import Method, Reply, State, Turn
 from stamp_core.metrics import Array
 from stamp_core.records import Record

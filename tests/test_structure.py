@@ -19,7 +19,7 @@ LAYERS = [
     "data split models matching coresets metrics records",
     "workspace",
     "methods",
-    "experiment",
+    "experiments",
     "executor checkpoint progress",
     "engine diagnostics",
     "grid",

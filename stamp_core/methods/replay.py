@@ -10,6 +10,7 @@ from torch import Tensor
 from stamp_core.config import at_least
 from stamp_core.methods import Method, ServerStep, State, Turn
 from stamp_core.seeding import generator
+from stamp_core.workspace import augment
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class Replay(Method):
             count = min(len(past), round(self.params.ratio * len(labels)))
             if count:
                 pick = past[torch.randperm(len(past), generator=draw)[:count]]
-                old = self.work.normalise(memory["pictures"][pick])
+                changed = augment(memory["pictures"][pick], self.work.setting.training, draw)
+                old = self.work.normalise(changed)
                 pictures = torch.cat([pictures, old])
                 labels = torch.cat([labels, memory["labels"][pick].to(labels.device)])
             yield pictures, labels
