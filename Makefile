@@ -8,8 +8,8 @@ export STAMP_DATA ?= $(CURDIR)/data/raw
 .DEFAULT_GOAL := help
 .PHONY: repro test lab notebooks lint bench clean help
 
-repro: $(READY) .dvc/config.local  ## set up, then regenerate every result that is out of date
-	$(VENV)/bin/dvc repro -k
+repro: $(READY) .dvc/config.local  ## set up, then regenerate what is out of date (JOBS=n at a time)
+	$(VENV)/bin/python -m stamp_core.repro
 
 test: $(READY) .dvc/config.local  ## set up, then lint, types, unit tests, the pipeline, the notebooks
 	$(VENV)/bin/ruff check .

@@ -102,7 +102,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 
 def test_repro_makes_everything_from_nothing(project: Project) -> None:
-    project.run("dvc", "repro")
+    project.run("python", "-m", "stamp_core.repro")  # what `make repro` runs
     for method in ("fedavg", "replay"):
         for seed in ("0", "1"):
             assert (project.root / "data/runs" / f"tiny-{method}-0to1" / seed / "run.json").exists()
@@ -180,7 +180,8 @@ def test_one_failing_method_leaves_the_others_standing(project: Project) -> None
     anchor = '        draw = turn.visit.generator("replay")\n'
     project.replace("stamp_core/methods/replay.py", anchor, broken + anchor)
     project.params(methods={"fedavg": {"step": 1.1}})
-    project.run("dvc", "repro", "-k", ok=False)
+    said = project.run("python", "-m", "stamp_core.repro", ok=False)
+    assert "failed: train@tiny-replay-0to1; the tracebacks are in data/executed/train-tiny" in said
     cells = notebooks.read(project.root / "data/executed/train-tiny-replay-0to1.ipynb").cells
     errors = [o for c in cells for o in c.get("outputs", []) if o.output_type == "error"]
     assert any("broken on purpose" in "".join(error.traceback) for error in errors)

@@ -24,7 +24,7 @@ LAYERS = [
     "engine diagnostics",
     "grid",
     "figures tables",
-    "notebooks source",
+    "notebooks source repro",
 ]
 ABOVE = {"vectors": {"config"}}  # its Descent takes the training parameters
 
