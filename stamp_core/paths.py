@@ -5,9 +5,10 @@ from pathlib import Path
 
 
 def find_root() -> Path:
-    """The project's folder: what DVC names, else the first folder upwards that holds dvc.yaml."""
-    if named := os.environ.get("DVC_ROOT"):
-        return Path(named)
+    """The project's folder: the first one upwards from where we are that holds dvc.yaml.
+
+    Not $DVC_ROOT: to a queued experiment, which runs in a copy, DVC names the original there.
+    """
     here = Path(__file__).resolve().parent
     for folder in (Path.cwd(), *Path.cwd().parents, *here.parents):
         if (folder / "dvc.yaml").exists():

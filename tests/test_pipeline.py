@@ -5,6 +5,7 @@ The tests run in the order in which they stand and go on from what the one befor
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -218,11 +219,15 @@ def test_a_killed_pipeline_goes_on_where_it_was(project: Project) -> None:
     project.params(settings={"tiny": setting})
 
 
-def test_an_experiment_changes_a_parameter_and_its_metrics_can_be_compared(
-    project: Project,
-) -> None:
+def test_a_queued_experiment_runs_in_its_own_copy_and_can_be_compared(project: Project) -> None:
     project.run("git", "checkout", "--quiet", ".")
-    project.run("dvc", "exp", "run", "-S", "methods.fedavg.step=0.5")
-    said = json.loads(project.run("dvc", "metrics", "diff", "--json"))
-    changed = said["diff"]["figures/summary.json"]
+    project.run("dvc", "exp", "run", "--queue", "-n", "half", "-S", "methods.fedavg.step=0.5")
+    project.run("dvc", "queue", "start")
+    until = time.monotonic() + 240
+    while re.search("Running|Queued", project.run("dvc", "queue", "status")):
+        assert time.monotonic() < until
+        time.sleep(1)
+    assert project.run("git", "status", "--porcelain") == ""  # the copy, not the original
+    said = json.loads(project.run("dvc", "metrics", "diff", "HEAD", "half", "--json"))
+    changed = said["figures/summary.json"]
     assert "tiny.fedavg.accuracy.mean" in changed and "tiny.replay.accuracy.mean" not in changed
