@@ -7,8 +7,6 @@ stages depend on copies of the notebooks without outputs and on fingerprints of 
 import json
 from pathlib import Path
 
-import nbformat
-
 from stamp_core import config, notebooks, paths
 from stamp_core.experiments import PACKAGE, check, experiment
 from stamp_core.fingerprint import fingerprint
@@ -20,7 +18,7 @@ def write() -> None:
     print(f"params.yaml is right: {check(params)} cells")
     paths.SOURCE.mkdir(parents=True, exist_ok=True)
     for path in notebooks.all_notebooks():
-        nbformat.write(notebooks.clean(notebooks.read(path)), paths.SOURCE / path.name)
+        notebooks.write(notebooks.clean(notebooks.read(path)), paths.SOURCE / path.name)
     sources = sorted((PACKAGE / "data").glob("*.py"))
     note("split", PACKAGE / "split.py", *sources)
     note("compare", PACKAGE / "grid.py", PACKAGE / "figures.py", PACKAGE / "tables.py")

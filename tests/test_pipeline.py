@@ -13,11 +13,12 @@ import sys
 import time
 from pathlib import Path
 
+import nbformat
 import numpy as np
 import pytest
 from ruamel.yaml import YAML
 
-from stamp_core import notebooks, records
+from stamp_core import records
 from stamp_core.paths import ROOT
 
 OURS = {".git", ".venv", "cache", "tmp", "__pycache__", ".hypothesis", ".ipynb_checkpoints"}
@@ -108,7 +109,7 @@ def test_repro_makes_everything_from_nothing(project: Project) -> None:
         for seed in ("0", "1"):
             assert (project.root / "data/runs" / f"tiny-{method}-0to1" / seed / "run.json").exists()
     for name in ("split-tiny-0to1", "train-tiny-fedavg-0to1", "compare"):
-        cells = notebooks.read(project.root / "data/executed" / f"{name}.ipynb").cells
+        cells = nbformat.read(project.root / f"data/executed/{name}.ipynb", 4).cells
         assert any("image/png" in o.get("data", {}) for c in cells for o in c.get("outputs", []))
     summary = json.loads((project.root / "figures/summary.json").read_text())
     assert summary["tiny"]["fedavg"]["accuracy"]["n"] == 2
@@ -183,7 +184,8 @@ def test_one_failing_method_leaves_the_others_standing(project: Project) -> None
     project.params(methods={"fedavg": {"step": 1.1}})
     said = project.run("python", "-m", "stamp_core.repro", ok=False)
     assert "failed: train@tiny-replay-0to1; the tracebacks are in data/executed/train-tiny" in said
-    cells = notebooks.read(project.root / "data/executed/train-tiny-replay-0to1.ipynb").cells
+    executed = project.root / "data/executed/train-tiny-replay-0to1.ipynb"
+    cells = nbformat.read(executed, 4).cells
     errors = [o for c in cells for o in c.get("outputs", []) if o.output_type == "error"]
     assert any("broken on purpose" in "".join(error.traceback) for error in errors)
     fedavg = records.load(project.root / "data/runs/tiny-fedavg-0to1/0")

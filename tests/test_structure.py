@@ -5,6 +5,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import nbformat
 import pytest
 
 from stamp_core import config, methods, notebooks
@@ -75,7 +76,7 @@ def test_torchvision_is_imported_in_one_place() -> None:
 
 @pytest.mark.parametrize("path", notebooks.all_notebooks(), ids=lambda p: p.name)
 def test_notebooks_call_and_do_not_define(path: Path) -> None:
-    cells = [c for c in notebooks.read(path).cells if c.cell_type == "code"]
+    cells = [c for c in nbformat.read(path, 4).cells if c.cell_type == "code"]
     for cell in cells:
         for node in ast.walk(ast.parse(cell.source)):
             assert not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.For | ast.While)
@@ -92,7 +93,7 @@ def test_notebooks_call_and_do_not_define(path: Path) -> None:
 @pytest.mark.parametrize("path", notebooks.all_notebooks(), ids=lambda p: p.name)
 def test_notebooks_are_stored_as_run_top_to_bottom(path: Path) -> None:
     """nbval compares nothing in a cell without a count, and everything else as it stands here."""
-    notebook = notebooks.read(path)
+    notebook = nbformat.read(path, 4)
     code = [c for c in notebook.cells if c.cell_type == "code"]
     assert [c.execution_count for c in code] == list(range(1, len(code) + 1))
     assert not any(o.output_type == "error" for c in code for o in c.outputs)
@@ -106,7 +107,7 @@ def test_notebooks_are_stored_as_run_top_to_bottom(path: Path) -> None:
 
 def test_defaults_of_notebooks_need_no_earlier_notebook() -> None:
     for path in notebooks.all_notebooks():
-        parameters = notebooks.read(path).cells[1].source
+        parameters = nbformat.read(path, 4).cells[1].source
         assert 'folder: str = "data/tiny"' in parameters
 
 
