@@ -163,6 +163,11 @@ def unbroken(seed: int) -> Record:
     return run(small.long(), small.plan(small.long(), seed))
 
 
+def hear_ctrl_c() -> None:
+    """A shell that starts tests in the background makes all of them deaf to it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_training_leaves_no_process_and_goes_on_to_the_same_bits(
     end: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -179,6 +184,7 @@ def test_a_killed_training_leaves_no_process_and_goes_on_to_the_same_bits(
         [sys.executable, "-c", SCRIPT, tmp_path],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        preexec_fn=hear_ctrl_c,
     )
     try:
         wait_until(lambda: next_round() >= 5 or training.poll() is not None, "5 rounds")
