@@ -18,7 +18,7 @@ test: $(READY) .dvc/config.local  ## set up, then lint, types, unit tests, the p
 	$(VENV)/bin/pytest
 
 lab: $(READY)  ## explore in JupyterLab
-	$(VENV)/bin/jupyter lab notebooks
+	$(VENV)/bin/jupyter lab --LabApp.default_url=/lab/tree/notebooks
 
 notebooks: $(READY)  ## run every notebook at its defaults and store its outputs
 	STAMP_PROGRESS=lines $(VENV)/bin/python -m stamp_core.notebooks
