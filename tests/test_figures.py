@@ -9,6 +9,7 @@ from PIL import Image
 
 from stamp_core import config, figures, metrics, split
 from stamp_core.config import Split
+from stamp_core.figures import look
 from stamp_core.records import Record
 
 LETTERS = ("a", "b", "c", "d", "e", "f")
@@ -135,7 +136,7 @@ def test_save_gives_the_same_bytes(name, records, tmp_path):
     assert (tmp_path / "b.png").read_bytes() == (tmp_path / "c.png").read_bytes() == first
     with Image.open(tmp_path / "b.png") as picture:
         assert not {"Software", "Creation Time", "date"} & set(picture.info)
-        assert picture.width == figures.WIDTH * figures.DPI
+        assert picture.width == look.WIDTH * look.DPI
 
 
 # --- pictures and plans
