@@ -6,7 +6,8 @@ import os
 import platform
 import time
 import warnings
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stamp_core import checkpoint
+from stamp_core import checkpoint, diagnostics
 from stamp_core.executor import (
     Answer,
     Executor,
@@ -27,7 +28,7 @@ from stamp_core.executor import (
     start,
 )
 from stamp_core.experiments import Experiment
-from stamp_core.methods import Message
+from stamp_core.methods import Log, Message
 from stamp_core.metrics import pooled
 from stamp_core.progress import Progress
 from stamp_core.records import SCORINGS, Record, tree_bytes
@@ -79,6 +80,7 @@ class Run:
         saved = checkpoint.load(self.file, self.identity) if self.file else None
         self.state = saved or self.fresh()
         self.saving, self.stop = 0.0, False
+        self.shown = first_of_each(here.work.images.y_test, experiment.setting.observe.features)
 
     def fresh(self) -> dict[str, Any]:
         """The state before the first round, with the untrained model's accuracies."""
@@ -86,7 +88,8 @@ class Run:
         shape = (len(SCORINGS), self.plan.steps, len(clients), self.plan.tasks)
         scores = {model: torch.full(shape, torch.nan) for model in ("global", "personal", "local")}
         scores["initial"] = self.here.judge(self.seed, 0, model_of(server))
-        return {"server": server, "clients": clients, "next": 0, "history": [], "scores": scores}
+        begun = {"next": 0, "history": [], "features": []}
+        return {"server": server, "clients": clients, "scores": scores, **begun}
 
     def finish(self, progress: Progress) -> Record:
         """Train to the end from wherever the state is; the record of the whole run."""
@@ -112,18 +115,31 @@ class Run:
         )
         clock.append(time.perf_counter())
         with self.here.lock:  # one seed at a time uses this process's live model
-            state["server"] = method.aggregate(
-                state["server"], [answer.reply for answer in answers]
-            )
+            before, replies, log = state["server"], [answer.reply for answer in answers], Log()
+            state["server"] = method.aggregate(before, replies, log)
         for client, answer in zip(answering, answers, strict=True):
             state["clients"][client] = answer.reply.state
         clock.append(time.perf_counter())
+        angles = self.angles(before, answers)
         if last:
             self.evaluate(step, answering, answers)
         clock.append(time.perf_counter())
-        state["history"].append(self.row(step, round_, messages, answers, clock))
+        row = self.row(step, round_, messages, answers, clock)
+        logs = [*(answer.reply.log for answer in answers), log]
+        row["seconds"] |= added(each.seconds for each in logs)
+        state["history"].append({**row, "angles": angles, **told(logs)})
         state["next"] += 1
         self.save()
+
+    def angles(self, before: Mapping[str, Any], answers: list[Answer]) -> dict[str, float]:
+        """Between the clients' updates and, where looked at, between the tasks of each of them."""
+        rows = [answer.angles for answer in answers]
+        messages = [answer.reply.message for answer in answers if answer.reply.steps]
+        received = [each["parameters"] for each in messages if "parameters" in each]
+        if received and "global" in self.here.method.models:
+            after = self.state["server"]["parameters"]
+            rows.append(diagnostics.spatial(before["parameters"], after, received))
+        return means(rows)
 
     def draw(self, step: int, round_: int) -> tuple[list[int], list[int]]:
         """Who is sent the model in a round, and who of them answers."""
@@ -150,6 +166,9 @@ class Run:
             scores["global"][:, step] = self.executor.call("judge", [call])[0]
         if "personal" in models:
             scores["personal"][:, step] = self.judge_clients(step, personal=True)
+        if "global" in models and len(self.shown):
+            shown = (model_of(self.state["server"]), self.shown)
+            self.state["features"] += self.executor.call("describe", [shown])
 
     def judge_clients(self, step: int, personal: bool) -> Tensor:
         """Scores of a model that is every client's own.  # [scorings, U, T]"""
@@ -241,7 +260,15 @@ class Run:
             },
         }
         scores = {name: values.numpy() for name, values in self.state["scores"].items()}
-        return Record(about, self.state["history"], scores, self.tests(), self.weights())
+        history, features = self.state["history"], self.features()
+        return Record(about, history, scores, self.tests(), self.weights(), features)
+
+    def features(self) -> dict[str, Any]:
+        """Features of test pictures after each step, with their labels, where they were kept."""
+        if not self.state["features"]:
+            return {}
+        labels = self.here.work.images.y_test[self.shown]
+        return {"features": torch.stack(self.state["features"]).numpy(), "labels": labels.numpy()}
 
     def weights(self) -> dict[str, Any]:
         """The final global model's tensors by name; none where there is no global model."""
@@ -256,6 +283,36 @@ class Run:
             values = pieces(vector, list(like.values()))
             found.update({name: v.numpy() for name, v in zip(like, values, strict=True)})
         return found
+
+
+def first_of_each(labels: Tensor, count: int) -> Tensor:
+    """Indices of the first `count` pictures of each class, rising.  # [n]"""
+    places = [(labels == label).nonzero().flatten()[:count] for label in labels.unique()]
+    found: Tensor = torch.cat(places).sort().values
+    return found
+
+
+def means(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each named number over the rows where it is defined; absent if it is nowhere."""
+    values: dict[str, list[float]] = {}
+    for name, value in (item for row in rows for item in row.items()):
+        if not math.isnan(value):
+            values.setdefault(name, []).append(value)
+    return {name: sum(each) / len(each) for name, each in values.items()}
+
+
+def added(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The sum of each named number."""
+    total: Counter[str] = Counter()
+    for row in rows:
+        total.update(row)
+    return dict(total)
+
+
+def told(logs: list[Log]) -> dict[str, Any]:
+    """What the method says of a round: numbers, means over clients, and how often what happened."""
+    events = Counter(event for log in logs for event in log.events)
+    return {"notes": means(log.numbers for log in logs), "events": dict(events)}
 
 
 def model_of(server: Mapping[str, Any]) -> Message:

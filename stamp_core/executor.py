@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stamp_core import diagnostics
 from stamp_core.config import wrong
 from stamp_core.experiments import Experiment
 from stamp_core.methods import Message, Method, Reply, State, Turn
@@ -31,6 +32,7 @@ class Answer:
 
     reply: Reply
     scores: Tensor | None  # [scorings, 1, T] of the model as local training left it
+    angles: dict[str, float]  # between the gradients of the client's tasks, if looked at
     seconds: float
     memory: int  # bytes, the most this process held so far
     gpu: int  # bytes, the most the visit held on the GPU
@@ -59,15 +61,28 @@ class Worker:
         reply = self.method.local(Turn(visit, self.plans[visit.seed], state, message))
         seconds = time.perf_counter() - start
         gpu = torch.cuda.max_memory_allocated() if self.work.device.type == "cuda" else 0
-        scores = None
-        if visit.last and "local" in self.method.models:
-            scores = self.work.score(self.plans[visit.seed], [visit.client], visit.step)
-        return Answer(reply, scores, seconds, peak_memory(), gpu)
+        scores, angles = self.look(visit) if visit.last else (None, {})
+        return Answer(reply, scores, angles, seconds, peak_memory(), gpu)
+
+    def look(self, visit: Visit) -> tuple[Tensor | None, dict[str, float]]:
+        """Scores and angles of the model as a visit has left it, where the method has such."""
+        plan, models = self.plans[visit.seed], self.method.models
+        observe = self.work.setting.observe
+        scores = self.work.score(plan, [visit.client], visit.step) if "local" in models else None
+        if not observe.angles or models == ("global",):  # one learner for all: nobody's tasks
+            return scores, {}
+        return scores, diagnostics.temporal(self.work, plan, visit, observe.displacements)
 
     def judge(self, seed: int, step: int, message: Message) -> Tensor:
         """Scores of the model in `message` for all clients.  # [scorings, U, T]"""
         self.work.model.load(message["parameters"], message["buffers"])
         return self.work.score(self.plans[seed], list(range(len(self.plans[seed].clients))), step)
+
+    def describe(self, message: Message, pictures: Tensor) -> Tensor:
+        """Features of some test pictures under the model in `message`.  # float16 [n, D]"""
+        self.work.model.load(message["parameters"], message["buffers"])
+        encoder = self.work.classifier.encoder
+        return self.work.outputs(self.work.images.x_test[pictures], encoder).half()
 
     def judge_client(self, visit: Visit, state: State, message: Message, personal: bool) -> Tensor:
         """Scores of a client's personal model, or of the global one with the client's buffers."""

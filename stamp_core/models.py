@@ -17,8 +17,8 @@ class Classifier(nn.Module):
 
     def __init__(self, encoder: nn.Module, features: int, classes: int) -> None:
         super().__init__()
-        self.encoder = encoder
-        self.head = nn.Linear(features, classes)
+        self.encoder: nn.Module = encoder
+        self.head: nn.Module = nn.Linear(features, classes)
 
     def forward(self, pictures: Tensor) -> Tensor:
         """Logits over all classes of the data."""  # [N, C, H, W] -> [N, classes]

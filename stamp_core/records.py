@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ class Record:
     scores: dict[str, np.ndarray]  # model -> [scorings, S, U, T]; "initial" -> [scorings, U, T]
     tests: np.ndarray  # [U, T] test pictures
     weights: dict[str, np.ndarray]  # name of a parameter or buffer -> its final value
+    features: dict[str, np.ndarray] = field(default_factory=dict)  # [S, n, D], labels [n]
 
     @property
     def cell(self) -> tuple[str, str, int]:
@@ -34,12 +35,13 @@ class Record:
         return found
 
     def save(self, folder: Path) -> None:
-        """Write run.json (for people), scores.safetensors and weights.safetensors."""
+        """Write run.json (for people) and its arrays."""
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"about": self.about, "history": self.history}, indent=1)
         (folder / "run.json").write_text(text + "\n")
         _write({**self.scores, "tests": self.tests}, folder / "scores.safetensors")
         _write(self.weights, folder / "weights.safetensors")
+        _write(self.features, folder / "features.safetensors")
 
 
 def _write(arrays: dict[str, np.ndarray], path: Path) -> None:
@@ -53,7 +55,8 @@ def load(folder: Path) -> Record:
     scores = load_file(folder / "scores.safetensors")
     tests = scores.pop("tests")
     weights = load_file(folder / "weights.safetensors")
-    return Record(read["about"], read["history"], scores, tests, weights)
+    features = load_file(folder / "features.safetensors")
+    return Record(read["about"], read["history"], scores, tests, weights, features)
 
 
 def total(history: list[dict[str, Any]], *path: str) -> float:

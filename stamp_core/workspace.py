@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from stamp_core import rows
 from stamp_core.config import Setting, Training
 from stamp_core.data import ImageSet
-from stamp_core.models import Shape, build
+from stamp_core.models import Classifier, Shape, build
 from stamp_core.records import SCORINGS
 from stamp_core.seeding import generator
 from stamp_core.split import Plan
@@ -40,7 +41,8 @@ class Workspace:
         self.setting, self.images, self.device = setting, images, torch.device(device)
         self.shape: Shape = tuple(images.x_train.shape[1:])
         self.classes = len(images.classes)
-        self.model = FlatModel(self.network(seed=0).to(self.device))
+        self.classifier = self.network(seed=0).to(self.device)
+        self.model = FlatModel(self.classifier)  # the same one, as vectors
         self.norms = [m for m in self.model.module.modules() if isinstance(m, _BatchNorm)]
         self.untrained = self.model.buffers.clone()  # what batch normalisation starts from
         self.x_train, self.y_train = images.x_train.to(self.device), images.y_train.to(self.device)
@@ -48,25 +50,36 @@ class Workspace:
         self.scale = (1 / (255 * images.std)).view(-1, 1, 1).to(self.device)
         self.offset = (images.mean / images.std).view(-1, 1, 1).to(self.device)
 
-    def network(self, seed: int) -> nn.Module:
+    def network(self, seed: int) -> Classifier:
         """The setting's network with the initial weights of `seed`."""
         return build(self.setting.network, self.shape, self.classes, seed)
 
+    def layers(self) -> list[int]:
+        """How many parameters each block has where matching goes layer by layer."""
+        return rows.layers([p.numel() for p in self.model.module.parameters()])
+
     def normalise(self, pictures: Tensor) -> Tensor:
         """uint8 pictures as floats with mean 0 and deviation 1 a channel."""  # [N, C, H, W]
-        return pictures.to(self.device).float().mul_(self.scale).sub_(self.offset)
+        floats = pictures.to(self.device, torch.float32, memory_format=torch.channels_last)
+        return floats.mul_(self.scale).sub_(self.offset)
 
     def batches(self, visit: Visit, indices: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """The visit's epochs over the training pictures `indices`, in batches."""
+        return self.epochs(visit, self.x_train, self.y_train, indices)
+
+    def epochs(
+        self, visit: Visit, pictures: Tensor, labels: Tensor, indices: Tensor, of: str = ""
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The visit's epochs over some of `pictures`, in batches; `of` names what they are."""
         training = self.setting.training
         if not len(indices):  # which `split` would make one empty batch of
             return
-        order, change = visit.generator("order"), visit.generator("augment")
+        order, change = visit.generator("order" + of), visit.generator("augment" + of)
         for _ in range(training.epochs):
             shuffled = indices[torch.randperm(len(indices), generator=order)].to(self.device)
             for batch in shuffled.split(training.batch):
-                pictures = augment(self.x_train[batch], training, change)
-                yield self.normalise(pictures), self.y_train[batch]
+                changed = augment(pictures[batch], training, change)
+                yield self.normalise(changed), labels[batch]
 
     def train_mode(self, pictures: int) -> None:
         """Make the live module ready for a training step on a batch of so many pictures.

@@ -9,16 +9,20 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from stamp_core import checkpoint, data, engine, methods, split
+from stamp_core import checkpoint, data, engine, methods, models, split
 from stamp_core.config import Setting, build
 from stamp_core.data import ImageSet
 from stamp_core.executor import Worker
-from stamp_core.experiments import PACKAGE, Experiment
+from stamp_core.experiments import Experiment
 from stamp_core.fingerprint import combined
+from stamp_core.methods import Turn
+from stamp_core.models import Classifier
 from stamp_core.records import Record
 from stamp_core.split import Plan
+from stamp_core.workspace import Visit
 
 Some = Mapping[str, Any]
 
@@ -31,6 +35,16 @@ TRAINING = {"rounds": 2, "epochs": 1, "batch": 16, "rate": 0.1}
 P = 64 * 32 + 32 + 32 * 10 + 10  # parameters of NETWORK on the digits
 ROUNDS = 6  # of SPLIT and TRAINING
 ALWAYS = 0.999999  # a probability that nobody has ever escaped
+
+PARTS: dict[str, Some] = {
+    "stamp": {
+        "memory": {"per_class": 5},
+        "ratio": 0.5,
+        "spatial": {},
+        "temporal": {"normalise": "current"},
+        "prototype": 0.01,
+    }
+}
 
 # A convolution with batch normalisation: 8 x 8 pictures become 4 channels of 4 x 4, then 2 x 2.
 BATCH_NORM = {"kind": "cnn", "channels": [4], "features": 8, "norm": "batch"}
@@ -47,7 +61,7 @@ class Quick(Experiment):
 
     def code(self) -> str:
         """The fingerprint of the code."""
-        return code(self.method_file())
+        return code(*self.files())
 
 
 @cache
@@ -57,9 +71,9 @@ def images(spec: str) -> ImageSet:
 
 
 @cache
-def code(method: Path) -> str:
-    """The fingerprint of the code with one method."""
-    return combined(PACKAGE / "engine.py", method)
+def code(*files: Path) -> str:
+    """The fingerprint of the code in some files and all they import."""
+    return combined(*files)
 
 
 def tiny(
@@ -68,6 +82,7 @@ def tiny(
     training: Some = NOTHING,
     network: Some = NETWORK,
     source: Some = DATA,
+    observe: Some = NOTHING,
     **params: Any,
 ) -> Experiment:
     """The setting `tiny` of params.yaml with some changes, and a method with some parameters."""
@@ -77,10 +92,16 @@ def tiny(
         "split": {**SPLIT, **split},
         "network": network,
         "training": {**TRAINING, **training},
+        "observe": observe,
     }
     method = methods.get(kind)
     setting = build(Setting, blocks, "small")
     return Quick(setting, kind, method, build(method.Params, params, f"small: {kind}"))
+
+
+def whole(kind: str, **options: Any) -> Experiment:
+    """The same where a method whose parts are all off at its defaults has them all on."""
+    return tiny(kind, **{**PARTS.get(kind, NOTHING), **options})
 
 
 def plan(cell: Experiment, seed: int = 0) -> Plan:
@@ -132,7 +153,39 @@ def run(cell: Experiment, plan_: Plan | None = None, **options: Any) -> Record:
 
 def worker(cell: Experiment, *plans: Plan) -> Worker:
     """A worker in this process."""
+    torch.set_num_threads(1)  # as in a training
     return Worker(cell, {plan.seed: plan for plan in plans}, "cpu")
+
+
+def arrived(here: Worker, plan: Plan, step: int, client: int = 0) -> Turn:
+    """A client's turn in the only round of a step, after such a turn in every step before.
+
+    In all of them it was sent the untrained model.
+    """
+    server, states = here.begin(plan.seed)
+    state, sent = states[client], here.method.broadcast(server, client)
+    for earlier in range(step):
+        visit = Visit(plan.seed, client, earlier, 0, last=True)
+        state = here.attend(visit, state, sent).reply.state
+    return Turn(Visit(plan.seed, client, step, 0, last=True), plan, state, sent)
+
+
+def network(cell: Experiment, parameters: Tensor) -> Classifier:
+    """The network of an experiment on digits, with a vector of parameters."""
+    net = models.build(cell.setting.network, (1, 8, 8), 10, seed=0)
+    nn.utils.vector_to_parameters(parameters.clone(), net.parameters())
+    return net
+
+
+def normalised(cell: Experiment, pictures: Tensor) -> Tensor:
+    """uint8 pictures with mean 0 and deviation 1."""
+    images = cell.images()
+    return (pictures.float() / 255 - images.mean) / images.std
+
+
+def slope(net: nn.Module, loss: Tensor) -> Tensor:
+    """The gradient of a loss as one vector."""
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(net.parameters()))])
 
 
 def saved(cell: Experiment, folder: Path, seed: int = 0) -> dict[str, Any]:
@@ -200,7 +253,12 @@ def assert_equal_trees(one: Any, other: Any, where: str = "tree") -> None:
         assert one == other or (one != one and other != other), where  # nan is itself here
 
 
+def kept(per_class: int, **changes: Any) -> dict[str, Any]:
+    """The memory of the control `replay`: so many pictures of a class, chosen at random."""
+    return {"rule": "uniform", "space": "off", "per_class": per_class, **changes}
+
+
 def long() -> Experiment:
     """90 short rounds, enough to be stopped somewhere in the middle."""
     split = {"images_per_class": 8}
-    return tiny("replay", split=split, training={"rounds": 30, "dropout": 0.3}, per_class=3)
+    return tiny("replay", split=split, training={"rounds": 30, "dropout": 0.3}, memory=kept(3))

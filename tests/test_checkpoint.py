@@ -360,13 +360,15 @@ def test_a_record_comes_back_bit_for_bit(tmp_path: Path) -> None:
     about = {"setting": {"name": "s"}, "method": {"name": "m"}, "seed": 3}
     weights = {"head.weight": turned, "part": turned[::2], "one": np.array(1.5, np.float32)}
     history = [{"loss": 0.25, "bytes": {"up": 4}}, {"loss": 1e-9, "bytes": {"up": 5}}]
-    record = Record(about, history, scores, np.arange(4).reshape(2, 2).T, weights)
+    features = {"features": np.ones((2, 3, 4), np.float16).T, "labels": np.arange(3)}
+    record = Record(about, history, scores, np.arange(4).reshape(2, 2).T, weights, features)
     record.save(tmp_path / "deep" / "run")
     found = records.load(tmp_path / "deep" / "run")
     assert (found.about, found.history, found.cell) == (about, history, ("s", "m", 3))
     pairs = [
         (found.scores, scores),
         (found.weights, weights),
+        (found.features, features),
         ({"": found.tests}, {"": record.tests}),
     ]
     for mine, theirs in pairs:

@@ -19,11 +19,13 @@ from small import (
     BN_P,
     ROUNDS,
     P,
+    kept,
     plan,
     plans,
     run,
     saved,
     tiny,
+    whole,
     with_train,
 )
 
@@ -34,6 +36,7 @@ from stamp_core.split import Plan
 from stamp_core.workspace import Visit
 
 EVERY = methods.names()
+ANGLES = {"spatial update", "spatial clients", "update length", "client length"}
 SECONDS = {"clients", "waiting", "server", "evaluation", "checkpoint"}
 
 
@@ -81,6 +84,8 @@ def test_the_history_has_a_row_a_round_with_all_phases() -> None:
         assert row["memory"]["process"] > 0 and row["memory"]["gpu"] == 0
         assert 0 < row["loss"] < 5
         assert row["disk"] == 0
+        assert row["angles"].keys() == ANGLES
+        assert row["notes"] == row["events"] == {}
     assert json.loads(json.dumps(record.history)) == record.history
 
 
@@ -121,7 +126,7 @@ def test_every_client_has_its_turn_and_rounds_differ(visits: list[Visit]) -> Non
 @pytest.mark.parametrize("kind", sorted(set(EVERY) - {"joint"}))
 def test_when_all_drop_out_nothing_changes_and_the_run_ends(kind: str) -> None:
     """Every accuracy is that of the untrained model, after every step."""
-    record, start = run(tiny(kind, training={"dropout": ALWAYS})), run(tiny(training={"rate": 0}))
+    record, start = run(whole(kind, training={"dropout": ALWAYS})), run(tiny(training={"rate": 0}))
     for name, value in record.weights.items():
         assert value.tobytes() == start.weights[name].tobytes(), name
     for row in record.history:
@@ -186,7 +191,10 @@ def test_a_dirichlet_split_with_hardly_a_picture_runs() -> None:
 
 
 def test_faces_as_domains_run() -> None:
-    """Every task has all classes, so all scorings agree, and what was learnt serves other faces."""
+    """Every task has all classes, so all scorings agree, and what was learnt serves other faces.
+
+    Each task has 2 pictures of a class: a memory of 3 is full in the second and then shared out.
+    """
     source = {
         "source": "glyphs",
         "classes": 4,
@@ -197,13 +205,16 @@ def test_faces_as_domains_run() -> None:
     }
     split = {"kind": "domains", "classes_per_task": None, "clients": 3}
     training = {"rate": 0.05, "epochs": 4}
-    record = run(tiny("replay", source=source, split=split, training=training, per_class=1))
+    memory = kept(3, merge="reselect")
+    record = run(tiny("replay", source=source, split=split, training=training, memory=memory))
     every, seen, task = (record.accuracy("global", scoring) for scoring in SCORINGS)
     np.testing.assert_array_equal(every, seen)
     np.testing.assert_array_equal(every, task)
     assert [row["disk"] for row in record.history[::2]] == [
-        4 * (3 * 256 + 16) * k for k in (1, 2, 3)
+        4 * count * (3 * 256 + 16) + 4 * 8 for count in (2, 3, 3)
     ]
+    met_again = [row["events"].get("memory: a class was met again") for row in record.history]
+    assert met_again == [None, None, 12, None, 12, None]  # 4 classes at 3 clients, in first rounds
     assert every[-1].mean() > 0.3
 
 
@@ -281,7 +292,7 @@ def test_a_run_stopped_after_every_round_ends_like_an_unbroken_one(
 ) -> None:
     """Stopped after each of its 6 rounds, so that every round starts from a file."""
     training = {**RANDOM, "buffers": "local"}
-    cell = tiny(kind, network=network, split={"images_per_class": 20}, training=training)
+    cell = whole(kind, network=network, split={"images_per_class": 20}, training=training)
     unbroken = run(cell)
     for k in range(ROUNDS):
         done = trained(1)
@@ -297,7 +308,7 @@ def test_a_run_stopped_after_every_round_ends_like_an_unbroken_one(
 def test_a_run_stopped_once_ends_like_an_unbroken_one(
     k: int, tmp_path: Path, trained: Callable[[int], list[int]]
 ) -> None:
-    cell = tiny("replay", training=RANDOM, per_class=5)
+    cell = tiny("replay", training=RANDOM, memory=kept(5))
     done = trained(k)
     with pytest.raises(Stop):
         run(cell, resume=tmp_path)
@@ -360,7 +371,7 @@ def test_a_resumed_run_without_surprises_warns_of_nothing(
 @pytest.mark.parametrize("kind", EVERY)
 def test_kept_records_come_back_and_their_checkpoints_go(kind: str, tmp_path: Path) -> None:
     """Those of other cells and seeds stay."""
-    cell, resume = tiny(kind), tmp_path / "resume"
+    cell, resume = whole(kind), tmp_path / "resume"
     done = engine.train(cell, plans(cell, 0, 1), 1, "cpu", resume)
     assert len(list(resume.iterdir())) == 2
     engine.keep({0: done[0]}, tmp_path, resume)

@@ -11,11 +11,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import small
 import torch
-from small import BATCH_NORM, ROUNDS, plans, run, saved, tiny, with_train
+from small import BATCH_NORM, ROUNDS, plans, run, saved, tiny, whole, with_train
 
 from stamp_core import checkpoint, engine, executor
 from stamp_core.executor import Processes
@@ -25,10 +26,12 @@ from stamp_core.records import Record
 
 PATIENCE = 60  # seconds until something that must happen is given up
 FEW = {"images_per_class": 20}
+ALL = {"angles": True, "displacements": True, "features": 2}
 RANDOM = {"participation": 0.75, "dropout": 0.2, "shift": 1, "buffers": "local"}
 CELLS = {
     "fedavg": tiny("fedavg", network=BATCH_NORM, split=FEW, training=RANDOM),
     "replay": tiny("replay", training={"dropout": 0.2}),
+    "stamp": whole("stamp", split=FEW, observe=ALL),
 }
 
 
@@ -62,6 +65,8 @@ def test_the_number_of_workers_changes_no_bit(kind: str) -> None:
         assert list(together) == [0, 1]
         for seed, record in together.items():
             small.assert_same(record, alone[seed])
+            for name, values in alone[seed].features.items():
+                np.testing.assert_array_equal(record.features[name], values)
 
 
 def test_trees_come_through_to_another_process_unchanged() -> None:

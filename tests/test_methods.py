@@ -12,14 +12,14 @@ import pytest
 import small
 import torch
 import torch.nn.functional as F
-from small import ALWAYS, BATCH_NORM, BN_B, BN_P, P, first, plan, run, tiny, with_train
+from small import ALWAYS, BATCH_NORM, BN_B, BN_P, P, first, kept, plan, run, tiny, whole, with_train
 from torch import Tensor, nn
 
 from stamp_core import checkpoint, methods, models
 from stamp_core.config import Network
 from stamp_core.executor import Answer, Worker
 from stamp_core.experiments import Experiment
-from stamp_core.methods import Method, Reply, State, Turn
+from stamp_core.methods import Log, Method, Reply, State, Turn
 from stamp_core.metrics import Array
 from stamp_core.records import Record
 from stamp_core.seeding import generator
@@ -80,7 +80,7 @@ def test_clients_with_next_to_nothing_do_no_harm(
     kind: str, training: dict[str, Any], network: dict[str, Any]
 ) -> None:
     """One picture, one class, none at all: weights, losses and accuracies stay numbers."""
-    cell = tiny(kind, network=network, split=FEW, training=training)
+    cell = whole(kind, network=network, split=FEW, training=training)
     record = run(cell, small.awkward(cell))
     assert all(np.isfinite(value).all() for value in record.weights.values())
     assert all(row["loss"] is None or np.isfinite(row["loss"]) for row in record.history)
@@ -113,7 +113,7 @@ def attended(here: Worker, plan_: Plan) -> Iterator[Attended]:
             yield Attended(server, given, before, Turn(visit, plan_, *before), answer)
             states[client] = answer.reply.state
             replies.append(answer.reply)
-        server = here.method.aggregate(server, replies)
+        server = here.method.aggregate(server, replies, Log())
 
 
 def test_a_client_without_pictures_takes_no_step() -> None:
@@ -130,7 +130,7 @@ def test_a_client_without_pictures_takes_no_step() -> None:
 @pytest.mark.parametrize("kind", EVERY)
 def test_a_visit_depends_on_nothing_but_its_arguments(kind: str, policy: str) -> None:
     """Whoever was in the live model before, and whatever was drawn elsewhere, leaves no trace."""
-    cell = tiny(kind, network=BATCH_NORM, split=FEW, training={"buffers": policy})
+    cell = whole(kind, network=BATCH_NORM, split=FEW, training={"buffers": policy})
     here = small.worker(cell, plan(cell))
     for each in attended(here, plan(cell)):
         live = here.work.model
@@ -148,7 +148,7 @@ def test_a_visit_depends_on_nothing_but_its_arguments(kind: str, policy: str) ->
 @pytest.mark.parametrize("kind", EVERY)
 def test_nothing_given_is_written_to(kind: str) -> None:
     """Neither a visit nor the next average changes server, state or message in place."""
-    cell = tiny(kind, network=BATCH_NORM, split=FEW)
+    cell = whole(kind, network=BATCH_NORM, split=FEW)
     here = small.worker(cell, plan(cell))
     servers: list[tuple[State, State]] = []
     for each in attended(here, plan(cell)):
@@ -164,7 +164,7 @@ def test_nothing_given_is_written_to(kind: str) -> None:
 @pytest.mark.parametrize("kind", EVERY)
 def test_what_a_client_keeps_or_sends_is_its_own(kind: str, policy: str, tmp_path: Path) -> None:
     """No tensor is a window on the live model, and the state comes back whole from a file."""
-    cell = tiny(kind, network=BATCH_NORM, split=FEW, training={"buffers": policy})
+    cell = whole(kind, network=BATCH_NORM, split=FEW, training={"buffers": policy})
     here, file = small.worker(cell, plan(cell)), tmp_path / "state.safetensors"
     model = here.work.model
     vectors = (model.parameters, model.gradients, model.buffers)
@@ -275,7 +275,7 @@ def initial(network: Network | None = None) -> dict[str, Array]:
 def reply(samples: int, *values: float) -> Reply:
     """A client's answer with weights and buffers of two numbers each."""
     vector = torch.tensor(values, dtype=torch.float32)
-    return Reply({}, {"parameters": vector, "buffers": vector * 2}, samples, 1, 0.0)
+    return Reply(0, {}, {"parameters": vector, "buffers": vector * 2}, samples, 1, 0.0)
 
 
 def two_numbers(step: float) -> tuple[Method, State]:
@@ -292,7 +292,7 @@ def test_the_servers_step_by_hand(step: float, expected: list[float]) -> None:
     """
     method, server = two_numbers(step)
     nothing = reply(0, float("nan"), float("inf"))
-    after = method.aggregate(server, [reply(1, 2, 4), nothing, reply(3, 4, 0)])
+    after = method.aggregate(server, [reply(1, 2, 4), nothing, reply(3, 4, 0)], Log())
     assert after["parameters"].tolist() == expected
     assert after["buffers"].tolist() == [7, 2]
     assert server["parameters"].tolist() == [1, 2]
@@ -300,8 +300,8 @@ def test_the_servers_step_by_hand(step: float, expected: list[float]) -> None:
 
 def test_without_answers_the_server_stays() -> None:
     method, server = two_numbers(step=2)
-    assert method.aggregate(server, []) is server
-    assert method.aggregate(server, [reply(0, 1, 1)]) is server
+    assert method.aggregate(server, [], Log()) is server
+    assert method.aggregate(server, [reply(0, 1, 1)], Log()) is server
 
 
 def test_the_order_of_answers_does_not_matter() -> None:
@@ -309,7 +309,9 @@ def test_the_order_of_answers_does_not_matter() -> None:
     method, server = two_numbers(step=1)
     draw = generator("permutation")
     replies = [reply(n, *torch.randn(1000, generator=draw).tolist()) for n in (1, 10, 99, 270)]
-    means = [method.aggregate(server, list(each))["parameters"] for each in permutations(replies)]
+    means = [
+        method.aggregate(server, list(each), Log())["parameters"] for each in permutations(replies)
+    ]
     for mean in means:
         torch.testing.assert_close(mean, means[0], rtol=0, atol=1e-6)
 
@@ -318,9 +320,10 @@ def test_the_order_of_answers_does_not_matter() -> None:
 
 
 def remembered(here: Worker, plan_: Plan, client: int) -> list[State]:
-    """A client's memory after every step."""
-    every = attended(here, plan_)
-    return [each.answer.reply.state for each in every if each.turn.visit.client == client]
+    """A client's memory after every step, whose number it notes."""
+    own = [each for each in attended(here, plan_) if each.turn.visit.client == client]
+    assert [each.answer.reply.state["step"] for each in own] == [*range(plan_.steps)]
+    return [each.answer.reply.state["memory"] for each in own]
 
 
 def rows(pictures: Tensor) -> list[bytes]:
@@ -330,35 +333,45 @@ def rows(pictures: Tensor) -> list[bytes]:
 
 @pytest.mark.parametrize("per_class", [5, 1000])
 def test_replay_keeps_so_many_pictures_of_each_class_once(per_class: int) -> None:
-    """Two cycles: the second meets every class again and adds nothing."""
-    cell = tiny("replay", split={"cycles": 2}, per_class=per_class)
+    """Two cycles: the second meets every class again and adds nothing but their number."""
+    cell = tiny("replay", split={"cycles": 2}, memory=kept(per_class))
     plan_, images = plan(cell), cell.images()
     memories = remembered(small.worker(cell, plan_), plan_, 1)
     for step, state in enumerate(memories):
-        tasks = range(min(step + 1, 3))
+        tasks, met = range(min(step + 1, 3)), torch.zeros(10, dtype=torch.int64)
         assert set(state["tasks"].tolist()) == set(tasks)
         for task in tasks:
             own = plan_.train_indices(images, 1, task)
             for label in plan_.clients[1][task].classes:
-                kept = state["pictures"][(state["tasks"] == task) & (state["labels"] == label)]
+                mine = state["pictures"][(state["tasks"] == task) & (state["labels"] == label)]
                 known = rows(images.x_train[own[images.y_train[own] == label]])
-                assert len(kept) == min(per_class, len(known))
-                assert len(set(rows(kept))) == len(kept)
-                assert set(rows(kept)) <= set(known)
+                assert len(mine) == min(per_class, len(known))
+                assert len(set(rows(mine))) == len(mine)
+                assert set(rows(mine)) <= set(known)
+                met[label] = len(known) * ((step - task) // 3 + 1)
+        assert torch.equal(state["seen"], met)
     for state in memories[3:]:
-        small.assert_equal_trees(state, memories[2])
+        assert labelled(state) == labelled(memories[2])
+
+
+def labelled(memory: State) -> list[tuple[bytes, int, int]]:
+    """Every remembered picture with its class and task, in an order of its own."""
+    about = memory["labels"].tolist(), memory["tasks"].tolist()
+    return sorted(zip(rows(memory["pictures"]), *about, strict=True))
 
 
 def test_replay_chooses_on_the_first_visit_and_then_keeps() -> None:
-    cell = tiny("replay", per_class=5)
+    """Also in the last round: a choice at random does not look at what the encoder has learnt."""
+    cell = tiny("replay", memory=kept(5))
     plan_ = plan(cell)
     here = small.worker(cell, plan_)
     server, states = here.begin(0)
     message = here.method.broadcast(server, 0)
     once = here.attend(Visit(0, 0, 0, 0), states[0], message).reply.state
-    twice = here.attend(Visit(0, 0, 0, 1), once, message).reply.state
-    assert len(once["labels"]) == 10
-    small.assert_equal_trees(twice, once)
+    assert len(once["memory"]["labels"]) == 10
+    for last in (False, True):
+        twice = here.attend(Visit(0, 0, 0, 1, last), once, message).reply.state
+        small.assert_equal_trees(twice, once)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0, 4.0])
@@ -367,11 +380,11 @@ def test_replayed_pictures_are_of_other_tasks_and_so_many(ratio: float) -> None:
 
     10 are remembered per task; batches are of 16, the last of 272 = 17 x 16 as well or shorter.
     """
-    cell = tiny("replay", split={"cycles": 2}, per_class=5, ratio=ratio)
+    cell = tiny("replay", split={"cycles": 2}, memory=kept(5), ratio=ratio)
     plan_ = plan(cell)
     here = small.worker(cell, plan_)
     for turn in (each.turn for each in attended(here, plan_)):
-        state, now = turn.state, turn.visit.step % 3
+        state, now = turn.state["memory"], turn.visit.step % 3
         past = state["tasks"] != now
         memory = rows(here.work.normalise(state["pictures"][past]))
         known = dict(zip(memory, state["labels"][past].tolist(), strict=True))
@@ -403,9 +416,10 @@ def test_replay_remembers_something_that_fedavg_forgets() -> None:
 
 
 def test_the_history_weighs_the_memory() -> None:
-    """A picture is 64 bytes, its label and its task 8 each; 2 classes x 5 pictures a task."""
-    record = run(tiny("replay", per_class=5))
-    assert [row["disk"] for row in record.history] == [800, 800, 1600, 1600, 2400, 2400]
+    """A picture is 64 bytes, its label and its task 8 each; 2 classes x 5 pictures a task. How
+    many of each of 10 classes were seen takes 80 more."""
+    record = run(tiny("replay", memory=kept(5)))
+    assert [row["disk"] for row in record.history] == [880, 880, 1680, 1680, 2480, 2480]
 
 
 # ------------------------------------------------------------------ local and joint
@@ -503,7 +517,7 @@ def test_shared_buffers_are_averaged_by_samples() -> None:
     server, states = here.begin(0)
     sent = here.method.broadcast(server, 0)
     replies = [here.attend(Visit(0, u, 0, 0), states[u], sent).reply for u in range(2)]
-    found = here.method.aggregate(server, replies)["buffers"][:4]
+    found = here.method.aggregate(server, replies, Log())["buffers"][:4]
     torch.testing.assert_close(found, mean, rtol=0, atol=1e-6)
 
 

@@ -2,7 +2,9 @@
 
 import importlib
 import pkgutil
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -10,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stamp_core.config import Setting, above, build, section, unknown
+from stamp_core.config import Setting, above, build, section, unknown, wrong
 from stamp_core.split import Plan
 from stamp_core.vectors import Descent, FlatModel, average
 from stamp_core.workspace import Visit, Workspace
@@ -52,6 +54,22 @@ class ServerStep:
 
 
 @dataclass
+class Log:
+    """What a method tells the run record of one visit, or of one round on the server."""
+
+    numbers: dict[str, float] = field(default_factory=dict)  # averaged over the round's clients
+    seconds: dict[str, float] = field(default_factory=dict)  # by phase, added up over clients
+    events: list[str] = field(default_factory=list)  # out of the ordinary, counted by name
+
+    @contextmanager
+    def clock(self, phase: str) -> Iterator[None]:
+        """Take the time of a phase."""
+        began = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began
+
+
+@dataclass
 class Turn:
     """A visit under way: what the client remembers, what it was sent, notes for this visit only."""
 
@@ -61,6 +79,7 @@ class Turn:
     message: Message
     indices: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     notes: State = field(default_factory=dict)  # gone after the visit, not on the client's disk
+    log: Log = field(default_factory=Log)
 
     @property
     def task(self) -> int:
@@ -72,11 +91,13 @@ class Turn:
 class Reply:
     """What a visited client hands back: its message to the server and what the engine notes."""
 
+    client: int
     state: State
     message: Message
     samples: int
     steps: int
     loss: float
+    log: Log = field(default_factory=Log)
 
 
 class Method:
@@ -110,7 +131,7 @@ class Method:
         names = ("parameters", "buffers") if self.shares_buffers() else ("parameters",)
         return {name: server[name] for name in names}
 
-    def aggregate(self, server: State, replies: list[Reply]) -> State:
+    def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
         """The server's next state from the replies, in the order of clients."""
         replies = [reply for reply in replies if reply.samples]
         if not replies:  # nobody answered with anything: the model stays
@@ -139,7 +160,8 @@ class Method:
             raise DivergedError(turn.visit, self.work.setting)
         loss = float(torch.stack(losses).mean()) if losses else float("nan")
         state = self.remember(turn)
-        return Reply(state, self.upload(turn), len(turn.indices), len(losses), loss)
+        message, samples = self.upload(turn), len(turn.indices)
+        return Reply(turn.visit.client, state, message, samples, len(losses), loss, turn.log)
 
     def receive(self, turn: Turn) -> None:
         """Put what the client starts from into the live model."""
@@ -217,6 +239,29 @@ def get(kind: str) -> type[Method]:
 
 def preset(name: str, params: Mapping[str, Any]) -> tuple[type[Method], Any]:
     """The method and its checked parameters for the row `name` of params.yaml: methods."""
-    block = section(params, "methods", name)
+    block = row(name, params)
     method = get(str(block.pop("kind", name)))
     return method, build(method.Params, block, f"params.yaml: methods.{name}")
+
+
+def row(name: str, params: Mapping[str, Any], below: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A row of params.yaml: methods; with `like`, another row where it says nothing itself."""
+    if name in below:
+        raise wrong(f"params.yaml: methods.{below[0]}.like", name, "a row that is not like itself")
+    block = section(params, "methods", name)
+    model = block.pop("like", None)
+    if model is None:
+        return block
+    base = row(str(model), params, (*below, name))
+    return overlaid({"kind": str(model), **base}, block)
+
+
+def overlaid(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree `base` with the leaves of `changes` put in their places."""
+    both = {key: value for key, value in base.items() if isinstance(value, Mapping)}
+    inner = {
+        key: overlaid(both[key], value)
+        for key, value in changes.items()
+        if key in both and isinstance(value, Mapping)
+    }
+    return {**base, **changes, **inner}

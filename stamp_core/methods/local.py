@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from stamp_core.methods import Message, Method, Nothing, Reply, State, Turn
+from stamp_core.methods import Log, Message, Method, Nothing, Reply, State, Turn
 
 
 class Local(Method):
@@ -36,6 +36,6 @@ class Local(Method):
         """Nothing."""
         return {}
 
-    def aggregate(self, server: State, replies: list[Reply]) -> State:
+    def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
         """The server as it was."""
         return server
