@@ -6,7 +6,7 @@ import math
 import re
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -16,7 +16,7 @@ from ruamel.yaml.error import YAMLError
 from stamp_core.paths import PARAMS
 
 T = TypeVar("T")
-SECTIONS = ("grid", "tiny", "settings", "methods")  # of params.yaml
+SECTIONS = ("grid", "ablation", "sweeps", "tiny", "tiny_sweeps", "settings", "methods")
 AXES = ("setting", "method", "seeds")  # of a grid
 
 
@@ -110,6 +110,19 @@ class Training:
 
 
 @dataclass(frozen=True)
+class Observe:
+    """What is looked at besides accuracies; it costs time and changes no result."""
+
+    angles: bool = False  # between the gradients of a client's tasks, after each step
+    displacements: bool = False  # the same between ways of whole epochs
+    features: int = 0  # test pictures of each class whose features are kept after each step
+
+    def __post_init__(self) -> None:
+        """Refuse a negative number of pictures."""
+        at_least(self, 0, "features")
+
+
+@dataclass(frozen=True)
 class Setting:
     """One experiment without its method: data, plan, network and training."""
 
@@ -118,6 +131,7 @@ class Setting:
     split: Split
     network: Network
     training: Training
+    observe: Observe = field(default_factory=Observe)
 
 
 def wrong(key: str, value: object, right: str) -> ParameterError:
@@ -159,12 +173,12 @@ def build(cls: type[T], values: object, where: str) -> T:
     if not isinstance(values, Mapping):
         raise wrong(where, values, "a block of keys")
     assert is_dataclass(cls)
-    known = {field.name: field for field in fields(cls)}
+    known = {each.name: each for each in fields(cls)}
     for key in values:
         if key not in known:
             raise unknown(f"{where}:", key, known)
-    for name, field in known.items():
-        if name not in values and field.default is field.default_factory is MISSING:
+    for name, each in known.items():
+        if name not in values and each.default is each.default_factory is MISSING:
             raise ParameterError(f"{where}.{name} is missing")
     hints = get_type_hints(cls)
     checked = {key: convert(value, hints[key], f"{where}.{key}") for key, value in values.items()}
@@ -263,14 +277,15 @@ def seeds(text: str) -> list[int]:
 
 
 def cells(grid: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Setting, method and range of seeds of every cell of a grid."""
+    """Setting, method and range of seeds of every cell of a grid, those it has `beside` first."""
     for key in grid:
-        if key not in AXES:
-            raise unknown("params.yaml: grid:", key, AXES)
+        if key not in (*AXES, "beside"):
+            raise unknown("params.yaml: grid:", key, (*AXES, "beside"))
     for axis in AXES:
         if not isinstance(grid.get(axis), list):
             raise wrong(f"params.yaml: grid.{axis}", grid.get(axis), "a list")
-    yield from itertools.product(grid["setting"], grid["method"], map(str, grid["seeds"]))
+    methods = [*grid.get("beside", []), *grid["method"]]  # the former are trained by another grid
+    yield from itertools.product(grid["setting"], methods, map(str, grid["seeds"]))
 
 
 def plain(value: object) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from stamp_core import config, data, methods, split
-from stamp_core.config import Setting, plain
+from stamp_core.config import Setting, plain, wrong
 from stamp_core.data import ImageSet
 from stamp_core.fingerprint import combined
 from stamp_core.split import Plan
@@ -53,11 +53,15 @@ class Experiment:
 
     def code(self) -> str:
         """The fingerprint of all code that can change a number of this experiment."""
-        return combined(PACKAGE / "engine.py", self.method_file())
+        return combined(*self.files())
 
-    def method_file(self) -> Path:
-        """The file of the method."""
-        return PACKAGE / "methods" / f"{self.kind.__module__.rpartition('.')[2]}.py"
+    def files(self) -> list[Path]:
+        """The files that with all they import make the numbers of this experiment."""
+        kind = self.kind.__module__.rpartition(".")[2]
+        found = [PACKAGE / "engine.py", PACKAGE / "methods" / f"{kind}.py"]
+        if hasattr(self.params, "memory"):  # its rule is found by name: no import tells of it
+            found.append(PACKAGE / "coresets" / f"{self.params.memory.rule}.py")
+        return found
 
     def __repr__(self) -> str:
         """The experiment with every number, one section a line."""
@@ -80,12 +84,14 @@ def check(params: dict[str, Any] | None = None) -> int:
     Gives back the number of cells.
     """
     params = config.read() if params is None else params
-    grids = [params["grid"], params["tiny"]]
+    grids = [params[name] for name in ("grid", "ablation", "tiny")]
     for setting in params["settings"]:
         experiment(setting, next(iter(params["methods"])), params)
     for method in params["methods"]:
         methods.preset(method, params)
     cells = [(s, m, config.seeds(r)) for g in grids for s, m, r in config.cells(g)]
+    if twice := set(params["grid"]["method"]) & set(params["ablation"]["method"]):
+        raise wrong("params.yaml: ablation.method", sorted(twice), "beside: grid trains it already")
     for setting, method, _ in cells:
         experiment(setting, method, params)
     for setting, seeds in {setting: seeds for setting, _, seeds in cells}.items():

@@ -56,16 +56,20 @@ def gather(grid: str = "tiny", folder: str = TINY) -> list[Record]:
     params, found = config.read(), []
     for setting, method, seeds in config.cells(params[grid]):
         cell = experiment(setting, method, params)
-        of_cell = load(cell, seeds, folder)
+        of_cell = load(cell, seeds, folder, outdated=folder != TINY)
         if not of_cell and grid != "tiny":
-            stage = f"train@{setting}-{method}-{seeds}"
+            kind = "train" if method in params["grid"]["method"] else "ablate"
+            stage = f"{kind}@{setting}-{method}-{seeds}"
             raise ParameterError(f"no records of {stage}; make them with `dvc repro {stage}`")
         found += of_cell or run(cell, seeds, folder, 1, "cpu")
     return found
 
 
-def load(cell: Experiment, seeds: str, folder: str) -> list[Record]:
-    """The records of a cell; none if one is missing. Those of other code or numbers are named."""
+def load(cell: Experiment, seeds: str, folder: str, outdated: bool = True) -> list[Record]:
+    """The records of a cell; none if one is missing.
+
+    Those of other code or numbers are named, or count as missing if `outdated` is not allowed.
+    """
     place = run_folder(cell.setting.name, cell.method, seeds, folder)
     folders = [place / str(seed) for seed in config.seeds(seeds)]
     if not all((each / "run.json").exists() for each in folders):
@@ -74,7 +78,7 @@ def load(cell: Experiment, seeds: str, folder: str) -> list[Record]:
     made = plans(cell.setting, cell.images(), seeds, folder)
     now = [cell.identity(plan, resolve_device("auto")) for plan in made.values()]
     stale = [key for r, i in zip(found, now, strict=True) for key in i if changed(r, i, key)]
-    if stale and folder == TINY:
+    if stale and not outdated:
         return []
     if stale:
         parts = ", ".join(sorted(set(stale)))

@@ -10,6 +10,7 @@ from stamp_core.paths import NOTEBOOKS
 Notebook = dict[str, Any]
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 SECONDS = 300  # for one cell at its defaults
+WIDGET = "application/vnd.jupyter.widget-view+json"  # shows nothing without its kernel
 
 
 def all_notebooks() -> list[Path]:
@@ -40,6 +41,7 @@ def settled(notebook: Notebook) -> Notebook:
     """An executed notebook fit for git: outputs kept, counts from 1, no times and no widgets."""
     for count, cell in enumerate(_settle(notebook), start=1):
         cell["execution_count"] = count
+        cell["outputs"] = [o for o in cell["outputs"] if WIDGET not in o.get("data", {})]
         for output in cell["outputs"]:
             if "execution_count" in output:
                 output["execution_count"] = count

@@ -44,8 +44,8 @@ def dvc(*arguments: str) -> int:
 
 
 def outdated() -> list[str]:
-    """The train stages that are out of date."""
-    command = ["dvc", "status", "--json", "train"]
+    """The stages that train and are out of date."""
+    command = ["dvc", "status", "--json", "train", "ablate", "sweep"]
     status = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     return list(json.loads(status.stdout))
 

@@ -10,29 +10,36 @@ from pathlib import Path
 from stamp_core import config, notebooks, paths
 from stamp_core.experiments import PACKAGE, check, experiment
 from stamp_core.fingerprint import fingerprint
+from stamp_core.sweeps import cells
 
 
 def write() -> None:
     """Clean notebooks and fingerprints of the code in data/source."""
     params = config.read()
-    print(f"params.yaml is right: {check(params)} cells")
+    swept = [cells(name, params, of) for of in ("sweeps", "tiny_sweeps") for name in params[of]]
+    print(f"params.yaml is right: {check(params)} cells, {sum(map(len, swept))} values in sweeps")
     paths.SOURCE.mkdir(parents=True, exist_ok=True)
     for path in notebooks.all_notebooks():
         notebooks.write(notebooks.clean(notebooks.read(path)), paths.SOURCE / path.name)
     sources = sorted((PACKAGE / "data").glob("*.py"))
     note("split", PACKAGE / "split.py", *sources)
-    note("compare", PACKAGE / "grid.py", PACKAGE / "figures.py", PACKAGE / "tables.py")
+    shown = PACKAGE / "figures" / "__init__.py"
+    note("compare", PACKAGE / "sweeps.py", shown, PACKAGE / "tables.py")
     setting = next(iter(params["settings"]))
     for method in params["methods"]:
         found = experiment(setting, method, params)
-        note(f"train-{method}", PACKAGE / "engine.py", found.method_file())
+        note(f"train-{method}", *found.files(), parameters=found.resolved()["method"])
 
 
-def note(name: str, *files: Path) -> None:
-    """Write the fingerprint of all code that a stage uses."""
+def note(name: str, *files: Path, parameters: object = None) -> None:
+    """Write the fingerprint of all code that a stage uses, and parameters from elsewhere.
+
+    The row of a method says with `like` that it takes numbers from another row.
+    """
     path = paths.SOURCE / "code" / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(fingerprint(*files), indent=1) + "\n")
+    found = {"code": fingerprint(*files), "parameters": parameters}
+    path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

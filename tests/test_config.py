@@ -9,14 +9,26 @@ from typing import Any
 import pytest
 import yaml
 
-from stamp_core import config
+from stamp_core import config, coresets
 from stamp_core.config import Network, ParameterError, Setting, Split, Training
 from stamp_core.experiments import check, experiment
 from stamp_core.paths import PARAMS
 
 GOOD: dict[str, Any] = {
     "grid": {"setting": ["one"], "method": ["fedavg", "often"], "seeds": ["0to2", 5]},
+    "ablation": {"setting": ["one"], "beside": ["often"], "method": ["rare"], "seeds": ["0to2"]},
+    "sweeps": {
+        "rate": {
+            "label": "local rate",
+            "setting": "one",
+            "method": "often",
+            "seeds": "0to2",
+            "keys": ["settings.one.training.rate"],
+            "values": [0.1, 0.2],
+        }
+    },
     "tiny": {"setting": ["one"], "method": ["fedavg"], "seeds": ["0"]},
+    "tiny_sweeps": {},
     "settings": {
         "one": {
             "data": {"source": "digits"},
@@ -25,7 +37,11 @@ GOOD: dict[str, Any] = {
             "training": {"rounds": 2, "epochs": 1, "batch": 16, "rate": 0.1},
         }
     },
-    "methods": {"fedavg": None, "often": {"kind": "replay", "per_class": 5}},
+    "methods": {
+        "fedavg": None,
+        "often": {"kind": "replay", "memory": {"per_class": 5, "rule": "uniform"}},
+        "rare": {"like": "often", "memory": {"per_class": 1}},
+    },
 }
 ONE = "settings.one."  # where most slips are made
 ABSENT = object()
@@ -44,7 +60,7 @@ SLIPS: list[tuple[str, object, str]] = [
         ONE + "trainig",
         {},
         "settings.one: 'trainig' is unknown; did you mean 'training'? "
-        "known: data, name, network, split, training",
+        "known: data, name, network, observe, split, training",
     ),
     (
         ONE + "network.colour",
@@ -79,10 +95,42 @@ SLIPS: list[tuple[str, object, str]] = [
         "settings.one.data: 'test_shar' is unknown; did you mean 'test_share'? known: test_share",
     ),
     (
-        "methods.often.perclass",
+        ONE + "observe",
+        {"feature": 10},
+        "settings.one.observe: 'feature' is unknown; did you mean 'features'? "
+        "known: angles, displacements, features",
+    ),
+    (
+        "methods.often.rati",
         5,
-        "methods.often: 'perclass' is unknown; did you mean 'per_class'? "
-        "known: per_class, ratio, step",
+        "methods.often: 'rati' is unknown; did you mean 'ratio'? known: memory, ratio, step",
+    ),
+    (
+        "methods.often.memory.perclass",
+        5,
+        "methods.often.memory: 'perclass' is unknown; did you mean 'per_class'? "
+        "known: alpha, merge, per_class, rule, space",
+    ),
+    (
+        "methods.often.memory.rule",
+        "herdin",
+        "methods.often.memory.rule 'herdin' is unknown; did you mean 'herding'? known: {rules}",
+    ),
+    (
+        "methods.rare.memory.rul",
+        "uniform",
+        "methods.rare.memory: 'rul' is unknown; did you mean 'rule'? "
+        "known: alpha, merge, per_class, rule, space",
+    ),
+    (
+        "methods.rare.like",
+        "oftn",
+        "methods 'oftn' is unknown; did you mean 'often'? known: fedavg, often, rare",
+    ),
+    (
+        "methods.often.like",
+        "rare",
+        "methods.often.like is 'often'; it must be a row that is not like itself",
     ),
     (
         "methods.often.kind",
@@ -92,14 +140,29 @@ SLIPS: list[tuple[str, object, str]] = [
     (
         "grid.method",
         ["fedagv"],
-        "methods 'fedagv' is unknown; did you mean 'fedavg'? known: fedavg, often",
+        "methods 'fedagv' is unknown; did you mean 'fedavg'? known: fedavg, often, rare",
     ),
     ("grid.setting", ["two"], "settings 'two' is unknown; known: one"),
     ("tiny.setting", ["on"], "settings 'on' is unknown; did you mean 'one'? known: one"),
     (
         "grid.seed",
         ["0"],
-        "grid: 'seed' is unknown; did you mean 'seeds'? known: method, seeds, setting",
+        "grid: 'seed' is unknown; did you mean 'seeds'? known: beside, method, seeds, setting",
+    ),
+    (
+        "ablation.besides",
+        ["fedavg"],
+        "grid: 'besides' is unknown; did you mean 'beside'? known: beside, method, seeds, setting",
+    ),
+    (
+        "ablation.beside",
+        ["fedagv"],
+        "methods 'fedagv' is unknown; did you mean 'fedavg'? known: fedavg, often, rare",
+    ),
+    (
+        "ablation.method",
+        ["rare", "often"],
+        "ablation.method is ['often']; it must be beside: grid trains it already",
     ),
     # what is not there
     (ONE + "training.rate", ABSENT, "settings.one.training.rate is missing"),
@@ -169,10 +232,12 @@ SLIPS: list[tuple[str, object, str]] = [
     ("settings.one", "digits", "settings.one is 'digits'; it must be a block of keys"),
     ("methods.fedavg", 1.0, "methods.fedavg is 1.0; it must be a block of keys"),
     (
-        "methods.often.per_class",
+        "methods.often.memory.per_class",
         "5",
-        "methods.often.per_class is '5'; it must be a whole number, written without quotes as 5",
+        "methods.often.memory.per_class is '5'; "
+        "it must be a whole number, written without quotes as 5",
     ),
+    ("methods.often.memory", 5, "methods.often.memory is 5; it must be a block of keys"),
     ("grid.setting", "one", "grid.setting is 'one'; it must be a list"),
     # values that cannot be
     (
@@ -224,7 +289,16 @@ SLIPS: list[tuple[str, object, str]] = [
         1,
         "settings.one.data.test_share is 1.0; it must be above 0 and below 1",
     ),
-    ("methods.often.per_class", -1, "methods.often.per_class is -1; it must be at least 0"),
+    (
+        "methods.often.memory.per_class",
+        -1,
+        "methods.often.memory.per_class is -1; it must be at least 0",
+    ),
+    (
+        ONE + "observe",
+        {"features": -1},
+        "settings.one.observe.features is -1; it must be at least 0",
+    ),
     ("methods.often.step", 0, "methods.often.step is 0.0; it must be above 0"),
 ]
 
@@ -259,13 +333,14 @@ def leaves(tree: object, where: str = "") -> list[tuple[str, type, object]]:
 
 
 def test_without_a_slip_nothing_is_refused() -> None:
-    """1 x 2 x 2 cells of the grid and 1 of the tiny one."""
-    assert check(deepcopy(GOOD)) == 5
+    """1 x 2 x 2 cells of the grid, 1 x (1 + 1) x 1 of the ablation and 1 of the tiny one."""
+    assert check(deepcopy(GOOD)) == 7
 
 
 @pytest.mark.parametrize(("where", "value", "message"), SLIPS, ids=lambda v: str(v)[:40])
 def test_a_slip_is_named(where: str, value: object, message: str) -> None:
     message = message.replace("{methods}", names("methods")).replace("{sources}", names("data"))
+    message = message.replace("{rules}", ", ".join(coresets.rules()))
     with pytest.raises(ParameterError) as error:
         check(changed(where, value))
     assert str(error.value) == f"params.yaml: {message}"
@@ -393,6 +468,11 @@ def test_cells_are_every_combination_with_seeds_as_text() -> None:
     ]
 
 
+def test_methods_that_another_grid_trains_come_first() -> None:
+    grid = {"setting": ["a"], "method": ["m"], "beside": ["n", "l"], "seeds": [0]}
+    assert [method for _, method, _ in config.cells(grid)] == ["n", "l", "m"]
+
+
 def test_plain_is_what_json_holds() -> None:
     setting = config.setting("one", deepcopy(GOOD))
     expected = {
@@ -403,6 +483,7 @@ def test_plain_is_what_json_holds() -> None:
         "network": {"kind": "cnn", "features": 64, "channels": [4], "norm": "none"},
         "training": {**TRAINING, "momentum": 0.0, "weight_decay": 0.0, "participation": 1.0}
         | {"dropout": 0.0, "buffers": "shared", "shift": 0, "flip": False},
+        "observe": {"angles": False, "displacements": False, "features": 0},
     }
     assert leaves(config.plain(setting)) == leaves(expected)
     assert config.build(Setting, config.plain(setting), "again") == setting
@@ -413,9 +494,11 @@ def test_plain_is_what_json_holds() -> None:
 
 
 def test_the_parameters_of_the_project_pass() -> None:
-    params = config.read()
-    sizes = [len(axis) for axis in params["grid"].values()], len(list(config.cells(params["tiny"])))
-    assert check() == sizes[0][0] * sizes[0][1] * sizes[0][2] + sizes[1]
+    expected = 0
+    for grid in (config.read()[name] for name in ("grid", "ablation", "tiny")):
+        methods = len(grid["method"]) + len(grid.get("beside", []))
+        expected += len(grid["setting"]) * methods * len(grid["seeds"])
+    assert check() == expected
 
 
 @pytest.mark.parametrize(
@@ -444,12 +527,17 @@ def test_both_yaml_parsers_read_the_same_parameters() -> None:
     ("text", "message"),
     [
         (None, "{path} does not exist; it holds every parameter"),
-        ("", "{path} is empty; it must hold grid, tiny, settings, methods"),
+        (
+            "",
+            "{path} is empty; "
+            "it must hold grid, ablation, sweeps, tiny, tiny_sweeps, settings, methods",
+        ),
         (
             "grid: {}\ntiny: {}\nsetings: {}",
             "params.yaml: 'setings' is unknown; did you mean 'settings'? "
-            "known: grid, methods, settings, tiny",
+            "known: ablation, grid, methods, settings, sweeps, tiny, tiny_sweeps",
         ),
+        ("grid: {}\nsweeps: {}", "params.yaml: ablation is None; it must be a block of keys"),
     ],
 )
 def test_a_file_without_its_sections_is_refused(

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import numpy as np
@@ -22,7 +23,16 @@ from stamp_core import records
 from stamp_core.paths import ROOT
 
 OURS = {".git", ".venv", "cache", "tmp", "__pycache__", ".hypothesis", ".ipynb_checkpoints"}
-COMPUTED = {"source", "splits", "runs", "tiny", "resume", "raw"}
+COMPUTED = {"source", "splits", "runs", "sweeps", "tiny", "resume", "raw"}
+GRID = {"setting": ["tiny"], "method": ["fedavg", "replay", "stamp"], "seeds": ["0to1"]}
+ABLATION = {
+    "setting": ["tiny"],
+    "beside": ["fedavg", "stamp"],
+    "method": ["sam"],
+    "seeds": ["0to1"],
+}
+SHOWN = ("sweep-kappa", "compare", "ablation", "analyses")  # notebooks that draw something
+OF_STAMP = {"train@tiny-stamp-0to1", "ablate@tiny-sam-0to1", "sweep@kappa"}  # with that method
 
 
 def ignored(folder: str, names: list[str]) -> set[str]:
@@ -55,7 +65,9 @@ class Project:
             for what in ("NAME", "EMAIL")
         }
         self.environment = {**kept, **author, "PATH": path, "PYTHONPATH": str(root)}
-        self.params(grid={"setting": ["tiny"], "method": ["fedavg", "replay"], "seeds": ["0to1"]})
+        values = self.read()
+        values |= {"grid": GRID, "ablation": ABLATION, "sweeps": {**values["tiny_sweeps"]}}
+        self.write(values)
         self.run("git", "init", "--quiet")
         self.commit()
 
@@ -79,11 +91,24 @@ class Project:
 
     def params(self, **sections: object) -> None:
         """Put sections into params.yaml, keeping the rest."""
-        yaml, path = YAML(), self.root / "params.yaml"
-        values = yaml.load(path)
+        values = self.read()
         for name, section in sections.items():
             values[name].update(section)
-        yaml.dump(values, path)
+        self.write(values)
+
+    def read(self) -> Any:
+        """params.yaml with its comments."""
+        return YAML().load(self.root / "params.yaml")
+
+    def write(self, values: Any) -> None:
+        """Write params.yaml."""
+        YAML().dump(values, self.root / "params.yaml")
+
+    def replay(self, per_class: int) -> None:
+        """Give the row `replay` so many pictures of a class, keeping the rest."""
+        row = self.read()["methods"]["replay"]
+        row["memory"]["per_class"] = per_class
+        self.params(methods={"replay": row})
 
     def would_run(self) -> set[str]:
         """The stages that `dvc repro` would run, after `source` has run if it has to."""
@@ -105,10 +130,12 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 def test_repro_makes_everything_from_nothing(project: Project) -> None:
     project.run("python", "-m", "stamp_core.repro")  # what `make repro` runs
-    for method in ("fedavg", "replay"):
+    cells = [f"runs/tiny-{method}-0to1" for method in ("fedavg", "replay", "stamp", "sam")]
+    cells += [f"sweeps/kappa/runs/tiny-stamp-kappa-{value}-0to1" for value in ("0.0", "0.5")]
+    for cell in cells:
         for seed in ("0", "1"):
-            assert (project.root / "data/runs" / f"tiny-{method}-0to1" / seed / "run.json").exists()
-    for name in ("split-tiny-0to1", "train-tiny-fedavg-0to1", "compare"):
+            assert (project.root / "data" / cell / seed / "run.json").exists(), cell
+    for name in ("split-tiny-0to1", "train-tiny-fedavg-0to1", "ablate-tiny-sam-0to1", *SHOWN):
         cells = nbformat.read(project.root / f"data/executed/{name}.ipynb", 4).cells
         assert any("image/png" in o.get("data", {}) for c in cells for o in c.get("outputs", []))
     summary = json.loads((project.root / "figures/summary.json").read_text())
@@ -145,16 +172,25 @@ def test_a_comment_retrains_nothing(project: Project) -> None:
 
 
 def test_a_methods_parameter_concerns_that_method_only(project: Project) -> None:
-    project.params(methods={"replay": {"per_class": 3, "ratio": 1.0}})
+    project.replay(per_class=3)
     assert project.would_run() == {"train@tiny-replay-0to1"}
-    project.params(methods={"replay": {"per_class": 20, "ratio": 1.0}})
+    project.replay(per_class=20)
 
 
-def test_a_methods_file_concerns_that_method_only(project: Project) -> None:
+def test_a_rows_parameter_concerns_the_rows_that_are_like_it(project: Project) -> None:
+    """Here the ablation's `sam`, which says `like: stamp`, and the sweep over kappa."""
+    project.replace("params.yaml", "      merge: mixstyle", "      merge: replace")
+    assert project.would_run() == OF_STAMP
+    project.replace("params.yaml", "      merge: replace", "      merge: mixstyle")
+    assert project.would_run() == set()
+
+
+def test_a_methods_file_concerns_that_method_and_those_built_on_it(project: Project) -> None:
+    """STAMP is replay with more to it; FedAvg is not."""
     project.replace(
         "stamp_core/methods/replay.py", "round(self.params.ratio", "int(self.params.ratio"
     )
-    assert project.would_run() == {"train@tiny-replay-0to1"}
+    assert project.would_run() == {"train@tiny-replay-0to1"} | OF_STAMP
     project.replace(
         "stamp_core/methods/replay.py", "int(self.params.ratio", "round(self.params.ratio"
     )
@@ -162,41 +198,58 @@ def test_a_methods_file_concerns_that_method_only(project: Project) -> None:
 
 def test_a_training_parameter_does_not_draw_new_plans(project: Project) -> None:
     training = {"rounds": 2, "epochs": 1, "batch": 16, "rate": 0.2}
-    split = YAML().load(project.root / "params.yaml")["settings"]["tiny"]
+    split = project.read()["settings"]["tiny"]
     project.params(settings={"tiny": {**split, "training": training}})
-    assert project.would_run() == {"train@tiny-fedavg-0to1", "train@tiny-replay-0to1"}
+    both = {"train@tiny-fedavg-0to1", "train@tiny-replay-0to1"}
+    assert project.would_run() == both | OF_STAMP
     project.params(settings={"tiny": {**split, "training": {**training, "rate": 0.1}}})
     assert project.would_run() == set()
 
 
 def test_a_slip_in_the_parameters_is_refused_before_anything_runs(project: Project) -> None:
-    project.params(methods={"replay": {"per_clas": 20}})
+    project.params(methods={"replay": {"memory": {"per_clas": 20}}})
     said = project.run("dvc", "repro", ok=False)
     assert "'per_clas' is unknown; did you mean 'per_class'?" in said
     assert "Running stage 'train" not in said
-    project.params(methods={"replay": {"per_class": 20, "ratio": 1.0}})
+    project.run("git", "checkout", "--quiet", "params.yaml")
+    project.replace("params.yaml", "- methods.stamp.spatial.kappa", "- methods.stamp.spatial.kapa")
+    said = project.run("dvc", "repro", ok=False)
+    assert "'kapa' is unknown; did you mean 'kappa'?" in said
+    assert "Running stage 'sweep" not in said
+    project.run("git", "checkout", "--quiet", "params.yaml")
+
+
+BROKEN = """
+from stamp_core.methods import Method
+
+
+class Broken(Method):
+    def examples(self, turn):
+        raise RuntimeError("broken on purpose")
+"""
 
 
 def test_one_failing_method_leaves_the_others_standing(project: Project) -> None:
-    broken = "        raise RuntimeError('broken on purpose')\n"
-    anchor = '        draw = turn.visit.generator("replay")\n'
-    project.replace("stamp_core/methods/replay.py", anchor, broken + anchor)
-    project.params(methods={"fedavg": {"step": 1.1}})
+    """A file is a method, so that a broken one is a file that nobody imports."""
+    file = project.root / "stamp_core/methods/broken.py"
+    file.write_text(BROKEN)
+    methods = [*GRID["method"], "broken"]
+    project.params(methods={"fedavg": {"step": 1.1}, "broken": {}}, grid={"method": methods})
     said = project.run("python", "-m", "stamp_core.repro", ok=False)
-    assert "failed: train@tiny-replay-0to1; the tracebacks are in data/executed/train-tiny" in said
-    executed = project.root / "data/executed/train-tiny-replay-0to1.ipynb"
+    assert "failed: train@tiny-broken-0to1; the tracebacks are in data/executed/train-tiny" in said
+    executed = project.root / "data/executed/train-tiny-broken-0to1.ipynb"
     cells = nbformat.read(executed, 4).cells
     errors = [o for c in cells for o in c.get("outputs", []) if o.output_type == "error"]
     assert any("broken on purpose" in "".join(error.traceback) for error in errors)
     fedavg = records.load(project.root / "data/runs/tiny-fedavg-0to1/0")
     assert fedavg.about["method"]["step"] == 1.1
-    project.replace("stamp_core/methods/replay.py", broken, "")
-    project.params(methods={"fedavg": {"step": 1.0}})
+    file.unlink()
+    project.run("git", "checkout", "--quiet", "params.yaml")
 
 
 def test_a_killed_pipeline_goes_on_where_it_was(project: Project) -> None:
     """kill -9 of DVC and all it started once a checkpoint is there; then the same command."""
-    setting = YAML().load(project.root / "params.yaml")["settings"]["tiny"]
+    setting = project.read()["settings"]["tiny"]
     longer = {**setting, "training": {"rounds": 60, "epochs": 1, "batch": 16, "rate": 0.1}}
     project.params(settings={"tiny": longer})
     stage, resume = "train@tiny-fedavg-0to1", project.root / "data/resume"

@@ -46,6 +46,9 @@ def run(
             "bytes": {"up": 1000 * (place + 1), "down": 4000},
             "memory": {"process": 10_000_000 * (place + 1), "gpu": 7},
             "disk": 500 - place,
+            "angles": {"spatial clients": 0.5},
+            "notes": {},
+            "events": {},
         }
         for place in range(2 * cycles)
     ]
@@ -269,3 +272,151 @@ def test_write_leaves_three_files_that_do_not_change(tmp_path):
 def test_markdown_cells_are_not_padded():
     text = tables.markdown(pd.DataFrame({"method": ["a", "longer"], "n": ["3", "3"]}))
     assert text.splitlines() == ["| method | n |", "| --- | --- |", "| a | 3 |", "| longer | 3 |"]
+
+
+# --- the ablation
+
+MATCHED = {"kind": "stamp", "spatial": {"kappa": 0.5}, "temporal": {"kappa": 0.5, "past": "x"}}
+
+
+def cell(method, finals, length=1.0, setting="toy", **about):
+    """Three seeds of a variant whose parameters are `about`, with steps of one length."""
+    records = seeds(method, finals, setting=setting)
+    for record in records:
+        record.about["method"] |= about
+        for row in record.history:
+            row["angles"] = {"update length": length * (1 + record.cell[2])}
+    return records
+
+
+def shifted(by):
+    """Final rows of three seeds that are all `by` better than THREE, and forget as much less."""
+    return [(first + by, last + by) for first, last in THREE]
+
+
+NOISY = [(0.3, 0.8), (0.6, 0.8), (0.2, 0.7)]
+
+
+@pytest.fixture
+def ablated():
+    """Stamp beside a control that is better, one that is worse, and one that nobody can tell."""
+    return [
+        *cell("stamp", THREE, **MATCHED),
+        *cell("replay", shifted(0.1), 2.0, memory={"rule": "uniform", "per_class": 5}, ratio=1.0),
+        *cell("fedavg", shifted(-0.2), 0.5),
+        *cell("fedavg_step", NOISY, step=1.5),
+        *cell("sam_tam_pcs", NOISY, **MATCHED),
+        *cell("stamp_other", shifted(-0.1), **MATCHED),
+    ]
+
+
+def test_the_sentences_follow_the_intervals(ablated):
+    stamp = tables.sentences(ablated, "toy", "stamp")
+    holds, open_ = stamp.split(". It cannot be told ")
+    assert holds == (
+        "Beyond the noise stamp is more accurate than the control fedavg (by 20.0 to 20.0), "
+        "stamp_other; is less accurate than the control replay (by 10.0 to 10.0); forgets less "
+        "than the control fedavg (by 20.0 to 20.0), stamp_other; forgets more than the control "
+        "replay (by 10.0 to 10.0)"
+    )
+    assert open_ == (
+        "in accuracy from the control fedavg_step, sam_tam_pcs; "
+        "in forgetting from the control fedavg_step, sam_tam_pcs."
+    )
+
+
+def test_the_sentences_of_a_control_name_what_ends_above_it(ablated):
+    text = tables.sentences(ablated, "toy", "fedavg")
+    assert "fedavg is less accurate than the control replay (by 30.0 to 30.0), stamp, " in text
+    assert "more accurate" not in text and "forgets less" not in text
+
+
+@pytest.mark.parametrize(
+    ("gains", "word"),
+    [
+        ([0.10, 0.12, 0.11], "is more accurate than a"),
+        ([-0.10, -0.12, -0.11], "is less accurate than a"),
+        ([0.10, -0.12, 0.01], "It cannot be told in accuracy from a"),
+        ([0.10], "It cannot be told in accuracy from a (no interval)"),
+    ],
+)
+def test_one_sided_and_two_sided_intervals_are_worded_apart(gains, word):
+    finals = [(0.5 + gain, 0.5 + gain) for gain in gains]
+    records = [*cell("stamp", finals, **MATCHED)]
+    records += cell("a", [(0.5, 0.5)] * len(gains), **MATCHED)
+    text = tables.sentences(records, "toy", "stamp")
+    assert word in text
+    assert ("differs from none" in text) == word.startswith("It")
+
+
+def test_only_the_settings_own_runs_are_put_into_words(ablated):
+    other = cell("stamp", THREE, setting="o", **MATCHED) + cell("fedavg", THREE, setting="o")
+    text = tables.sentences([*ablated, *other], "o", "stamp")
+    assert "replay" not in text and "in accuracy from the control fedavg" in text
+
+
+def test_a_variant_is_described_by_its_parameters(ablated):
+    kept = {"memory": {"rule": "herding", "per_class": 20}, "ratio": 0.0}
+    off = {"spatial": None, "temporal": None}
+    ablated += cell("half", THREE, kind="stamp", prototype=0.01, **off, **kept)
+    ablated += cell("mean", THREE, kind="stamp", temporal={"kappa": 0.0, "past": "y"}, spatial=None)
+    rows = tables.ablation(ablated).set_index("variant")
+    columns = ["part", "SAM", "TAM", "coreset", "prototypical loss", "rehearsal", "otherwise"]
+    control, paper, choice = tables.PARTS.values()
+    told = {name: rows.loc[name, columns].tolist() for name in rows.index}
+    none = tables.DASH
+    assert told == {
+        "replay": [control, none, none, "uniform, 5", none, "1", none],
+        "fedavg": [control, *[none] * 6],
+        "fedavg_step (step 1.5)": [control, *[none] * 6],
+        "half": [control, none, none, "herding, 20 (not read)", "0.01", none, none],
+        "mean": [control, none, "κ = 0", none, none, none, "temporal.past y"],
+        "sam_tam_pcs": [paper, "κ = 0.5", "κ = 0.5", *[none] * 4],
+        "stamp": [choice, "κ = 0.5", "κ = 0.5", *[none] * 4],
+        "stamp_other": [choice, "κ = 0.5", "κ = 0.5", *[none] * 4],
+    }
+
+
+def test_steps_are_relative_to_fedavg_by_seed(ablated):
+    rows = tables.ablation(ablated).set_index("variant")
+    assert rows.step[["fedavg", "stamp", "replay"]].tolist() == ["1", "2", "4"]
+    assert tables.ablation(cell("stamp", THREE, **MATCHED)).step.tolist() == [tables.DASH]
+    no_angles = [run("fedavg"), run("a")]
+    assert tables.ablation(no_angles).step.tolist() == [tables.DASH] * 2
+
+
+def test_only_rows_of_the_paper_have_its_numbers(ablated):
+    column = tables.ablation(ablated).set_index("variant")["paper (CIFAR-100)"]
+    assert column["fedavg"] == "31.7, AF 22.1"
+    assert column["sam_tam_pcs"] == "52.8, AF 24.3"
+    assert set(column.drop(["fedavg", "sam_tam_pcs"])) == {tables.DASH}
+
+
+def test_the_page_has_both_differences_with_their_sentences(ablated, tmp_path):
+    ablated += cell("fedavg", THREE, setting="other")
+    path = tables.write_ablation(ablated, tmp_path / "new")
+    page = path.read_text(encoding="utf-8")
+    assert path.name == "ablation.md"
+    assert [line for line in page.splitlines() if line[:3] == "## "] == ["## toy", "## other"]
+    for against in ("stamp", "replay"):
+        assert page.count(f"Difference from {against}:") == 1  # the other setting has neither
+        assert tables.sentences(ablated, "toy", against) in page
+    assert page == tables.ablation_page(ablated) and "nan" not in page
+
+
+# --- matching
+
+
+def test_matching_is_told_by_place_with_means_and_the_worst_gap():
+    record = run("stamp")
+    numbers = {"rows": 4.0, "least_reference": 0.5, "least": 1.0, "length": 1.0, "cosine": 0.9}
+    for row, gap in zip(record.history, (1e-9, 0.02), strict=True):
+        row["notes"] = {f"spatial {k}": v for k, v in {**numbers, "support": 3, "gap": gap}.items()}
+        row["events"] = {"spatial matching: a row was dropped": 2, "memory: something": 5}
+    record.history[1]["notes"]["spatial least"] = 2.0
+    (row,) = tables.matching([run("fedavg"), record]).to_dict("records")
+    assert (row["method"], row["where"], row["rounds"], row["n"]) == ("stamp", "spatial", "2", "1")
+    assert (row["worst row, mean"], row["worst row, matched"]) == ("0.50", "1.50")
+    assert (row["gap"], row["rows used"]) == ("2e-02", "3.00")
+    assert row["events"] == "a row was dropped: 4"
+    assert tables.matching([run("fedavg")]).empty

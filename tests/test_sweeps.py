@@ -1,0 +1,464 @@
+"""Sweeps train what has no records and nothing else; rows may say that they are like others."""
+
+import json
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small
+
+from stamp_core import config, engine, experiments, grid, methods, paths, source, sweeps
+from stamp_core.config import ParameterError
+from stamp_core.methods import overlaid, preset, row
+
+SWEEP: dict[str, Any] = {
+    "label": "radius",
+    "setting": "tiny",
+    "method": "near",
+    "seeds": "0to1",
+    "keys": ["methods.near.spatial.kappa", "methods.near.temporal.kappa"],
+    "values": [0.0, 0.5],
+}
+PARAMS: dict[str, Any] = {
+    "grid": {"setting": ["tiny"], "method": ["fedavg", "near"], "seeds": ["0"]},
+    "ablation": {"setting": ["tiny"], "method": ["sam"], "seeds": ["0"]},
+    "sweeps": {"kappa": SWEEP},
+    "tiny": {"setting": ["tiny"], "method": ["fedavg"], "seeds": ["0"]},
+    "tiny_sweeps": {},
+    "settings": {
+        "tiny": {
+            "data": small.DATA,
+            "split": {**small.SPLIT, "tasks": 2, "images_per_class": 5},
+            "network": small.NETWORK,
+            "training": {**small.TRAINING, "rounds": 1},
+        },
+        "other": {
+            "data": small.DATA,
+            "split": small.SPLIT,
+            "network": small.NETWORK,
+            "training": small.TRAINING,
+        },
+    },
+    "methods": {
+        "fedavg": {"step": 1.0},
+        "replay": {},
+        "near": {
+            "kind": "stamp",
+            "memory": {"per_class": 3},
+            "spatial": {"kappa": 0.25, "softmax": {"rounds": 7, "rate": 2.0}},
+            "temporal": {"kappa": 0.25},
+        },
+        "sam": {"like": "near", "temporal": None},
+        "nearer": {"like": "sam", "spatial": {"softmax": {"rounds": 9}}},
+    },
+}
+
+
+@pytest.fixture
+def params(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+    """Parameters of a project in an empty folder, which a test may change."""
+    made = deepcopy(PARAMS)
+    monkeypatch.setattr(config, "read", lambda: deepcopy(made))
+    for module in (sweeps, grid):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(grid, "RESUME", tmp_path / "resume")
+    monkeypatch.setattr(paths, "SOURCE", tmp_path / "source")
+    (tmp_path / "source").mkdir()
+    return made
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The methods of the experiments that are trained."""
+    names: list[str] = []
+    train = engine.train
+
+    def noted(cell: experiments.Experiment, *rest: Any) -> Any:
+        names.append(cell.method)
+        return train(cell, *rest)
+
+    monkeypatch.setattr(engine, "train", noted)
+    yield names
+
+
+# ------------------------------------------------------------------ what a sweep is made of
+
+
+def cells(**changes: Any) -> dict[str, experiments.Experiment]:
+    """The experiments of a sweep with some changes."""
+    params = {**deepcopy(PARAMS), "sweeps": {"kappa": {**SWEEP, **changes}}}
+    return sweeps.cells("kappa", params)
+
+
+def test_all_keys_get_each_value_and_everything_else_stays() -> None:
+    found = cells()
+    assert list(found) == ["0.0", "0.5"]
+    own = experiments.experiment("tiny", "near", deepcopy(PARAMS))
+    for value, cell in found.items():
+        assert cell.method == f"near-kappa-{value}"
+        assert cell.params.spatial.kappa == cell.params.temporal.kappa == float(value)
+        expected, resolved = own.resolved(), cell.resolved()
+        for part in ("spatial", "temporal"):
+            expected["method"][part]["kappa"] = float(value)
+        expected["method"]["name"] = cell.method
+        assert resolved == expected
+
+
+def test_a_setting_can_be_swept() -> None:
+    found = cells(keys=["settings.tiny.training.rate"], values=[0.1, 0.2])
+    assert [cell.setting.training.rate for cell in found.values()] == [0.1, 0.2]
+
+
+def test_a_row_that_is_like_another_can_be_swept() -> None:
+    """What it does not say itself comes from there; the other row stays as it is."""
+    key = "methods.nearer.spatial.softmax.rate"
+    found = cells(method="nearer", keys=[key], values=[5.0])["5.0"].params
+    assert (found.spatial.softmax.rate, found.spatial.softmax.rounds) == (5.0, 9)
+    assert (found.spatial.kappa, found.temporal) == (0.25, None)
+
+
+def test_a_sweep_leaves_the_parameters_as_they_are() -> None:
+    params = deepcopy(PARAMS)
+    sweeps.cells("kappa", params)
+    assert params == PARAMS
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"keys": ["methods.near.spatial.kapa"]},
+            "methods.near.spatial: 'kapa' is unknown; did you mean 'kappa'? known: ",
+        ),
+        (
+            {"keys": ["methods.near.spatal.kappa"]},
+            "methods.near: 'spatal' is unknown; did you mean 'spatial'? known: ",
+        ),
+        (
+            {"keys": ["settings.tiny.training.rat"]},
+            "settings.tiny.training: 'rat' is unknown; did you mean 'rate'? known: ",
+        ),
+        (
+            {"keys": ["methods.near.spatial.kappa", "methods.sam.spatial.kappa"]},
+            "sweeps.kappa.keys is ['methods.near.spatial.kappa', 'methods.sam.spatial.kappa']; "
+            "it must be a list of keys under settings.tiny. or methods.near.",
+        ),
+        (
+            {"keys": ["settings.other.training.rate"]},
+            "sweeps.kappa.keys is ['settings.other.training.rate']; "
+            "it must be a list of keys under settings.tiny. or methods.near.",
+        ),
+        (
+            {"keys": ["methods.nearer.step"]},
+            "sweeps.kappa.keys is ['methods.nearer.step']; "
+            "it must be a list of keys under settings.tiny. or methods.near.",
+        ),
+        (
+            {"keys": []},
+            "sweeps.kappa.keys is []; "
+            "it must be a list of keys under settings.tiny. or methods.near.",
+        ),
+        ({"keys": "methods.near.step"}, "sweeps.kappa.keys is 'methods.near.step'; it must be a "),
+        ({"values": []}, "sweeps.kappa.values is []; it must be a list that is not empty"),
+        ({"values": 0.5}, "sweeps.kappa.values is 0.5; it must be a list that is not empty"),
+        ({"values": None}, "sweeps.kappa.values is None; it must be a list that is not empty"),
+        ({"values": [-1]}, "methods.near.spatial.kappa is -1.0; it must be at least 0"),
+        ({"values": ["0.5"]}, "methods.near.spatial.kappa is '0.5'; it must be a number, written"),
+        (
+            {"seeds": "2to1"},
+            "sweeps.kappa.seeds is '2to1'; it must be a number such as '3' or a rising range",
+        ),
+        (
+            {"setting": "tny", "keys": ["methods.near.step"]},
+            "settings 'tny' is unknown; did you mean 'tiny'? known: other, tiny",
+        ),
+        (
+            {"method": "replya", "keys": ["settings.tiny.training.rate"]},
+            "methods 'replya' is unknown; did you mean 'replay'? known: ",
+        ),
+        ({"colour": "red"}, "sweeps.kappa: 'colour' is unknown; known: keys, label, method, seeds"),
+    ],
+    ids=str,
+)
+def test_a_slip_in_a_sweep_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParameterError) as error:
+        cells(**changes)
+    assert str(error.value).startswith(f"params.yaml: {message}")
+
+
+def test_a_sweep_of_another_section_is_looked_up_there() -> None:
+    with pytest.raises(ParameterError, match=r"tiny_sweeps 'kappa' is unknown; known: $"):
+        sweeps.cells("kappa", deepcopy(PARAMS), "tiny_sweeps")
+
+
+def test_the_sweeps_of_the_project_are_right() -> None:
+    params = config.read()
+    for section in ("sweeps", "tiny_sweeps"):
+        for name, block in params[section].items():
+            assert list(sweeps.cells(name, params, section)) == [str(v) for v in block["values"]]
+
+
+# ------------------------------------------------------------------ what is run
+
+
+def test_a_value_that_has_records_is_not_trained_again(
+    params: dict[str, Any], trained: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A new value is trained alone, one that is taken out goes with its records."""
+    first = sweeps.run("kappa", "data")
+    assert trained == ["near-kappa-0.0", "near-kappa-0.5"] and list(first) == ["0.0", "0.5"]
+    assert [record.cell for record in first["0.5"]] == [
+        ("tiny", "near-kappa-0.5", 0),
+        ("tiny", "near-kappa-0.5", 1),
+    ]
+    runs = sweeps.ROOT / "data/sweeps/kappa/runs"
+    before = {file: file.stat().st_mtime_ns for file in runs.rglob("*") if file.is_file()}
+    trained.clear()
+    capsys.readouterr()
+    again = sweeps.run("kappa", "data")
+    assert trained == [] and capsys.readouterr().out == "kappa 0.0: kept\nkappa 0.5: kept\n"
+    assert before == {file: file.stat().st_mtime_ns for file in runs.rglob("*") if file.is_file()}
+    for value, records in again.items():
+        for one, other in zip(records, first[value], strict=True):
+            small.assert_same(one, other)
+
+    params["sweeps"]["kappa"]["values"] = [0.5, 1]
+    third = sweeps.run("kappa", "data")
+    assert trained == ["near-kappa-1"] and list(third) == ["0.5", "1"]
+    assert "kappa 0.5: kept\nkappa 1: trained\n" in capsys.readouterr().out
+    assert {folder.name for folder in runs.iterdir()} == {
+        "tiny-near-kappa-0.5-0to1",
+        "tiny-near-kappa-1-0to1",
+    }
+
+
+def test_changed_parameters_are_trained_again(params: dict[str, Any], trained: list[str]) -> None:
+    """Of the method, also where it takes them from elsewhere, or of the setting; not others."""
+    sweeps.run("kappa", "data")
+    both = ["near-kappa-0.0", "near-kappa-0.5"]
+    changes: list[tuple[list[str], Any, list[str]]] = [
+        (["methods", "near", "memory", "per_class"], 2, both),
+        (["settings", "tiny", "training", "rate"], 0.05, both),
+        (["settings", "tiny", "split", "images_per_class"], 4, both),
+        (["methods", "near", "spatial", "kappa"], 0.9, []),  # which is what the sweep sets
+        (["methods", "fedavg", "step"], 0.9, []),
+        (["settings", "other", "training", "rate"], 0.05, []),
+        (["sweeps", "kappa", "label"], "κ", []),
+    ]
+    for path, value, expected in changes:
+        trained.clear()
+        sweeps.put(params, path, value)
+        records = sweeps.run("kappa", "data")
+        assert trained == expected, path
+        assert all(len(each) == 2 for each in records.values())
+
+
+def test_edited_code_is_trained_again(
+    params: dict[str, Any], trained: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweeps.run("kappa", "data")
+    trained.clear()
+    monkeypatch.setattr(experiments.Experiment, "code", lambda self: "edited")
+    sweeps.run("kappa", "data")
+    assert trained == ["near-kappa-0.0", "near-kappa-0.5"]
+
+
+def test_other_seeds_are_trained_and_the_old_ones_go(
+    params: dict[str, Any], trained: list[str]
+) -> None:
+    sweeps.run("kappa", "data")
+    params["sweeps"]["kappa"]["seeds"] = "1"
+    trained.clear()
+    sweeps.run("kappa", "data")
+    assert len(trained) == 2
+    names = {folder.name for folder in (sweeps.ROOT / "data/sweeps/kappa/runs").iterdir()}
+    assert names == {"tiny-near-kappa-0.0-1", "tiny-near-kappa-0.5-1"}
+
+
+def test_all_sweeps_are_gathered_and_a_missing_value_is_named(
+    params: dict[str, Any], trained: list[str]
+) -> None:
+    sweeps.run("kappa", "data")
+    trained.clear()
+    found = sweeps.gather("data")
+    assert trained == [] and {name: list(each) for name, each in found.items()} == {
+        "kappa": ["0.0", "0.5"]
+    }
+    params["sweeps"]["kappa"]["values"] = [0.0, 0.5, 0.75, 1.0]
+    with pytest.raises(ParameterError) as error:
+        sweeps.gather("data")
+    assert str(error.value) == (
+        "no records of sweep kappa at 0.75, 1.0; make them with `dvc repro sweep@kappa`"
+    )
+
+
+def test_another_section_is_gathered_with_its_own_values(params: dict[str, Any]) -> None:
+    """Not with those that a sweep of the same name has in `sweeps`."""
+    params["tiny_sweeps"] = {"kappa": {**SWEEP, "seeds": "0", "values": [0.125]}}
+    sweeps.run("kappa", "data", "tiny_sweeps")
+    assert list(sweeps.gather("data", "tiny_sweeps")["kappa"]) == ["0.125"]
+
+
+def test_notebooks_compute_the_tiny_sweeps_themselves(
+    params: dict[str, Any], trained: list[str]
+) -> None:
+    params["tiny_sweeps"] = {"kappa": {**SWEEP, "seeds": "0", "values": [0.125]}}
+    found = sweeps.gather(grid.TINY, "tiny_sweeps")
+    assert trained == ["near-kappa-0.125"] and list(found["kappa"]) == ["0.125"]
+    sweeps.gather(grid.TINY, "tiny_sweeps")
+    assert len(trained) == 1
+
+
+def test_captions_name_the_value_that_changes_nothing(params: dict[str, Any]) -> None:
+    """0.25 is what the row says of both radii; of the other sweep no value is."""
+    params["sweeps"]["kappa"]["values"] = [0.0, 0.25, 0.5]
+    key = "settings.tiny.training.rate"
+    params["sweeps"]["rate"] = {**SWEEP, "label": "rate", "keys": [key], "values": [0.2]}
+    assert sweeps.captions() == {"kappa": ("radius", "0.25"), "rate": ("rate", "")}
+
+
+def test_put_makes_the_blocks_that_are_missing() -> None:
+    tree: dict[str, Any] = {"a": None, "b": {"c": 1, "d": 2}}
+    sweeps.put(tree, ["a", "x", "y"], 3)
+    sweeps.put(tree, ["b", "c"], 4)
+    assert tree == {"a": {"x": {"y": 3}}, "b": {"c": 4, "d": 2}}
+
+
+# ------------------------------------------------------------------ records that are outdated
+
+
+def test_outdated_records_are_named_or_count_as_missing(params: dict[str, Any]) -> None:
+    cell = experiments.experiment("tiny", "fedavg", params)
+    assert grid.load(cell, "0to1", "data") == []
+    grid.run(cell, "0to1", "data", 1, "cpu")
+    assert len(grid.load(cell, "0to1", "data", outdated=False)) == 2
+    assert grid.load(cell, "0to2", "data", outdated=False) == []  # one seed is not there
+    sweeps.put(params, ["settings", "tiny", "training", "rate"], 0.05)
+    other = experiments.experiment("tiny", "fedavg", params)
+    assert grid.load(other, "0to1", "data", outdated=False) == []
+    with pytest.warns(UserWarning, match=r"tiny-fedavg-0to1 was made with other parameters: run"):
+        assert len(grid.load(other, "0to1", "data")) == 2
+
+
+# ------------------------------------------------------------------ rows like others
+
+
+def test_what_a_row_says_lies_over_the_row_it_is_like() -> None:
+    """At any depth and over several rows; what none of them says is left out."""
+    assert row("nearer", PARAMS) == {
+        "kind": "stamp",
+        "memory": {"per_class": 3},
+        "spatial": {"kappa": 0.25, "softmax": {"rounds": 9, "rate": 2.0}},
+        "temporal": None,
+    }
+    _, found = preset("nearer", PARAMS)
+    assert (found.spatial.softmax.rounds, found.spatial.softmax.rate) == (9, 2.0)
+    assert (found.memory.per_class, found.temporal) == (3, None)
+
+
+def test_a_row_without_a_kind_is_what_it_is_called_also_to_those_like_it() -> None:
+    rows = {"methods": {"replay": {"ratio": 0.5}, "more": {"like": "replay", "step": 2.0}}}
+    kind, found = preset("more", rows)
+    assert kind is methods.get("replay") and (found.ratio, found.step) == (0.5, 2.0)
+
+
+def test_null_turns_a_block_off_and_a_block_turns_it_on_again() -> None:
+    rows = deepcopy(PARAMS["methods"])
+    rows["again"] = {"like": "sam", "temporal": {"kappa": 0.125}}
+    _, found = preset("again", {"methods": rows})
+    assert found.temporal.kappa == 0.125 and found.temporal.step == 1.0
+
+
+def test_rows_stay_as_they_are() -> None:
+    rows = deepcopy(PARAMS)
+    row("nearer", rows)
+    assert rows == PARAMS
+
+
+@pytest.mark.parametrize(
+    ("rows", "name", "message"),
+    [
+        ({"a": {"like": "a"}}, "a", "methods.a.like is 'a'; it must be a row that is not like"),
+        (
+            {"a": {"like": "b"}, "b": {"like": "c"}, "c": {"like": "a"}},
+            "b",
+            "methods.b.like is 'b'; it must be a row that is not like itself",
+        ),
+        (
+            {"a": {"like": "b"}, "b": {"like": "c"}, "c": {"like": "b"}},
+            "a",
+            "methods.a.like is 'b'; it must be a row that is not like itself",
+        ),
+        ({"abc": {}, "d": {"like": "abd"}}, "d", "methods 'abd' is unknown; did you mean 'abc'? "),
+    ],
+    ids=str,
+)
+def test_a_row_like_itself_or_like_nothing_is_named(
+    rows: dict[str, Any], name: str, message: str
+) -> None:
+    with pytest.raises(ParameterError) as error:
+        row(name, {"methods": rows})
+    assert str(error.value).startswith(f"params.yaml: {message}")
+
+
+def test_overlaying_by_hand() -> None:
+    """Leaves of the second tree win; a block over a leaf, and a leaf over a block, replace it."""
+    base = {"a": 1, "b": {"c": 2, "d": {"e": 3}}, "f": {"g": 4}, "h": 5}
+    found = overlaid(base, {"b": {"d": {"e": 6, "x": 7}}, "f": None, "h": {"i": 8}, "k": [9]})
+    assert found == {
+        "a": 1,
+        "b": {"c": 2, "d": {"e": 6, "x": 7}},
+        "f": None,
+        "h": {"i": 8},
+        "k": [9],
+    }
+    assert base == {"a": 1, "b": {"c": 2, "d": {"e": 3}}, "f": {"g": 4}, "h": 5}
+
+
+# ------------------------------------------------------------------ what stages depend on
+
+
+def notes() -> dict[str, str]:
+    """What the first stage writes about every stage, by its file's name."""
+    source.write()
+    files = (paths.SOURCE / "code").glob("*.json")
+    return {file.stem: file.read_text() for file in files}
+
+
+def test_a_note_changes_with_the_row_it_is_like_and_no_other(params: dict[str, Any]) -> None:
+    before = notes()
+    assert before.keys() == {"split", "compare", *(f"train-{name}" for name in params["methods"])}
+    changes: list[tuple[list[str], Any, set[str]]] = [
+        (["methods", "near", "memory", "per_class"], 4, {"near", "sam", "nearer"}),
+        (["methods", "near", "temporal", "kappa"], 0.125, {"near"}),  # the others have none
+        (["methods", "near", "spatial", "softmax", "rounds"], 8, {"near", "sam"}),
+        (["methods", "nearer", "step"], 0.5, {"nearer"}),
+        (["methods", "fedavg", "step"], 0.5, {"fedavg"}),
+        (["settings", "tiny", "training", "rate"], 0.05, set()),  # DVC sees those by itself
+        (["sweeps", "kappa", "values"], [0.25], set()),
+    ]
+    for path, value, expected in changes:
+        sweeps.put(params, path, value)
+        after = notes()
+        changed = {name for name, text in after.items() if text != before[name]}
+        assert changed == {f"train-{name}" for name in expected}, path
+        before = after
+
+
+def test_a_note_names_the_rule_by_which_pictures_are_chosen(params: dict[str, Any]) -> None:
+    """No import tells of a file that is found by its name."""
+    file = "stamp_core/coresets/k_centre.py"
+    assert file not in json.loads(notes()["train-near"])["code"]
+    sweeps.put(params, ["methods", "near", "memory", "rule"], "k_centre")
+    assert file in json.loads(notes()["train-near"])["code"]
+
+
+def test_a_slip_in_a_sweep_is_refused_before_anything_is_written(
+    params: dict[str, Any], tmp_path: Path
+) -> None:
+    params["sweeps"]["kappa"]["keys"] = ["methods.near.spatial.kapa"]
+    with pytest.raises(ParameterError, match="did you mean 'kappa'"):
+        source.write()
+    assert not list((tmp_path / "source").iterdir())
