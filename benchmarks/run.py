@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import bare
+from benchmarks import bare, matching
 from stamp_core import engine, split
 from stamp_core.executor import Executor, peak_memory, start
 from stamp_core.experiments import Experiment, experiment
@@ -144,6 +144,7 @@ def main() -> None:
         "| what | result |",
         "|---|---|",
         *(f"| {what} | {result} |" for what, result in rows),
+        *matching.table(),
     ]
     Path(ROOT / "benchmarks" / "results.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines[6:]))

@@ -245,7 +245,7 @@ def newton(problem: Problem, w: Array) -> Array:
     curvature = np.tensordot(weights, problem.grams, 1) - turned.T @ images
     size = curvature.trace() / len(w)
     if size <= RIDGE * float(weights.max()):  # straight: toward the corner where F falls most
-        return np.eye(len(w))[gradient.argmin()]
+        return np.asarray(np.eye(len(w))[gradient.argmin()])
     curvature += size  # 11', which no step inside the plane notices
     y, z = inverse(curvature, gradient)
     return np.asarray(w + z.sum() / y.sum() * y - z)

@@ -24,7 +24,7 @@ def write() -> None:
     sources = sorted((PACKAGE / "data").glob("*.py"))
     note("split", PACKAGE / "split.py", *sources)
     shown = PACKAGE / "figures" / "__init__.py"
-    note("compare", PACKAGE / "sweeps.py", shown, PACKAGE / "tables.py")
+    note("compare", PACKAGE / "sweeps.py", shown, PACKAGE / "tables" / "__init__.py")
     setting = next(iter(params["settings"]))
     for method in params["methods"]:
         found = experiment(setting, method, params)

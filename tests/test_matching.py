@@ -249,13 +249,13 @@ def slsqp(problem: Problem) -> float:
     """The least F that SLSQP finds with the gradient, from the middle."""
     count = len(problem.linear)
     found = minimize(
-        lambda w: problem.at(w)[0],
+        lambda w: problem.at(w)[:2],
         np.full(count, 1 / count),
-        jac=lambda w: problem.at(w)[1],
+        jac=True,
         method="SLSQP",
         bounds=[(0, 1)] * count,
         constraints={"type": "eq", "fun": lambda w: w.sum() - 1, "jac": np.ones_like},
-        options={"ftol": 1e-15, "maxiter": 300},
+        options={"ftol": 1e-14, "maxiter": 100},
     )
     w = np.maximum(found.x, 0)
     return problem.at(w / w.sum())[0]
@@ -808,10 +808,10 @@ def authors_by_torch(rows: Tensor, kappa: float, softmax: Softmax) -> Tensor:
     return ((1 / len(rows) + strength * w) @ rows) / (1 + kappa**2)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", ["a common part", "two opposed groups"])
 @pytest.mark.parametrize("softmax", [Softmax(), Softmax(25, momentum=0.1), Softmax(70, 5.0)])
 def test_the_public_code_step_for_step(family: str, softmax: Softmax) -> None:
-    for count, scale in ((1, 1.0), (2, 0.1), (5, 0.01), (20, 1e-3)):
+    for count, scale in ((1, 1.0), (5, 0.01), (20, 1e-3)):
         rows = scale * FAMILIES[family](count, 60, count)
         matching = Matching(0.25, length="1+kappa^2", solver="authors", softmax=softmax)
         d, found = match(rows, matching)
@@ -892,7 +892,7 @@ def test_half_precision_rows() -> None:
 
 def test_single_and_double_precision_agree_for_equal_rows_too() -> None:
     """Rounding makes the smallest eigenvalues negative, which must not be taken for descent."""
-    for seed in range(20):
+    for seed in range(6):
         base, noise = normal(1, 2000, seed=seed), normal(12, 2000, seed=seed + 1)
         for rows in (base + 1e-4 * noise, base.repeat(12, 1), (base + noise)[[0, 0, 0, 1, 1, 2]]):
             for kappa in (0.5, 0.9):
@@ -913,28 +913,27 @@ def test_precision_of_products_is_set_and_put_back() -> None:
 
 
 MEMORY = """
-import resource, sys, torch
+import torch
+from stamp_core.executor import peak_memory
 from stamp_core.matching import Matching, match
 torch.set_num_threads(1)
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-match(torch.randn(6, 300_000), Matching(blocks=sys.argv[1]))
+match(torch.randn(6, 300_000), Matching())
 size = 16_000_000
-rows = torch.ones(6, size) if sys.argv[2] == "tensor" else [torch.ones(size) for _ in range(6)]
-before = peak()
-match(rows, Matching(blocks=sys.argv[1]))
-print((peak() - before) / (4 * size))
+rows = [torch.ones(size) for _ in range(6)]
+before = peak_memory()
+for given, blocks in ((rows, "model"), (rows, "elements")):
+    match(given, Matching(blocks=blocks))
+    print((peak_memory() - before) / (4 * size))
 """
 
 
-@pytest.mark.parametrize(("blocks", "kind"), [("model", "list"), ("elements", "tensor")])
-def test_memory_is_one_vector_more(blocks: str, kind: str) -> None:
+def test_memory_is_one_vector_more() -> None:
     """The result itself; blocks of columns are a few megabytes. A copy of the rows would be 6."""
     done = subprocess.run(
-        [sys.executable, "-c", MEMORY, blocks, kind],
-        capture_output=True, text=True, check=True, cwd=ROOT,
-    )  # fmt: skip
-    assert 0.5 < float(done.stdout) < 1.8
+        [sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    model, elements = map(float, done.stdout.split())
+    assert 0.5 < model < 1.4 and elements < 1.8
 
 
 def test_a_sketch_is_right_on_average_and_as_noisy_as_it_says() -> None:

@@ -17,6 +17,7 @@ from stamp_core.executor import Worker
 from stamp_core.matching import match
 from stamp_core.methods import DivergedError, Log, Method, Reply, State
 from stamp_core.methods.fedomg import Spatial
+from stamp_core.methods.stamp import Stamp
 from stamp_core.records import Record
 from stamp_core.seeding import generator
 from stamp_core.split import Plan
@@ -369,6 +370,23 @@ def test_awkward_clients_remember_what_they_have() -> None:
         assert (reply.steps > 0) == ("temporal rows" in reply.log.numbers) == (client != 2)
         assert torch.isfinite(reply.message["parameters"]).all()
         assert reply.state["step"] == 2
+
+
+@pytest.mark.parametrize("source", ["memory", "all data"])
+def test_the_past_are_the_tasks_met_that_have_pictures_without_the_current_one(source: str) -> None:
+    """Two cycles of three tasks, of which the second has no pictures in the second plan."""
+    temporal = {"source": source, "past": "gradient"}
+    cell = tiny("stamp", split={"cycles": 2}, memory={"per_class": 2}, temporal=temporal)
+    whole = plan(cell)
+    cases = [
+        (whole, [[], [0], [0, 1], [1, 2], [0, 2], [0, 1]]),
+        (small.with_train(whole, {(0, 1): ()}), [[], [0], [0], [2], [0, 2], [0]]),
+    ]
+    for plan_, expected in cases:
+        method = small.worker(cell, plan_).method
+        assert isinstance(method, Stamp)
+        turns = [small.arrived(small.worker(cell, plan_), plan_, step) for step in range(6)]
+        assert [method.past_tasks(turn) for turn in turns] == expected
 
 
 @pytest.mark.parametrize(
