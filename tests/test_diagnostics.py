@@ -152,6 +152,21 @@ def test_after_the_angles_the_model_is_where_it_was() -> None:
     assert torch.equal(model.parameters, before[0]) and torch.equal(model.buffers, before[1])
 
 
+def test_gradients_are_taken_in_evaluation_mode() -> None:
+    """With the statistics that batch normalisation has gathered, which looking does not change."""
+    cell = tiny(network=BATCH_NORM)
+    here, _ = visited(cell, plan(cell), 1)
+    net, buffers = network(cell, here.work.model.parameters).eval(), here.work.model.buffers
+    net.encoder[1].running_mean.copy_(buffers[:4])
+    net.encoder[1].running_var.copy_(buffers[4:])
+    images, own = cell.images(), plan(cell).train_indices(cell.images(), 0, 0)
+    x, y = normalised(cell, images.x_train[own]), images.y_train[own]
+    expected = slope(net, F.cross_entropy(net(x), y))
+    here.work.model.module.train()
+    found = diagnostics.gradient(here.work, own)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
 def test_tasks_without_pictures_and_tasks_to_come_are_left_out() -> None:
     """Of three tasks the second is empty; after the first step there is no pair yet."""
     cell = tiny()
@@ -181,6 +196,13 @@ def test_angles_are_in_the_history_where_they_are_defined() -> None:
         assert -1 <= row["angles"]["spatial clients"] <= 1
         assert 0 < row["angles"]["spatial update"] <= 1
         assert row["angles"]["update length"] <= row["angles"]["client length"]
+
+
+def test_ways_of_whole_epochs_are_gone_only_where_asked_for() -> None:
+    """They cost as much as the visit, once for every task."""
+    record = run(tiny(observe={"angles": True}))
+    assert "temporal gradients" in record.history[-1]["angles"]
+    assert not any("temporal displacements" in row["angles"] for row in record.history)
 
 
 def test_one_task_or_one_client_has_no_angle() -> None:
@@ -268,6 +290,18 @@ def test_features_are_those_of_the_first_test_pictures_after_each_step(net: dict
         record.features["features"][-1].astype(float), expected, rtol=2e-3, atol=1e-4
     )
     assert not np.array_equal(record.features["features"][0], record.features["features"][-1])
+
+
+def test_features_are_those_of_the_model_that_is_sent() -> None:
+    """Whatever the live model of the process was before."""
+    cell = tiny()
+    here = small.worker(cell, plan(cell))
+    message = engine.model_of(here.begin(0)[0])
+    here.work.model.parameters.fill_(7)
+    net, shown = network(cell, message["parameters"]), torch.tensor([3, 1, 4])
+    with torch.no_grad():
+        expected = net.encoder(normalised(cell, cell.images().x_test[shown]))
+    torch.testing.assert_close(here.describe(message, shown), expected.half(), rtol=2e-3, atol=1e-4)
 
 
 def test_features_come_back_from_a_checkpoint(tmp_path: Any) -> None:
