@@ -17,6 +17,7 @@ from stamp_core.paths import PARAMS
 
 T = TypeVar("T")
 SECTIONS = ("grid", "ablation", "sweeps", "tiny", "tiny_sweeps", "settings", "methods")
+GRIDS = ("grid", "ablation", "tiny")
 AXES = ("setting", "method", "seeds")  # of a grid
 
 
@@ -276,15 +277,19 @@ def seeds(text: str) -> list[int]:
     return list(range(int(found[1]), int(found[2] or found[1]) + 1))
 
 
-def cells(grid: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+def cells(name: str, params: Mapping[str, Any] | None = None) -> Iterator[tuple[str, str, str]]:
     """Setting, method and range of seeds of every cell of a grid, those it has `beside` first."""
+    params = params or read()
+    if name not in GRIDS:
+        raise unknown("grid", name, GRIDS)
+    grid = {"beside": [], **params[name]}  # which another grid trains
     for key in grid:
         if key not in (*AXES, "beside"):
-            raise unknown("params.yaml: grid:", key, (*AXES, "beside"))
-    for axis in AXES:
+            raise unknown(f"params.yaml: {name}:", key, (*AXES, "beside"))
+    for axis in (*AXES, "beside"):
         if not isinstance(grid.get(axis), list):
-            raise wrong(f"params.yaml: grid.{axis}", grid.get(axis), "a list")
-    methods = [*grid.get("beside", []), *grid["method"]]  # the former are trained by another grid
+            raise wrong(f"params.yaml: {name}.{axis}", grid.get(axis), "a list")
+    methods = [*grid["beside"], *grid["method"]]
     yield from itertools.product(grid["setting"], methods, map(str, grid["seeds"]))
 
 

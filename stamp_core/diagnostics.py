@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stamp_core.rows import gram
+from stamp_core.rows import Difference, gram
 from stamp_core.split import Plan
 from stamp_core.vectors import Descent
 from stamp_core.workspace import CHUNK, Visit, Workspace
@@ -22,7 +22,7 @@ def spatial(before: Tensor, after: Tensor, received: Sequence[Tensor]) -> dict[s
     `update`: mean_u cos(theta_new - theta_old, theta_u - theta_old); `clients`: mean_{u<v} cos of
     two clients' updates; with the length of the step and the mean length of the updates.
     """
-    rows = [after - before, *(each - before for each in received)]  # [1 + U, P]
+    rows = [Difference(each, before) for each in (after, *received)]  # [1 + U, P]
     products = gram(rows)[0]
     lengths = products.diagonal().sqrt()
     return {

@@ -84,11 +84,13 @@ class Run:
 
     def fresh(self) -> dict[str, Any]:
         """The state before the first round, with the untrained model's accuracies."""
-        server, clients = self.here.begin(self.seed)
+        began = time.perf_counter()
+        server, clients, down, up = self.here.begin(self.seed)
+        setup = {"down": down, "up": up, "seconds": time.perf_counter() - began}
         shape = (len(SCORINGS), self.plan.steps, len(clients), self.plan.tasks)
         scores = {model: torch.full(shape, torch.nan) for model in ("global", "personal", "local")}
         scores["initial"] = self.here.judge(self.seed, 0, model_of(server))
-        begun = {"next": 0, "history": [], "features": []}
+        begun = {"next": 0, "history": [], "features": [], "setup": setup}
         return {"server": server, "clients": clients, "scores": scores, **begun}
 
     def finish(self, progress: Progress) -> Record:
@@ -251,7 +253,9 @@ class Run:
         """The finished run."""
         about = {
             **self.experiment.resolved(),
+            "group": self.experiment.kind.group,
             "seed": self.seed,
+            "setup": self.state["setup"],  # before the first round
             "identity": self.identity,
             "environment": {
                 "python": platform.python_version(),

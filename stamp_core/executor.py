@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from stamp_core import diagnostics
 from stamp_core.config import wrong
 from stamp_core.experiments import Experiment
-from stamp_core.methods import Message, Method, Reply, State, Turn
+from stamp_core.methods import Beginning, Message, Method, Reply, State, Turn
 from stamp_core.split import Plan
 from stamp_core.workspace import Visit, Workspace
 
@@ -47,11 +48,9 @@ class Worker:
         self.plans = plans
         self.lock = threading.Lock()
 
-    def begin(self, seed: int) -> tuple[State, list[State]]:
+    def begin(self, seed: int) -> Beginning:
         """The first states of the server and of every client."""
-        server = self.method.new_server(seed)
-        clients = range(len(self.plans[seed].clients))
-        return server, [self.method.new_client(client, server) for client in clients]
+        return self.method.begin(self.plans[seed])
 
     def attend(self, visit: Visit, state: State, message: Message) -> Answer:
         """A client's visit, and the score of its local model after a last round."""
@@ -171,9 +170,14 @@ def resolve_device(device: str) -> str:
 
 
 def peak_memory() -> int:
-    """Bytes of memory that this process has held at most."""
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    """Bytes of memory that this process has held at most.
+
+    On Linux not by getrusage: a process that was started by a larger one inherits its peak there.
+    """
+    if sys.platform == "darwin":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM:")))
 
 
 class _Pickler(pickle.Pickler):

@@ -84,19 +84,27 @@ def check(params: dict[str, Any] | None = None) -> int:
     Gives back the number of cells.
     """
     params = config.read() if params is None else params
-    grids = [params[name] for name in ("grid", "ablation", "tiny")]
     for setting in params["settings"]:
         experiment(setting, next(iter(params["methods"])), params)
     for method in params["methods"]:
         methods.preset(method, params)
-    cells = [(s, m, config.seeds(r)) for g in grids for s, m, r in config.cells(g)]
-    if twice := set(params["grid"]["method"]) & set(params["ablation"]["method"]):
-        raise wrong("params.yaml: ablation.method", sorted(twice), "beside: grid trains it already")
+    cells = [(s, m, config.seeds(r)) for g in config.GRIDS for s, m, r in config.cells(g, params)]
     for setting, method, _ in cells:
         experiment(setting, method, params)
+    trained_once(params["grid"], params["ablation"])
     for setting, seeds in {setting: seeds for setting, _, seeds in cells}.items():
         fits(setting, seeds[0], params)
     return len(cells)
+
+
+def trained_once(grid: dict[str, Any], ablation: dict[str, Any]) -> None:
+    """Refuse an ablation that trains what the grid trains, or that has no plans to train on."""
+    if twice := set(grid["method"]) & set(ablation["method"]):
+        raise wrong("params.yaml: ablation.method", sorted(twice), "beside: grid trains it already")
+    for axis in ("setting", "seeds"):
+        drawn = set(map(str, grid[axis]))
+        if alone := sorted(set(map(str, ablation[axis])) - drawn):
+            raise wrong(f"params.yaml: ablation.{axis}", alone, f"in grid.{axis}: it draws plans")
 
 
 def fits(name: str, seed: int, params: dict[str, Any]) -> None:

@@ -54,7 +54,7 @@ def run(cell: Experiment, seeds: str, folder: str, workers: int, device: str) ->
 def gather(grid: str = "tiny", folder: str = TINY) -> list[Record]:
     """The records of every cell of a grid of params.yaml; the tiny grid is computed if need be."""
     params, found = config.read(), []
-    for setting, method, seeds in config.cells(params[grid]):
+    for setting, method, seeds in config.cells(grid, params):
         cell = experiment(setting, method, params)
         of_cell = load(cell, seeds, folder, outdated=folder != TINY)
         if not of_cell and grid != "tiny":

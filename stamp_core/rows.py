@@ -12,8 +12,28 @@ from stamp_core.config import wrong
 from stamp_core.seeding import generator
 
 Array = NDArray[np.float64]
-Rows = Sequence[Tensor] | Tensor  # K vectors [P], or one tensor [K, P]
 SHORT = 4096  # columns whose products are added up in float32
+
+
+class Difference:
+    """The vector `left` - `right`, formed piece by piece where it is looked at."""
+
+    def __init__(self, left: Tensor, right: Tensor) -> None:
+        self.left, self.right = left, right
+        self.shape, self.dtype, self.device = left.shape, left.dtype, left.device
+
+    def __len__(self) -> int:
+        """How many elements there are."""
+        return len(self.left)
+
+    def narrow(self, dimension: int, start: int, length: int) -> Tensor:
+        """A piece, as of a tensor."""
+        left, right = (x.narrow(dimension, start, length) for x in (self.left, self.right))
+        return left - right
+
+
+Vector = Tensor | Difference
+Rows = Sequence[Vector] | Tensor  # K vectors [P], or one tensor [K, P]
 
 
 def gram(rows: Rows, sizes: Sequence[int] | None = None) -> Tensor:

@@ -44,9 +44,10 @@ def read(name: str, params: Mapping[str, Any], of: str = "sweeps") -> tuple[Swee
     return build(Sweep, block, where), values
 
 
-def cells(name: str, params: Mapping[str, Any], of: str = "sweeps") -> dict[str, Experiment]:
+def cells(name: str, params: dict[str, Any], of: str = "sweeps") -> dict[str, Experiment]:
     """The experiment of each value of a sweep."""
     sweep, values = read(name, params, of)
+    experiment(sweep.setting, sweep.method, params)  # else a slip in a name makes a new block
     found = {}
     for value in values:
         changed = copy.deepcopy(dict(params))

@@ -103,9 +103,8 @@ class Past:
     def gradient(self, task: int) -> Tensor:
         """The gradient on what is stored of a task, in evaluation mode.  # [P]"""
         pictures, labels, chosen = self.stored(task)
-        if len(chosen) > self.temporal.pictures:
-            draw = self.visit.generator(f"pictures of task {task}")
-            chosen = chosen[torch.randperm(len(chosen), generator=draw)[: self.temporal.pictures]]
+        draw = self.visit.generator(f"pictures of task {task}")
+        chosen = chosen[balanced(labels[chosen].cpu(), self.temporal.pictures, draw)]
         model = self.work.model
         model.module.eval()
         model.gradients.zero_()
@@ -134,6 +133,22 @@ class Past:
             with mixing(labels):
                 F.cross_entropy(work.model.module(pictures), labels).backward()
             descent.step()
+
+
+def balanced(labels: Tensor, most: int, draw: torch.Generator) -> Tensor:
+    """The places of at most so many labels: all, or as many of each class as there are.  # [n]
+
+    Every class gives one picture, then every class that has another gives a second one.
+    """
+    if len(labels) <= most:
+        return torch.arange(len(labels))
+    mixed = torch.randperm(len(labels), generator=draw)
+    nth = torch.empty_like(mixed)  # of its class, in the mixed order
+    for label in labels.unique():
+        own = mixed[labels[mixed] == label]
+        nth[own] = torch.arange(len(own))
+    found: Tensor = mixed[nth[mixed].argsort(stable=True)[:most]]
+    return found
 
 
 def class_means(values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -43,6 +43,7 @@ class Workspace:
         self.classes = len(images.classes)
         self.classifier = self.network(seed=0).to(self.device)
         self.model = FlatModel(self.classifier)  # the same one, as vectors
+        self.base = sum(p.numel() for p in self.classifier.encoder.parameters())  # then the head
         self.norms = [m for m in self.model.module.modules() if isinstance(m, _BatchNorm)]
         self.untrained = self.model.buffers.clone()  # what batch normalisation starts from
         self.x_train, self.y_train = images.x_train.to(self.device), images.y_train.to(self.device)

@@ -162,7 +162,7 @@ def arrived(here: Worker, plan: Plan, step: int, client: int = 0) -> Turn:
 
     In all of them it was sent the untrained model.
     """
-    server, states = here.begin(plan.seed)
+    server, states, *_ = here.begin(plan.seed)
     state, sent = states[client], here.method.broadcast(server, client)
     for earlier in range(step):
         visit = Visit(plan.seed, client, earlier, 0, last=True)

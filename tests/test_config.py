@@ -152,7 +152,8 @@ SLIPS: list[tuple[str, object, str]] = [
     (
         "ablation.besides",
         ["fedavg"],
-        "grid: 'besides' is unknown; did you mean 'beside'? known: beside, method, seeds, setting",
+        "ablation: 'besides' is unknown; did you mean 'beside'? "
+        "known: beside, method, seeds, setting",
     ),
     (
         "ablation.beside",
@@ -163,6 +164,12 @@ SLIPS: list[tuple[str, object, str]] = [
         "ablation.method",
         ["rare", "often"],
         "ablation.method is ['often']; it must be beside: grid trains it already",
+    ),
+    ("ablation.beside", "fedavg", "ablation.beside is 'fedavg'; it must be a list"),
+    (
+        "ablation.seeds",
+        ["3to4"],
+        "ablation.seeds is ['3to4']; it must be in grid.seeds: it draws plans",
     ),
     # what is not there
     (ONE + "training.rate", ABSENT, "settings.one.training.rate is missing"),
@@ -460,7 +467,7 @@ def test_seeds_that_are_none(text: Any) -> None:
 
 def test_cells_are_every_combination_with_seeds_as_text() -> None:
     grid = {"setting": ["a", "b"], "method": ["m"], "seeds": ["0to1", 2]}
-    assert list(config.cells(grid)) == [
+    assert list(config.cells("tiny", {"tiny": grid})) == [
         ("a", "m", "0to1"),
         ("a", "m", "2"),
         ("b", "m", "0to1"),
@@ -470,7 +477,13 @@ def test_cells_are_every_combination_with_seeds_as_text() -> None:
 
 def test_methods_that_another_grid_trains_come_first() -> None:
     grid = {"setting": ["a"], "method": ["m"], "beside": ["n", "l"], "seeds": [0]}
-    assert [method for _, method, _ in config.cells(grid)] == ["n", "l", "m"]
+    assert [method for _, method, _ in config.cells("ablation", {"ablation": grid})] == [*"nlm"]
+
+
+def test_a_grid_that_nobody_knows() -> None:
+    message = "grid 'ablations' is unknown; did you mean 'ablation'"
+    with pytest.raises(ParameterError, match=message):
+        list(config.cells("ablations", deepcopy(GOOD)))
 
 
 def test_plain_is_what_json_holds() -> None:

@@ -219,7 +219,7 @@ def test_angles_are_means_over_clients() -> None:
     cell = tiny(training={"rounds": 1}, split={"tasks": 2}, observe=ANGLES)
     plan_ = plan(cell)
     here = small.worker(cell, plan_)
-    server, _ = here.begin(0)
+    server, *_ = here.begin(0)
     for step in (0, 1):
         sent = here.method.broadcast(server, 0)
         answers = [here.attend(Visit(0, u, step, 0, last=True), {}, sent) for u in range(4)]

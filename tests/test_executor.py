@@ -212,3 +212,16 @@ def test_a_killed_training_leaves_no_process_and_goes_on_to_the_same_bits(
     assert len(trained) == 180 - sum(done)
     for seed, record in resumed.items():
         small.assert_same(record, unbroken(seed))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="macOS inherits nothing")
+def test_the_peak_of_memory_is_that_of_the_process_itself() -> None:
+    """A child of this process, which has held 400 MB more, holds little."""
+    before = executor.peak_memory()
+    held = torch.ones(100_000_000)
+    assert executor.peak_memory() - before > 0.9 * held.nbytes or before > 2 * held.nbytes
+    script = "from stamp_core.executor import peak_memory; import torch; print(peak_memory())"
+    command = [sys.executable, "-c", script]
+    alone = int(subprocess.run(command, capture_output=True, check=True, cwd=ROOT).stdout)
+    del held
+    assert 50e6 < alone < executor.peak_memory()

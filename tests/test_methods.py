@@ -102,7 +102,7 @@ class Attended(NamedTuple):
 
 def attended(here: Worker, plan_: Plan) -> Iterator[Attended]:
     """The visits of one round of every step."""
-    server, states = here.begin(plan_.seed)
+    server, states, *_ = here.begin(plan_.seed)
     for step in range(plan_.steps):
         replies = []
         for client in here.method.participants(list(range(len(states)))):
@@ -365,7 +365,7 @@ def test_replay_chooses_on_the_first_visit_and_then_keeps() -> None:
     cell = tiny("replay", memory=kept(5))
     plan_ = plan(cell)
     here = small.worker(cell, plan_)
-    server, states = here.begin(0)
+    server, states, *_ = here.begin(0)
     message = here.method.broadcast(server, 0)
     once = here.attend(Visit(0, 0, 0, 0), states[0], message).reply.state
     assert len(once["memory"]["labels"]) == 10
@@ -514,7 +514,7 @@ def test_shared_buffers_are_averaged_by_samples() -> None:
         own = plan_.train_indices(images, client, 0)
         mean += weight * 0.1 * convolution(normalise(images.x_train[own])).mean((0, 2, 3)).detach()
     here = small.worker(cell, plan_)
-    server, states = here.begin(0)
+    server, states, *_ = here.begin(0)
     sent = here.method.broadcast(server, 0)
     replies = [here.attend(Visit(0, u, 0, 0), states[u], sent).reply for u in range(2)]
     found = here.method.aggregate(server, replies, Log())["buffers"][:4]

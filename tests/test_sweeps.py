@@ -178,6 +178,10 @@ def test_a_sweep_leaves_the_parameters_as_they_are() -> None:
             {"method": "replya", "keys": ["settings.tiny.training.rate"]},
             "methods 'replya' is unknown; did you mean 'replay'? known: ",
         ),
+        (
+            {"keys": ["methods.near.spatail.kappa"]},
+            "methods.near: 'spatail' is unknown; did you mean 'spatial'? known: ",
+        ),
         ({"colour": "red"}, "sweeps.kappa: 'colour' is unknown; known: keys, label, method, seeds"),
     ],
     ids=str,

@@ -21,7 +21,7 @@ from stamp_core.methods import Turn
 from stamp_core.methods.stamp import Stamp
 from stamp_core.rows import Sketch
 from stamp_core.seeding import generator
-from stamp_core.temporal import Past, Temporal, class_means, drawn
+from stamp_core.temporal import Past, Temporal, balanced, class_means, drawn
 from stamp_core.workspace import Visit
 
 MEMORY = kept(5)
@@ -533,3 +533,19 @@ def test_what_cannot_be_matched_is_refused(values: dict[str, Any], message: str)
     with pytest.raises(ParameterError) as error:
         Temporal(**values)
     assert str(error.value) == message
+
+
+def test_of_many_pictures_every_class_gives_as_many_as_the_others() -> None:
+    """Of 9, 2 and 5 pictures of three classes: 8 are 3, 2 and 3; each is there once."""
+    labels = torch.tensor([0] * 9 + [1] * 2 + [2] * 5)[generator_order(16)]
+    found = balanced(labels, 8, generator("balanced"))
+    assert len(found.unique()) == 8
+    assert sorted(labels[found].bincount().tolist()) == [2, 3, 3]
+    assert balanced(labels, 16, generator("balanced")).tolist() == [*range(16)]
+    another = balanced(labels, 8, generator("balanced", 1))
+    assert sorted(another.tolist()) != sorted(found.tolist())
+
+
+def generator_order(count: int) -> Tensor:
+    """A mixed order."""
+    return torch.randperm(count, generator=generator("order"))

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from stamp_core.vectors import Descent, FlatModel, average
 from stamp_core.workspace import Visit, Workspace
 
 State = dict[str, Any]  # what someone remembers: a tree of tensors and plain values
+Group = Literal["federated", "personalised", "continual", "control"]  # of a table's rows
 Message = dict[str, Tensor]  # what travels; its bytes are counted from these tensors
 
 
@@ -100,6 +101,15 @@ class Reply:
     log: Log = field(default_factory=Log)
 
 
+class Beginning(NamedTuple):
+    """What a training starts from, and the bytes that all clients were sent and sent for it."""
+
+    server: State
+    clients: list[State]
+    down: int = 0
+    up: int = 0
+
+
 class Method:
     """Federated averaging (McMahan et al., 2017).
 
@@ -111,9 +121,16 @@ class Method:
     Params: ClassVar[type[Any]] = ServerStep  # a frozen dataclass that checks itself
     models: ClassVar[tuple[str, ...]] = ("global", "local")  # which accuracies are defined
     neutral: ClassVar[dict[str, Any] | None] = {}  # parameters that make it FedAvg bit for bit
+    group: ClassVar[Group] = "federated"
 
     def __init__(self, params: Any, work: Workspace) -> None:
         self.params, self.work = params, work
+
+    def begin(self, plan: Plan) -> Beginning:
+        """The first states of everybody; a method whose clients warm up does so here."""
+        server = self.new_server(plan.seed)
+        clients = [self.new_client(client, server) for client in range(len(plan.clients))]
+        return Beginning(server, clients)
 
     # --- the server
 

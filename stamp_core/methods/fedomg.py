@@ -8,6 +8,7 @@ import torch
 from stamp_core.config import wrong
 from stamp_core.matching import Matched, Matching, match
 from stamp_core.methods import Log, Method, Reply, ServerStep, State
+from stamp_core.rows import Difference
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def matched_server(
     if spatial is None or not replies:
         return averaged
     with log.clock("spatial"):
-        rows = [server["parameters"] - reply.message["parameters"] for reply in replies]
+        rows = [Difference(server["parameters"], r.message["parameters"]) for r in replies]
         samples = torch.tensor([float(reply.samples) for reply in replies])
         sizes = method.work.layers() if spatial.blocks != "model" else None
         direction, found = match(rows, spatial, samples, sizes)

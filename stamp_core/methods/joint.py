@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from stamp_core.methods import Method, Turn
+from stamp_core.methods import Group, Method, Turn
 
 
 class Joint(Method):
@@ -13,6 +13,7 @@ class Joint(Method):
 
     models: ClassVar = ("global",)
     neutral: ClassVar = None
+    group: ClassVar[Group] = "control"
 
     def participants(self, chosen: list[int]) -> list[int]:
         """One learner stands for everybody."""

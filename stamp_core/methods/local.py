@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from stamp_core.methods import Log, Message, Method, Nothing, Reply, State, Turn
+from stamp_core.methods import Group, Log, Message, Method, Nothing, Reply, State, Turn
 
 
 class Local(Method):
@@ -11,6 +11,7 @@ class Local(Method):
     Params: ClassVar = Nothing
     models: ClassVar = ("personal",)
     neutral: ClassVar = None
+    group: ClassVar[Group] = "control"
 
     def new_client(self, client: int, server: State) -> State:
         """The initial weights, the same for everybody."""

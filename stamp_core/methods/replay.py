@@ -10,7 +10,7 @@ from torch import Tensor
 from stamp_core.config import at_least
 from stamp_core.coresets import BLIND, memory
 from stamp_core.coresets.memory import Keep, Memory
-from stamp_core.methods import Method, ServerStep, State, Turn
+from stamp_core.methods import Group, Method, ServerStep, State, Turn
 from stamp_core.seeding import generator
 from stamp_core.workspace import augment
 
@@ -33,6 +33,7 @@ class Replay(Method):
 
     Params: ClassVar = Rehearsal
     neutral: ClassVar[dict[str, Any]] = {"memory": {"per_class": 0}}
+    group: ClassVar[Group] = "control"
 
     def new_client(self, client: int, server: State) -> State:
         """An empty memory."""

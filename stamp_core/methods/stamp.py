@@ -11,7 +11,7 @@ from torch import Tensor
 from stamp_core.config import at_least, wrong
 from stamp_core.coresets.memory import Keep, of_task, past
 from stamp_core.coresets.mixstyle import lower_layers, mixed_styles
-from stamp_core.methods import Log, Reply, State, Turn
+from stamp_core.methods import Group, Log, Reply, State, Turn
 from stamp_core.methods.fedomg import Spatial, matched_server, note
 from stamp_core.methods.replay import Rehearsal, Replay
 from stamp_core.prototypes import prototype_loss
@@ -44,11 +44,14 @@ class Stamp(Replay):
 
     Params: ClassVar = Components
     neutral: ClassVar[dict[str, Any]] = {}
+    group: ClassVar[Group] = "continual"
 
     def __init__(self, params: Components, work: Workspace) -> None:
         super().__init__(params, work)
         if params.memory.space == "feature" and not lower_layers(work.classifier.encoder):
             raise wrong("memory.space", "feature", "'image' or 'off': this network has no maps")
+        if params.alternate and work.setting.training.weight_decay:  # of both steps of a batch
+            raise wrong("alternate", True, "false where training.weight_decay is set")
 
     # --- the server
 
