@@ -29,6 +29,11 @@ class Record:
         """Setting, method and seed."""
         return self.about["setting"]["name"], self.about["method"]["name"], self.about["seed"]
 
+    @property
+    def group(self) -> str:
+        """What kind of method it is: federated, personalised, continual or a control."""
+        return str(self.about["group"])
+
     def accuracy(self, model: str = "global", scoring: str = "all") -> np.ndarray:
         """Accuracies after each step.  # [S, U, T], nan where undefined"""
         found: np.ndarray = self.scores[model][SCORINGS.index(scoring)].astype(float)

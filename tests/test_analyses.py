@@ -39,7 +39,10 @@ def run(method="fedavg", seed=0, setting="toy", rows=(), final=0.5, lost=0.2, ta
         for place in range(2 * tasks)
     ]
     known = {"name": method, "kind": "fedavg", **about}
-    whole = {"setting": {"name": setting}, "method": known, "seed": seed}
+    whole = {
+        **{"setting": {"name": setting}, "method": known, "seed": seed, "group": "federated"},
+        "setup": {"down": 0, "up": 0, "seconds": 0.0},
+    }
     return Record(whole, history, scores, np.full((1, tasks), 10), {})
 
 
@@ -100,6 +103,12 @@ def test_many_methods_get_bars_beside_each_other_instead_of_bands():
         assert "bars: 95 %" in caption(figure)
 
 
+def test_only_the_methods_asked_for_are_shown():
+    many = [run(name, rows=[ANGLES] * 4) for name in "abc"]
+    axis = figures.angles(many, ["c", "a", "not there"]).axes[0]
+    assert list(named(axis)) == ["a", "c"]
+
+
 def test_one_client_alone_has_no_angle_in_space():
     alone = run("joint", rows=[{"spatial update": 1.0, "update length": 1.0}] * 4)
     figure = figures.angles([run(rows=[ANGLES] * 4), alone])
@@ -108,7 +117,9 @@ def test_one_client_alone_has_no_angle_in_space():
 
 
 def test_the_dotted_lines_are_what_chance_and_geometry_make_of_a_cosine():
-    update, clients, gradients, _ = figures.angles([run(rows=[ANGLES] * 8, tasks=4)]).axes[:4]
+    angles = {**ANGLES, "temporal gradients": 0.1}
+    update, clients, gradients, ways = figures.angles([run(rows=[angles] * 8, tasks=4)]).axes[:4]
+    assert shows(ways.texts) == ["not looked at"] and not gradients.texts
     assert dotted(update) == pytest.approx([4**-0.5] * 4)  # of 4 that answered
     assert dotted(clients) == pytest.approx([-1 / 3] * 4)
     assert dotted(gradients) == pytest.approx([np.nan, -1, -1 / 2, -1 / 3], nan_ok=True)

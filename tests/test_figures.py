@@ -21,7 +21,17 @@ def closed():
     plt.close("all")
 
 
-def run(method, seed, m, setting="toy", own=False, local=None, seconds=1.0, megabytes=1.0):
+def run(
+    method,
+    seed,
+    m,
+    setting="toy",
+    own=False,
+    local=None,
+    seconds=1.0,
+    megabytes=1.0,
+    group="federated",
+):
     """A run of one client whose accuracy matrix is `m`; `local` is its accuracy after training."""
     m = np.asarray(m, dtype=float)
     tasks = m.shape[1]
@@ -46,7 +56,10 @@ def run(method, seed, m, setting="toy", own=False, local=None, seconds=1.0, mega
         for step in range(len(m))
         for round_ in range(2)
     ]
-    about = {"setting": {"name": setting}, "method": {"name": method}, "seed": seed}
+    about = {
+        **{"setting": {"name": setting}, "method": {"name": method}, "seed": seed},
+        **{"group": group, "setup": {"down": 300, "up": 200, "seconds": 2.0}},
+    }
     return Record(about, history, scores, np.full((1, tasks), 10), {})
 
 
@@ -404,3 +417,38 @@ def test_training_has_a_line_a_seed():
 def test_training_is_about_one_cell(records):
     with pytest.raises(ValueError, match="one setting with one method"):
         figures.training(records)
+
+
+# --- many methods
+
+
+def crowd():
+    """Eleven methods in three groups, one of them personalised with a model of each kind."""
+    m = [[0.9, 0.0], [0.5, 0.7]]
+    names = ["fedavg", "stamp", *"abcdefgh"]
+    found = [run(name, 0, m, local=0.8, group="federated") for name in names]
+    found[1].about["group"] = "continual"
+    mine = run("mine", 0, m, local=0.8, group="personalised")
+    mine.scores["personal"] = mine.scores["global"] / 2
+    return [*found, mine]
+
+
+def test_many_methods_have_a_panel_a_group_and_a_few_of_other_groups_faint():
+    axes = figures.accuracy(crowd()).axes
+    assert [axis.get_title() for axis in axes] == [
+        "toy\nfederated",
+        "toy\npersonalised",
+        "toy\ncontinual",
+    ]
+    shown = [{line.get_label() for line in axis.lines if line.get_alpha() is None} for axis in axes]
+    assert [len(names) for names in shown] == [9, 1, 1] and "mine (personal)" in shown[1]
+    faint = [sum(line.get_alpha() == 0.5 for line in axis.lines) for axis in axes]
+    assert faint == [1, 2, 1]  # stamp; fedavg and stamp; fedavg
+
+
+def test_personalised_methods_are_shown_by_the_clients_own_models():
+    axis = figures.accuracy(crowd()).axes[1]
+    mine = next(line for line in axis.lines if line.get_label() == "mine (personal)")
+    assert mine.get_ydata() == pytest.approx([45, 30])
+    gap = figures.gap(crowd()).axes[1]
+    assert "mine" in {line.get_label() for line in gap.lines}  # the global model's

@@ -21,6 +21,7 @@ def run(
     own=False,
     local=(0.9, 0.9),
     cycles=1,
+    group="federated",
 ):
     """Two tasks, two clients of equal accuracy: so `first` and `final` are rows of the matrix."""
     rows = np.array([first, final] * cycles)  # [S, T]
@@ -52,7 +53,10 @@ def run(
         }
         for place in range(2 * cycles)
     ]
-    about = {"setting": {"name": setting}, "method": {"name": method}, "seed": seed}
+    about = {
+        **{"setting": {"name": setting}, "method": {"name": method}, "seed": seed},
+        **{"group": group, "setup": {"down": 300, "up": 200, "seconds": 2.0}},
+    }
     return Record(about, history, scores, TESTS, {})
 
 
@@ -89,6 +93,8 @@ def test_frame_has_one_row_a_run_with_hand_computed_numbers():
         "memory": 20_000_000,
         "gpu": 7,
         "disk": 500,
+        "bytes_setup": 500,
+        "setup_seconds": 2.0,
     }
     assert row[list(expected)].to_dict() == pytest.approx(expected)
     assert row.score_model == "global"
@@ -151,10 +157,46 @@ def test_results_are_text_in_order_of_first_appearance():
     assert row.accuracy == "55.0 ± 5.0"
     assert row.forgetting == "40.0 ± 10.0"
     assert row["personal accuracy"] == tables.DASH == "\u2013"
+    assert row["paper (CIFAR-100)"] == "\u2013"
+    assert rows.iloc[1]["paper (CIFAR-100)"] == "31.7 ± 1.7, AF 25.2 ± 1.3"
+    row = tables.costs(seeds("replay", THREE)).iloc[0]
     assert row["s / round"] == "1.5"
     assert row["MB up / round"] == "0.0015"
+    assert (row["MB setup"], row["s setup"]) == ("0.0005", "2")
     assert row["disk MB"] == "0.0005"
     assert row["memory MB"] == "20"
+
+
+def test_groups_stand_together_inside_a_setting():
+    others = {"local": "control", "stamp": "continual", "fedala": "personalised", "x": "federated"}
+    records = [
+        each
+        for setting in "ab"
+        for name, group in others.items()
+        for each in seeds(name, THREE[:1], setting=setting, group=group)
+    ]
+    for rows in (tables.results(records), tables.costs(records)):
+        assert rows.setting.tolist() == [*"aaaabbbb"]
+        assert rows.method.tolist() == ["x", "fedala", "stamp", "local"] * 2
+        assert rows.group.tolist() == [*tables.GROUPS] * 2
+
+
+def test_what_the_paper_prints_is_given_with_its_place():
+    table = tables.printed("tab:baselines-task20", "ImageNet-1K")
+    assert len(table) == 13 and table.loc["lander", "disk_mb"] == 1310
+    text = tables.accuracy_and_forgetting("fedweit", "tab:baselines-task2", "ImageNet-1K")
+    assert text == "39.7 ± 3.1, AF 21.5"  # printed without a deviation
+    assert tables.accuracy_and_forgetting("gem", "tab:baselines-task2", "CIFAR-100") == tables.DASH
+
+
+def test_curves_of_the_clients_own_models():
+    record = run("fedala", group="personalised")
+    record.scores["personal"] = record.scores["global"] / 2
+    assert tables.curves([record]).accuracy.tolist() == pytest.approx([0.8, 0.5])
+    own = tables.curves([record], own=True)
+    assert own.accuracy.tolist() == pytest.approx([0.4, 0.25])
+    assert set(own.model) == {"personal"} and set(own.group) == {"personalised"}
+    assert own.gap.tolist() == pytest.approx([0.1, 0.3])
 
 
 def test_results_keep_global_and_personal_accuracy_apart():
@@ -387,8 +429,8 @@ def test_steps_are_relative_to_fedavg_by_seed(ablated):
 
 def test_only_rows_of_the_paper_have_its_numbers(ablated):
     column = tables.ablation(ablated).set_index("variant")["paper (CIFAR-100)"]
-    assert column["fedavg"] == "31.7, AF 22.1"
-    assert column["sam_tam_pcs"] == "52.8, AF 24.3"
+    assert column["fedavg"] == "31.7 ± 1.7, AF 22.1 ± 1.3"
+    assert column["sam_tam_pcs"] == "52.8 ± 0.9, AF 24.3 ± 0.8"
     assert set(column.drop(["fedavg", "sam_tam_pcs"])) == {tables.DASH}
 
 

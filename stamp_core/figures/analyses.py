@@ -68,9 +68,13 @@ PRESET: dict[str, Any] = {
 # --- gradient angles
 
 
-def angles(records: Sequence[Record]) -> Figure:
-    """Cosines between clients' updates and between tasks, by step: a row of panels a setting."""
-    rows = pd.DataFrame([row for record in tables.distinct(records) for row in _angles(record)])
+def angles(records: Sequence[Record], shown: Sequence[str] = ()) -> Figure:
+    """Cosines between clients' updates and between tasks, by step: a row of panels a setting.
+
+    With `shown` only of these methods: more than a handful of lines cannot be told apart.
+    """
+    chosen = [r for r in tables.distinct(records) if not shown or r.cell[1] in shown]
+    rows = pd.DataFrame([row for record in chosen for row in _angles(record)])
     names = {**SPATIAL, **TEMPORAL}
     settings, crowded = rows.setting.unique(), rows.method.nunique() > BANDS
     figure, axes = panels(len(settings) * len(names), len(names), 3.0, room(rows) + 0.3)
@@ -82,7 +86,11 @@ def angles(records: Sequence[Record]) -> Figure:
         for pair in (row[: len(SPATIAL)], row[len(SPATIAL) :]):
             _same_height(pair, -1.05, 1.05)
         for axis, name in zip(row, names, strict=True):
-            _reference(axis, part, name)
+            if part[name].notna().any():
+                _reference(axis, part, name)
+            else:
+                axis.set(xticks=[], yticks=[])
+                axis.text(0.5, 0.5, "not looked at", transform=axis.transAxes, **CENTRED)
     defined = rows.dropna(subset=[*names], how="all")
     caption = f"{COSINE}; {DOTTED}\n{seeds(defined, 'bars' if crowded else 'band')}"
     entitle(figure, "Angles between gradients, in space and in time", caption, axes)

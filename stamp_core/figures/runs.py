@@ -21,12 +21,20 @@ from stamp_core.records import Record
 Array = NDArray[np.float64]
 
 BANDS = 5  # methods; bands of more cover each other
+MANY = 10  # methods; of more, each group has a panel
+BESIDE = ("fedavg", "stamp", "joint")  # faint in the panels of other groups
 TAGS = [(6, 4), (6, -4), (-6, 4), (-6, -4), (6, 14), (6, -14), (-6, 14), (-6, -14)]  # in points
 
 
 def accuracy(records: Sequence[Record]) -> Figure:
-    """Accuracy after each step over the tasks met so far: mean over seeds with its interval."""
-    figure = _by_step(records, "accuracy", "Accuracy over the tasks met so far")
+    """Accuracy after each step over the tasks met so far: mean over seeds with its interval.
+
+    Personalised methods are shown by the clients' own models, which is what they are made for.
+    """
+    own = [record for record in records if record.group == "personalised"]
+    others = [record for record in records if record.group != "personalised"]
+    rows = [tables.curves(some, some is own) for some in (others, own) if some]
+    figure = _by_step(pd.concat(rows), "accuracy", "Accuracy over the tasks met so far")
     for axis in figure.axes:
         _possible(axis)
     return figure
@@ -34,29 +42,59 @@ def accuracy(records: Sequence[Record]) -> Figure:
 
 def gap(records: Sequence[Record]) -> Figure:
     """Local minus global accuracy on the task just learnt, by step: mean with its interval."""
-    figure = _by_step(records, "gap", "Local minus global accuracy on the task just learnt")
+    rows = tables.curves(records)
+    figure = _by_step(rows, "gap", "Local minus global accuracy on the task just learnt")
     for axis in figure.axes:
         axis.axhline(0, color="0.3", linewidth=0.8, zorder=1)
         axis.set_ylabel("percentage points")
     return figure
 
 
-def _by_step(records: Sequence[Record], column: str, title: str) -> Figure:
-    """A column of tables.curves in %: a panel a setting, a line and band a method."""
-    rows = tables.curves(records)
-    rows[column] *= 100
+def _by_step(rows: pd.DataFrame, column: str, title: str) -> Figure:
+    """A column of tables.curves in %: a line a method, with its interval."""
+    rows = rows.assign(**{column: 100 * rows[column]}).reset_index(drop=True)
     cells = rows.groupby(tables.CELL, sort=False)
     defined = cells.filter(lambda cell: cell[column].notna().any())
-    crowded = rows.method.nunique() > BANDS
-    height = 4.2 if crowded else 3.0
-    figure, axes = panels(rows.setting.nunique(), height=height, extra=room(rows))
-    for axis, setting in zip(axes, rows.setting.unique(), strict=True):
-        lines(axis, defined[defined.setting == setting], column, crowded)
-        axis.set(title=setting, xlabel="tasks learnt", ylabel="accuracy, %")
+    parts = _parts(rows)
+    wide = len(parts) // rows.setting.nunique()
+    crowded = max(part.method.nunique() for _, part, _ in parts) > BANDS
+    height = 4.2 if crowded and wide == 1 else 3.0
+    layout: dict[str, Any] = {"columns": wide, "sharey": "row"} if wide > 1 else {}
+    figure, axes = panels(len(parts), height=height, extra=room(rows), **layout)
+    for axis, (name, part, beside) in zip(axes, parts, strict=True):
+        lines(axis, part[part.index.isin(defined.index)], column, crowded)
+        _faint(axis, beside, column)
+        axis.set(xlabel="tasks learnt")
+        axis.set_title(name, fontsize=10)
         axis.grid(alpha=0.3)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    entitle(figure, title, seeds(defined, "bars" if crowded else "band"), axes)
+    for axis in axes[::wide]:
+        axis.set_ylabel("accuracy, %")
+    faint = f"; faint: {', '.join(BESIDE)} of other groups" if wide > 1 else ""
+    entitle(figure, title, seeds(defined, "bars" if crowded else "band") + faint, axes)
     return figure
+
+
+def _parts(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame, pd.DataFrame]]:
+    """What each panel is called, shows, and shows beside it: a setting, or a group of it."""
+    settings = list(groups(rows, "setting"))
+    if rows.method.nunique() <= MANY:
+        return [(setting, part, part[:0]) for setting, part in settings]
+    names = [name for name in tables.GROUPS if name in set(rows.group)]
+    return [
+        (f"{setting}\n{name}", part[own], part[~own & part.method.isin(BESIDE)])
+        for setting, part in settings
+        for name in names
+        for own in [part.group == name]
+    ]
+
+
+def _faint(axis: Axes, rows: pd.DataFrame, column: str) -> None:
+    """The means of methods that other panels show with their intervals."""
+    for method, group in groups(rows, "method"):
+        means = group.groupby("step")[column].mean()
+        look = {"color": style(method)["color"], "linestyle": style(method)["linestyle"]}
+        axis.plot(means.index, means, linewidth=1, alpha=0.5, zorder=1.5, **look)
 
 
 def lines(axis: Axes, rows: pd.DataFrame, column: str, crowded: bool) -> None:

@@ -8,7 +8,8 @@ import pandas as pd
 
 from stamp_core import metrics
 from stamp_core.records import Record
-from stamp_core.tables.runs import CELL, DASH, frame
+from stamp_core.tables.paper import DASH
+from stamp_core.tables.runs import CELL, frame
 
 MATCHED = {  # columns and the number behind each; lengths are relative to the reference's
     "rows": "rows",

@@ -9,9 +9,9 @@ import pandas as pd
 
 from stamp_core import metrics
 from stamp_core.records import Record
+from stamp_core.tables.paper import COMPONENTS, DASH, accuracy_and_forgetting, printed
 from stamp_core.tables.runs import (
     CELL,
-    DASH,
     amount,
     differences,
     frame,
@@ -20,15 +20,6 @@ from stamp_core.tables.runs import (
     wide,
 )
 
-PAPER = {  # accuracy and AF on CIFAR-100, 10 clients, 2 classes a task
-    "fedavg": (31.7, 22.1),
-    "sam": (38.1, 23.8),
-    "tam": (37.8, 21.7),
-    "sam_tam": (44.7, 21.5),
-    "sam_pcs": (46.1, 24.7),
-    "tam_pcs": (44.9, 21.8),
-    "sam_tam_pcs": (52.8, 24.3),
-}
 ABLATION = f"""\
 What each part of STAMP is worth, beside controls that match nothing. Numbers are % (accuracy:
 class-incremental; learning accuracy: each task right after it was learnt), mean ± standard
@@ -60,7 +51,7 @@ def part(record: Record) -> str:
     about = record.about["method"]
     if not any((about.get(place) or {}).get("kappa") for place in ("spatial", "temporal")):
         return "control"
-    return "paper" if record.cell[1] in PAPER else "choice"
+    return "paper" if record.cell[1] in printed(*COMPONENTS).index else "choice"
 
 
 def by_part(records: Sequence[Record]) -> list[Record]:
@@ -136,7 +127,6 @@ def _worth(rows: pd.DataFrame, base: pd.DataFrame) -> dict[str, str]:
     """What the runs of a cell come to; `base` are those of fedavg in the same setting."""
     mine, theirs = (dict(zip(r.seed, r.step_length, strict=True)) for r in (rows, base))
     ratio = metrics.describe(mine[seed] / theirs[seed] for seed in mine.keys() & theirs.keys())
-    accuracy, forgetting = PAPER.get(rows.method.iloc[0], (None, None))
     return {
         "n": str(len(rows)),
         "accuracy": percent(rows.judged_accuracy),
@@ -144,7 +134,7 @@ def _worth(rows: pd.DataFrame, base: pd.DataFrame) -> dict[str, str]:
         "learning accuracy": percent(rows.judged_learning_accuracy),
         "step": amount(ratio["mean"]) if ratio["n"] else DASH,
         "s / round": amount(rows.client_seconds.mean(), 2),
-        "paper (CIFAR-100)": f"{accuracy}, AF {forgetting}" if accuracy else DASH,
+        "paper (CIFAR-100)": accuracy_and_forgetting(rows.method.iloc[0], *COMPONENTS),
     }
 
 
