@@ -26,7 +26,8 @@ def write() -> None:
     shown = PACKAGE / "figures" / "__init__.py"
     note("compare", PACKAGE / "sweeps.py", shown, PACKAGE / "tables" / "__init__.py")
     setting = next(iter(params["settings"]))
-    for method in params["methods"]:
+    in_grids = (method for grid in config.GRIDS for _, method, _ in config.cells(grid, params))
+    for method in {**params["methods"], **dict.fromkeys(in_grids)}:
         found = experiment(setting, method, params)
         note(f"train-{method}", *found.files(), parameters=found.resolved()["method"])
 

@@ -37,6 +37,7 @@ ROUNDS = 6  # of SPLIT and TRAINING
 ALWAYS = 0.999999  # a probability that nobody has ever escaped
 
 PARTS: dict[str, Some] = {
+    "feddbe": {"kappa": 5.0, "refresh": "task"},
     "stamp": {
         "memory": {"per_class": 5},
         "ratio": 0.5,

@@ -17,9 +17,9 @@ PACKAGE = ROOT / "stamp_core"
 LAYERS = [
     "paths vectors vision seeding fingerprint",
     "config",
-    "data split models rows simplex matching coresets prototypes metrics records",
+    "data split models rows simplex projection matching coresets prototypes metrics records",
     "workspace",
-    "diagnostics temporal",
+    "diagnostics temporal personal",
     "methods",
     "experiments",
     "executor checkpoint progress",

@@ -119,7 +119,7 @@ class Method:
     """
 
     Params: ClassVar[type[Any]] = ServerStep  # a frozen dataclass that checks itself
-    models: ClassVar[tuple[str, ...]] = ("global", "local")  # which accuracies are defined
+    models: tuple[str, ...] = ("global", "local")  # which accuracies are defined
     neutral: ClassVar[dict[str, Any] | None] = {}  # parameters that make it FedAvg bit for bit
     group: ClassVar[Group] = "federated"
 
@@ -262,10 +262,14 @@ def preset(name: str, params: Mapping[str, Any]) -> tuple[type[Method], Any]:
 
 
 def row(name: str, params: Mapping[str, Any], below: tuple[str, ...] = ()) -> dict[str, Any]:
-    """A row of params.yaml: methods; with `like`, another row where it says nothing itself."""
+    """A row of params.yaml: methods; with `like`, another row where it says nothing itself.
+
+    The file of a method needs no row where its defaults will do.
+    """
     if name in below:
         raise wrong(f"params.yaml: methods.{below[0]}.like", name, "a row that is not like itself")
-    block = section(params, "methods", name)
+    by_defaults = name in names() and name not in (params.get("methods") or {})
+    block = {} if by_defaults else section(params, "methods", name)
     model = block.pop("like", None)
     if model is None:
         return block

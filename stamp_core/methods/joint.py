@@ -11,7 +11,7 @@ from stamp_core.methods import Group, Method, Turn
 class Joint(Method):
     """Plain SGD on the union of all data, for as many rounds and epochs as the others have."""
 
-    models: ClassVar = ("global",)
+    models = ("global",)
     neutral: ClassVar = None
     group: ClassVar[Group] = "control"
 

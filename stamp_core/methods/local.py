@@ -9,7 +9,7 @@ class Local(Method):
     """Each client fine-tunes its own model along its own tasks."""
 
     Params: ClassVar = Nothing
-    models: ClassVar = ("personal",)
+    models = ("personal",)
     neutral: ClassVar = None
     group: ClassVar[Group] = "control"
 
