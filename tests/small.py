@@ -44,7 +44,7 @@ PARTS: dict[str, Some] = {
         "spatial": {},
         "temporal": {"normalise": "current"},
         "prototype": 0.01,
-    }
+    },
 }
 
 # A convolution with batch normalisation: 8 x 8 pictures become 4 channels of 4 x 4, then 2 x 2.

@@ -58,6 +58,11 @@ def constant(l2p: FedL2P, share: float, multiplier: float, rate: float) -> Tenso
     return torch.cat([part.flatten() for part in parts])
 
 
+def moved(here: Worker) -> Tensor:
+    """Other buffers than an untrained network has."""
+    return torch.rand(len(here.work.model.buffers), generator=torch.Generator().manual_seed(3))
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [
@@ -381,13 +386,39 @@ def test_a_step_that_is_no_number_is_skipped_and_named() -> None:
     assert np.isfinite(record.accuracy("personal")).all()
 
 
-def test_rates_below_0_are_named() -> None:
-    """Nothing keeps them from it: from 0, half of all steps go there."""
-    record = run(tiny("fedl2p", split=FEW, rate=0.0))
-    events = [row["events"].get(NEGATIVE, 0) for row in record.history]
-    least = [row["notes"]["least rate"] for row in record.history]
-    assert sum(events) and min(least) < 0
-    assert all((count > 0) or low >= 0 for count, low in zip(events, least, strict=True))
+@pytest.mark.parametrize(("rate", "events"), [(0.1, []), (-0.1, [NEGATIVE])])
+def test_a_rate_below_0_is_named(rate: float, events: list[str]) -> None:
+    """Nothing keeps the rates from it. What the record says is a_k m_k, here 2 a and for b 3 a."""
+    l2p, here = method(tiny("fedl2p", **BN, meta_rate=0.0, rates_rate=0.0))
+    meta = constant(l2p, 0.25, 2.0, rate)
+    meta[-9] = 3.0  # the multiplier of the last tensor
+    turn = visited(here, meta=meta)
+    l2p.learn(turn)
+    assert turn.log.events == events
+    least, mean = min(2 * rate, 3 * rate), (7 * 2 + 3) * rate / 8
+    expected = {"rate": mean, "least rate": least, "share": 0.25}
+    assert turn.log.numbers == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_the_outer_step_judges_what_fine_tuning_would_make(share: float) -> None:
+    """With beta 0 normalisation goes by the received statistics in training too, with beta 1 by
+    new ones: the held-out loss is that of a copy that torch.optim.SGD has tuned four times."""
+    cell = tiny("fedl2p", **BN, inner_steps=4)
+    l2p, here = method(cell)
+    turn = visited(here, meta=constant(l2p, share, 4.0, 0.02), buffers=moved(here))
+    _, (loss,) = l2p.learn(turn)
+    net = models.build(cell.setting.network, (1, 8, 8), 10, seed=0)
+    if not share:
+        net.encoder[1].running_mean.copy_(turn.message["buffers"][:4])
+        net.encoder[1].running_var.copy_(turn.message["buffers"][4:])
+    descent, (held, others) = torch.optim.SGD(net.parameters(), 0.08), l2p.parted(turn)
+    for x, y in islice(endless(here.work, turn.visit, others, "inner"), 4):
+        descent.zero_grad()
+        F.cross_entropy(net.train(bool(share))(x), y).backward()
+        descent.step()
+    x, y = next(endless(here.work, turn.visit, held, "outer"))
+    torch.testing.assert_close(loss, F.cross_entropy(net.eval()(x), y).detach(), **CLOSE)
 
 
 # ------------------------------------------------------------------ personal models
@@ -400,11 +431,6 @@ def personal(here: Worker, client: int = 0, step: int = 0, **changes: Any) -> Tu
     turn = Turn(Visit(0, client, step, 1, last=True), here.plans[0], states[client], message)
     here.method.receive_personal(turn)
     return turn
-
-
-def moved(here: Worker) -> Tensor:
-    """Other buffers than an untrained network has."""
-    return torch.rand(len(here.work.model.buffers), generator=torch.Generator().manual_seed(3))
 
 
 @pytest.mark.parametrize("backbone", ["federated", "frozen"])

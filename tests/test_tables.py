@@ -303,12 +303,20 @@ def test_write_leaves_three_files_that_do_not_change(tmp_path):
         "## toy",
         "## other",
     ]
-    assert page.count("Difference from fedavg") == 1
+    assert page.count("Difference from") == page.count("Difference from fedavg") == 1
     assert "| local | personal | 3 | +0.0 (+0.0 to +0.0) | not distinguishable |" in page
     rows = pd.read_csv(tmp_path / "a" / "accuracy.csv")
     assert rows.columns.tolist()[:4] == ["setting", "method", "seed", "step"]
     assert rows.accuracy.tolist()[:2] == [0.8, 0.5]
     assert "NaN" not in (tmp_path / "a" / "summary.json").read_text()
+
+
+def test_the_page_compares_with_fedavg_and_with_stamp():
+    page = tables.page([*seeds("fedavg", THREE), *seeds("stamp", THREE), *seeds("gem", THREE)])
+    first, second = page.split("Difference from stamp:")
+    assert "Difference from fedavg:" in first and "What it costs:" in second
+    pairs = [page.count(f"\n| {name} | global | 3 |") for name in ("fedavg", "stamp", "gem")]
+    assert pairs == [1, 1, 2]  # gem is compared with both, they with each other
 
 
 def test_markdown_cells_are_not_padded():

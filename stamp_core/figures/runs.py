@@ -10,7 +10,7 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullFormatter
 from matplotlib.transforms import Bbox
 from numpy.typing import NDArray
 
@@ -249,6 +249,7 @@ def _spread(axis: Axes, values: pd.Series) -> None:
         decade = 10 ** np.floor(np.log10(positive.min()))
         axis.set_xscale("symlog", linthresh=decade, linscale=0.5)
     axis.xaxis.set_major_formatter("{x:g}")
+    axis.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _tag(axis: Axes, rows: pd.DataFrame, column: str) -> None:

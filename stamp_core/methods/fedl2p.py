@@ -111,13 +111,13 @@ class FedL2P(Method):
         """The first states; a frozen network is with every client from the start."""
         if not self.frozen:
             return super().begin(plan)
-        return self.read(plan) if self.params.pretrained else self.warmed(plan)
+        return self.warmed(plan) if self.params.pretrained is None else self.read(plan)
 
     def read(self, plan: Plan) -> Beginning:
         """With the network of an earlier run."""
-        module, path = self.work.model.module, ROOT / self.params.pretrained
+        module, path = self.work.model.module, ROOT / str(self.params.pretrained)
         named = dict(module.named_parameters()), dict(module.named_buffers())
-        found = load_file(path) if path.exists() else {}
+        found = load_file(path) if path.is_file() else {}
         shapes = {name: value.shape for each in named for name, value in each.items()}
         if {name: value.shape for name, value in found.items()} != shapes:
             raise wrong("pretrained", str(path), "weights.safetensors of a run with this network")
@@ -178,10 +178,6 @@ class FedL2P(Method):
         with turn.log.clock("meta"):
             turn.notes["meta"], losses = self.learn(turn)
         return losses if self.frozen else super().train(turn)
-
-    def remember(self, turn: Turn) -> State:
-        """A frozen network as it was; else as ever."""
-        return turn.state if self.frozen else super().remember(turn)
 
     def upload(self, turn: Turn) -> Message:
         """The client's meta-networks and, unless it is frozen, the network."""

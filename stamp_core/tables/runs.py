@@ -13,6 +13,7 @@ from stamp_core.records import Record, total
 from stamp_core.tables.paper import DASH, MAIN, accuracy_and_forgetting
 
 CELL = ["setting", "method"]
+COMPARED = ("fedavg", "stamp")  # with whom the page compares
 GROUPS = ("federated", "personalised", "continual", "control")
 MB = 1e6
 
@@ -201,6 +202,7 @@ def _accuracies(rows: pd.DataFrame) -> dict[str, str]:
         "learning accuracy": percent(rows.judged_learning_accuracy),
         "forgetting": percent(rows.judged_forgetting),
         "forgetting (diagonal)": percent(rows.judged_forgetting_diagonal),
+        "personal learning accuracy": percent(rows.personal_learning_accuracy),
         "personal forgetting": percent(rows.personal_forgetting),
         "worst client": percent(rows.judged_worst_client),
         "gap": percent(rows.gap),
@@ -307,12 +309,13 @@ def write(records: Sequence[Record], folder: Path) -> list[Path]:
 def page(records: Sequence[Record]) -> str:
     """results.md: accuracies, differences and costs of each setting under its heading."""
     parts = ["# Results", NOTE.strip()]
-    compared, prices = differences(records), costs(records)
+    compared = {against: differences(records, against) for against in COMPARED}
+    prices = costs(records)
     for setting, rows in results(records).groupby("setting", sort=False):
         parts += [f"## {setting}", markdown(rows.drop(columns="setting"))]
-        against = compared[compared.setting == setting]
-        if len(against):
-            parts += ["Difference from fedavg:", markdown(wide(against))]
+        for against, pairs in compared.items():
+            if len(pairs := pairs[pairs.setting == setting]):
+                parts += [f"Difference from {against}:", markdown(wide(pairs))]
         price = prices[prices.setting == setting].drop(columns=["setting", "n"])
         parts += ["What it costs:", markdown(price)]
     return "\n\n".join(parts) + "\n"
