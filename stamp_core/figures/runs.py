@@ -46,7 +46,7 @@ def gap(records: Sequence[Record]) -> Figure:
     figure = _by_step(rows, "gap", "Local minus global accuracy on the task just learnt")
     for axis in figure.axes:
         axis.axhline(0, color="0.3", linewidth=0.8, zorder=1)
-        axis.set_ylabel("percentage points")
+        axis.set_ylabel(axis.get_ylabel().replace("accuracy, %", "percentage points"))
     return figure
 
 
