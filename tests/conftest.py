@@ -4,6 +4,7 @@ notebooks: they share a folder of results."""
 import pytest
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Name the group of every test."""
     for item in items:
