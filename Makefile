@@ -15,7 +15,8 @@ test: $(READY) .dvc/config.local  ## set up, then lint, types, unit tests, the p
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/pytest --numprocesses logical --maxprocesses 4 --dist loadgroup
+	$(VENV)/bin/pytest tests --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(VENV)/bin/pytest notebooks
 
 lab: $(READY)  ## explore in JupyterLab
 	$(VENV)/bin/jupyter lab --LabApp.default_url=/lab/tree/notebooks
