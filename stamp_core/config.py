@@ -117,10 +117,11 @@ class Observe:
     angles: bool = False  # between the gradients of a client's tasks, after each step
     displacements: bool = False  # the same between ways of whole epochs
     features: int = 0  # test pictures of each class whose features are kept after each step
+    memory: int = 0  # pictures of each class that the record shows of the first client's memory
 
     def __post_init__(self) -> None:
         """Refuse a negative number of pictures."""
-        at_least(self, 0, "features")
+        at_least(self, 0, "features", "memory")
 
 
 @dataclass(frozen=True)

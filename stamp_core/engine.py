@@ -35,7 +35,7 @@ from stamp_core.records import SCORINGS, Record, tree_bytes
 from stamp_core.seeding import generator
 from stamp_core.split import Plan
 from stamp_core.vectors import pieces
-from stamp_core.workspace import Visit
+from stamp_core.workspace import Visit, first_of_each
 
 
 def train(
@@ -264,8 +264,10 @@ class Run:
             },
         }
         scores = {name: values.numpy() for name, values in self.state["scores"].items()}
-        history, features = self.state["history"], self.features()
-        return Record(about, history, scores, self.tests(), self.weights(), features)
+        looked_at = self.features(), self.exhibit()
+        return Record(
+            about, self.state["history"], scores, self.tests(), self.weights(), *looked_at
+        )
 
     def features(self) -> dict[str, Any]:
         """Features of test pictures after each step, with their labels, where they were kept."""
@@ -273,6 +275,12 @@ class Run:
             return {}
         labels = self.here.work.images.y_test[self.shown]
         return {"features": torch.stack(self.state["features"]).numpy(), "labels": labels.numpy()}
+
+    def exhibit(self) -> dict[str, Any]:
+        """Pictures of each class that the first client remembers, where they are looked at."""
+        count = self.experiment.setting.observe.memory
+        shown = self.here.method.exhibit(self.state["clients"][0], count) if count else {}
+        return {name: values.numpy() for name, values in shown.items()}
 
     def weights(self) -> dict[str, Any]:
         """The final global model's tensors by name; none where there is no global model."""
@@ -287,13 +295,6 @@ class Run:
             values = pieces(vector, list(like.values()))
             found.update({name: v.numpy() for name, v in zip(like, values, strict=True)})
         return found
-
-
-def first_of_each(labels: Tensor, count: int) -> Tensor:
-    """Indices of the first `count` pictures of each class, rising.  # [n]"""
-    places = [(labels == label).nonzero().flatten()[:count] for label in labels.unique()]
-    found: Tensor = torch.cat(places).sort().values
-    return found
 
 
 def means(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:

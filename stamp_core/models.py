@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from stamp_core import vision
 from stamp_core.config import Network, wrong
@@ -32,6 +33,17 @@ def build(network: Network, shape: Shape, classes: int, seed: int) -> Classifier
         torch.manual_seed(address(seed, "weights"))
         encoder, features = ENCODERS[network.kind](network, shape)
         return Classifier(encoder, features, classes)
+
+
+def train_mode(module: nn.Module, gathers: bool) -> None:
+    """Make a module ready for a training step; batch normalisation only if it `gathers`.
+
+    Else it uses what it has gathered: a single picture has no spread of its own.
+    """
+    module.train()
+    for norm in module.modules():
+        if isinstance(norm, _BatchNorm):
+            norm.train(gathers)
 
 
 def mlp(network: Network, shape: Shape) -> tuple[nn.Module, int]:

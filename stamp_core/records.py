@@ -23,6 +23,7 @@ class Record:
     tests: np.ndarray  # [U, T] test pictures
     weights: dict[str, np.ndarray]  # name of a parameter or buffer -> its final value
     features: dict[str, np.ndarray] = field(default_factory=dict)  # [S, n, D], labels [n]
+    kept: dict[str, np.ndarray] = field(default_factory=dict)  # a client's pictures and labels
 
     @property
     def cell(self) -> tuple[str, str, int]:
@@ -47,6 +48,7 @@ class Record:
         _write({**self.scores, "tests": self.tests}, folder / "scores.safetensors")
         _write(self.weights, folder / "weights.safetensors")
         _write(self.features, folder / "features.safetensors")
+        _write(self.kept, folder / "kept.safetensors")
 
 
 def _write(arrays: dict[str, np.ndarray], path: Path) -> None:
@@ -60,8 +62,8 @@ def load(folder: Path) -> Record:
     scores = load_file(folder / "scores.safetensors")
     tests = scores.pop("tests")
     weights = load_file(folder / "weights.safetensors")
-    features = load_file(folder / "features.safetensors")
-    return Record(read["about"], read["history"], scores, tests, weights, features)
+    looked_at = (load_file(folder / f"{name}.safetensors") for name in ("features", "kept"))
+    return Record(read["about"], read["history"], scores, tests, weights, *looked_at)
 
 
 def total(history: list[dict[str, Any]], *path: str) -> float:

@@ -143,10 +143,10 @@ def balanced(labels: Tensor, most: int, draw: torch.Generator) -> Tensor:
     if len(labels) <= most:
         return torch.arange(len(labels))
     mixed = torch.randperm(len(labels), generator=draw)
+    by_class = mixed[labels[mixed].argsort(stable=True)]  # mixed inside each class
+    sizes = labels.unique(return_counts=True)[1]
     nth = torch.empty_like(mixed)  # of its class, in the mixed order
-    for label in labels.unique():
-        own = mixed[labels[mixed] == label]
-        nth[own] = torch.arange(len(own))
+    nth[by_class] = torch.arange(len(labels)) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
     found: Tensor = mixed[nth[mixed].argsort(stable=True)[:most]]
     return found
 

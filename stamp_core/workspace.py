@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from stamp_core import rows
 from stamp_core.config import Setting, Training
 from stamp_core.data import ImageSet
-from stamp_core.models import Classifier, Shape, build
+from stamp_core.models import Classifier, Shape, build, train_mode
 from stamp_core.records import SCORINGS
 from stamp_core.seeding import generator
 from stamp_core.split import Plan
@@ -88,9 +88,8 @@ class Workspace:
         Batch normalisation uses what it has gathered where it is frozen, and on a single picture,
         which has no spread of its own.
         """
-        self.model.module.train()
-        for norm in self.norms:
-            norm.train(pictures > 1 and self.setting.training.buffers != "frozen")
+        gathers = pictures > 1 and self.setting.training.buffers != "frozen"
+        train_mode(self.model.module, gathers)
 
     @torch.no_grad()
     def outputs(self, pictures: Tensor, layer: Callable[[Tensor], Tensor] | None = None) -> Tensor:
@@ -146,3 +145,10 @@ def augment(pictures: Tensor, training: Training, draw: torch.Generator) -> Tens
         moved = pictures.permute(0, 2, 3, 1)[each, ys[:, :, None], xs[:, None, :]]
         pictures = moved.permute(0, 3, 1, 2)
     return pictures
+
+
+def first_of_each(labels: Tensor, count: int) -> Tensor:
+    """Indices of the first `count` pictures of each class, rising.  # [n]"""
+    places = [(labels == label).nonzero().flatten()[:count] for label in labels.unique()]
+    found: Tensor = torch.cat([labels[:0], *places]).sort().values
+    return found

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from small import BATCH_NORM, network, normalised, plan, plans, run, slope, tiny, with_train
 from torch import Tensor
 
-from stamp_core import diagnostics, engine, models
+from stamp_core import diagnostics, engine, models, workspace
 from stamp_core.diagnostics import pairs, spatial
 from stamp_core.executor import Worker
 from stamp_core.methods import Log
@@ -315,5 +315,6 @@ def test_features_come_back_from_a_checkpoint(tmp_path: Any) -> None:
 
 def test_of_a_class_with_fewer_pictures_all_are_shown() -> None:
     labels = torch.tensor([2, 0, 2, 2, 1, 0])
-    assert engine.first_of_each(labels, 2).tolist() == [0, 1, 2, 4, 5]
-    assert engine.first_of_each(labels, 0).tolist() == []
+    assert workspace.first_of_each(labels, 2).tolist() == [0, 1, 2, 4, 5]
+    assert workspace.first_of_each(labels, 0).tolist() == []
+    assert workspace.first_of_each(labels[:0], 2).tolist() == []

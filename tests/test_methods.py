@@ -360,9 +360,10 @@ def labelled(memory: State) -> list[tuple[bytes, int, int]]:
     return sorted(zip(rows(memory["pictures"]), *about, strict=True))
 
 
-def test_replay_chooses_on_the_first_visit_and_then_keeps() -> None:
-    """Also in the last round: a choice at random does not look at what the encoder has learnt."""
-    cell = tiny("replay", memory=kept(5))
+@pytest.mark.parametrize("missing", [{"dropout": 0.1}, {"participation": 0.5}])
+def test_where_clients_may_be_missed_replay_chooses_on_the_first_visit(missing: Any) -> None:
+    """And keeps it: a choice at random does not look at what the encoder has learnt."""
+    cell = tiny("replay", training=missing, memory=kept(5))
     plan_ = plan(cell)
     here = small.worker(cell, plan_)
     server, states, *_ = here.begin(0)
@@ -372,6 +373,21 @@ def test_replay_chooses_on_the_first_visit_and_then_keeps() -> None:
     for last in (False, True):
         twice = here.attend(Visit(0, 0, 0, 1, last), once, message).reply.state
         small.assert_equal_trees(twice, once)
+
+
+def test_where_nobody_is_missed_replay_chooses_in_the_last_round() -> None:
+    """From the pictures that it would have chosen on the first visit."""
+    sure = tiny("replay", memory=kept(5))
+    here, plan_ = small.worker(sure, plan(sure)), plan(sure)
+    server, states, *_ = here.begin(0)
+    message = here.method.broadcast(server, 0)
+    once = here.attend(Visit(0, 0, 0, 0), states[0], message).reply.state
+    small.assert_equal_trees(once, states[0])
+    last = here.attend(Visit(0, 0, 0, 1, True), once, message).reply.state
+    unsure = tiny("replay", training={"dropout": 0.1}, memory=kept(5))
+    visit = Visit(0, 0, 0, 0)
+    first = small.worker(unsure, plan_).attend(visit, states[0], message).reply.state
+    small.assert_equal_trees(last, first)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0, 4.0])
@@ -419,7 +435,7 @@ def test_the_history_weighs_the_memory() -> None:
     """A picture is 64 bytes, its label and its task 8 each; 2 classes x 5 pictures a task. How
     many of each of 10 classes were seen takes 80 more."""
     record = run(tiny("replay", memory=kept(5)))
-    assert [row["disk"] for row in record.history] == [880, 880, 1680, 1680, 2480, 2480]
+    assert [row["disk"] for row in record.history] == [80, 880, 880, 1680, 1680, 2480]
 
 
 # ------------------------------------------------------------------ local and joint

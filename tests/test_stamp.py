@@ -53,7 +53,7 @@ def test_with_all_parts_off_stamp_still_remembers() -> None:
     assert methods.get("stamp").neutral == {} and methods.get("fedomg").neutral == {"spatial": None}
     record = run(tiny("stamp"))
     pictures = 4 * [2 * 20 * (64 + 16) * step + 80 for step in (1, 2, 3)]
-    assert [row["disk"] for row in record.history[::2]] == pictures[:3]
+    assert [row["disk"] for row in record.history[1::2]] == pictures[:3]
     small.assert_same_weights(record, run(tiny()))
     assert all(row["notes"] == row["events"] == {} for row in record.history)
 
@@ -120,7 +120,8 @@ def test_spatial_and_temporal_notes_and_seconds_are_in_the_history() -> None:
         assert row["notes"]["spatial rows"] == 4
         assert row["notes"].get("temporal rows") == (row["step"] + 1 if row["step"] else None)
         assert row["notes"]["spatial least"] >= row["notes"]["spatial least_reference"] - 1e-9
-        assert row["seconds"]["spatial"] > 0 and row["seconds"]["coreset"] > 0
+        assert row["seconds"]["spatial"] > 0
+        assert ("coreset" in row["seconds"]) == (row["round"] == 1)
         assert row["seconds"]["temporal"] > 0
         assert row["events"] == {}
 
@@ -287,10 +288,10 @@ def herded(cell: Any, plan_: Plan, label: int, parameters: Tensor, count: int) -
     return rows(images.x_train[own[picks]])
 
 
-def test_a_memory_is_taken_up_at_once_and_chosen_anew_by_the_trained_encoder() -> None:
+def test_where_clients_may_be_missed_a_memory_is_taken_up_at_once_and_chosen_anew() -> None:
     """A client that is never asked again has one; in the last round herding looks through what the
     encoder has become, and picks others."""
-    cell = tiny("stamp", memory={"per_class": 5})
+    cell = tiny("stamp", training={"dropout": 0.1}, memory={"per_class": 5})
     plan_ = plan(cell)
     here, state, picked = small.worker(cell, plan_), begun(small.worker(cell, plan_)), []
     for round_, last in ((0, False), (1, False), (2, True)):
@@ -332,26 +333,23 @@ def met_again(cell: Any, step: int) -> list[Reply]:
 def test_a_class_met_again_is_merged_once_in_its_step(
     options: dict[str, Any], step: int, classes: int
 ) -> None:
-    """In the first round: a second merge in the last one would take the style of what already has
-    it, and there is no way back to the older pictures to choose anew."""
+    """In the last round, with the encoder that has learnt it."""
     cell = tiny("stamp", memory={"per_class": 4, "alpha": 2.0}, **options)
     before, *replies = met_again(cell, step)
-    assert [reply.log.events for reply in replies] == [[AGAIN] * classes, [], []]
-    merged = replies[0].state["memory"]
+    assert [reply.log.events for reply in replies] == [[], [], [AGAIN] * classes]
+    merged = replies[-1].state["memory"]
     assert len(merged["labels"]) == len(before.state["memory"]["labels"])
     assert set(rows(merged["pictures"])) != set(rows(before.state["memory"]["pictures"]))
-    for reply in replies[1:]:
-        small.assert_equal_trees(reply.state["memory"], merged)
+    for reply in replies[:-1]:
+        small.assert_equal_trees(reply.state["memory"], before.state["memory"])
     own = plan(cell).train_indices(cell.images(), 0, step % plan(cell).tasks)
     assert int((merged["seen"] - before.state["memory"]["seen"]).sum()) == len(own)
 
 
 def test_classes_met_again_are_counted_in_the_history() -> None:
-    """Two classes at four clients, in the first round of every step of the second cycle."""
+    """Two classes at four clients, in the last round of every step of the second cycle."""
     record = run(tiny("stamp", split={"cycles": 2}, memory={"per_class": 2}))
-    expected = [
-        {AGAIN: 8} if row["step"] >= 3 and not row["round"] else {} for row in record.history
-    ]
+    expected = [{AGAIN: 8} if row["step"] >= 3 and row["round"] else {} for row in record.history]
     assert [row["events"] for row in record.history] == expected
 
 

@@ -17,7 +17,9 @@ PACKAGE = ROOT / "stamp_core"
 LAYERS = [
     "paths vectors vision seeding fingerprint",
     "config",
-    "data split models rows simplex projection matching coresets prototypes metrics records",
+    "data split models rows simplex projection matching prototypes metrics records",
+    "learner",
+    "coresets",
     "workspace",
     "diagnostics temporal personal",
     "methods",

@@ -1,16 +1,18 @@
 """What a client remembers: pictures of each class that it has met, and how many there were."""
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, is_dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from stamp_core.config import above, at_least
-from stamp_core.coresets import Candidates, get, prototype
+from stamp_core.config import above, at_least, wrong
+from stamp_core.coresets import Candidates, Proposal, get, options, proposes, prototype
 from stamp_core.coresets.mixstyle import mixstyle, shares
 
 # "pictures" uint8 [M, C, H, W], "labels" int64 [M], "tasks" int64 [M] where each came from,
+# "soft" float32 [M, classes] logits of a teacher, or [M, 0] where labels are all there is,
 # "seen" int64 [classes] training pictures of each class met so far
 Memory = dict[str, Tensor]
 
@@ -20,6 +22,7 @@ class Keep:
     """What is kept of a class, and what becomes of it when the class is met again."""
 
     rule: str = "herding"  # a file of stamp_core/coresets
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the rule; then its Options
     per_class: int = 20  # the most pictures kept of a class
     # Old pictures take the style of new ones | new pictures replace them | the rule takes of both.
     merge: Literal["mixstyle", "replace", "reselect"] = "mixstyle"
@@ -29,17 +32,27 @@ class Keep:
 
     def __post_init__(self) -> None:
         """Refuse unknown rules and impossible numbers."""
-        get(self.rule)
         at_least(self, 0, "per_class")
         above(self, 0, "alpha")
+        if self.merge == "reselect" and proposes(self.rule):
+            right = f"'mixstyle' or 'replace': {self.rule} looks at whole tasks"
+            raise wrong("merge", self.merge, right)
+        if not is_dataclass(self.options):
+            object.__setattr__(self, "options", options(self.rule, self.options))
+
+    @property
+    def soft(self) -> bool:
+        """Whether the rule labels its pictures with logits of a teacher."""
+        return bool(getattr(self.options, "soft", False))
 
 
 @dataclass(frozen=True, eq=False)
 class Stock:
-    """Pictures of one class, the tasks they came from and their features."""
+    """Pictures of one class, the tasks they came from, their soft labels and their features."""
 
     pictures: Tensor  # uint8 [n, C, H, W]
     tasks: Tensor  # int64 [n]
+    soft: Tensor  # [n, classes or 0]
     features: Tensor  # [n, D]
 
     def __len__(self) -> int:
@@ -48,23 +61,25 @@ class Stock:
 
     def __getitem__(self, places: Tensor | slice) -> "Stock":
         """Some of the pictures."""
-        return Stock(self.pictures[places], self.tasks[places], self.features[places])
+        return Stock(*(part[places] for part in self.parts()))
 
     def __add__(self, other: "Stock") -> "Stock":
         """These pictures and then the others."""
-        return Stock(
-            torch.cat([self.pictures, other.pictures]),
-            torch.cat([self.tasks, other.tasks]),
-            torch.cat([self.features, other.features]),
-        )
+        pairs = zip(self.parts(), other.parts(), strict=True)
+        return Stock(*(torch.cat(pair) for pair in pairs))
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """All that there is of the pictures."""
+        return self.pictures, self.tasks, self.soft, self.features
 
 
-def empty(like_pictures: Tensor, classes: int) -> Memory:
-    """A memory of nothing, ready for pictures of this shape."""
+def empty(like_pictures: Tensor, classes: int, soft: bool = False) -> Memory:
+    """A memory of nothing, ready for pictures of this shape, and for soft labels."""
     return {
         "pictures": like_pictures[:0].clone(),
         "labels": torch.empty(0, dtype=torch.int64),
         "tasks": torch.empty(0, dtype=torch.int64),
+        "soft": torch.empty(0, classes if soft else 0),
         "seen": torch.zeros(classes, dtype=torch.int64),
     }
 
@@ -81,39 +96,47 @@ def past(memory: Memory, task: int) -> list[int]:
 
 
 def size(memory: Memory) -> int:
-    """The bytes of all pictures: what remembering costs."""
-    return int(memory["pictures"].nbytes)
+    """The bytes of all pictures and soft labels: what remembering costs."""
+    return int(memory["pictures"].nbytes + memory["soft"].nbytes)
+
+
+def of_class(proposal: Proposal, label: int, task: int, features: Tensor) -> Stock:
+    """What a proposal has of one class of a task; `features` are those of its pictures."""
+    mine = proposal.labels == label
+    tasks = torch.full_like(proposal.labels[mine], task)
+    return Stock(proposal.pictures[mine], tasks, proposal.soft[mine], features)
 
 
 def update(
     memory: Memory,
     label: int,
-    task: int,
-    pictures: Tensor,
-    features: Tensor,
+    new: Stock,
+    met: int,
     kept_features: Tensor,
     options: Keep,
     draw: torch.Generator,
 ) -> Memory:
-    """The memory after a visit with these pictures of the class `label`, all that `task` has.
+    """The memory after a visit with `met` pictures of the class `label`, all that the task has.
 
-    `kept_features` are those of the pictures of the class that are remembered, in their order.
+    `new` is what of them, or made from them, may be remembered; `kept_features` are those of the
+    pictures of the class that are remembered, in their order.
     A class fills up while it has fewer than `per_class` pictures: later tasks add to what an
     earlier, smaller one has left. Whatever is remembered is only ever dropped for something new.
     """
-    if not len(pictures):
+    if not len(new):
         return memory
     mine = memory["labels"] == label
-    old = Stock(memory["pictures"][mine], memory["tasks"][mine], kept_features)
-    new = Stock(pictures, torch.full((len(pictures),), task), features)
+    pictures, tasks, soft = (memory[name][mine] for name in ("pictures", "tasks", "soft"))
+    old = Stock(pictures, tasks, soft, kept_features)
     revised = merged(old, new, int(memory["seen"][label]), options, draw)
     labels = torch.full_like(revised.tasks, label)
     seen = memory["seen"].clone()
-    seen[label] += len(pictures)
+    seen[label] += met
     return {
         "pictures": torch.cat([memory["pictures"][~mine], revised.pictures]),
         "labels": torch.cat([memory["labels"][~mine], labels]),
         "tasks": torch.cat([memory["tasks"][~mine], revised.tasks]),
+        "soft": torch.cat([memory["soft"][~mine], revised.soft]),
         "seen": seen,
     }
 
@@ -152,4 +175,4 @@ def restyled(old: Stock, picks: Stock, options: Keep, draw: torch.Generator) -> 
     pairs = torch.randperm(len(picks), generator=draw)
     pairs = pairs[torch.arange(len(old)) % len(pairs)]  # all picks before one comes again
     share = shares(len(pairs), draw, options.alpha)
-    return Stock(mixstyle(old.pictures, picks.pictures[pairs], share), old.tasks, old.features)
+    return replace(old, pictures=mixstyle(old.pictures, picks.pictures[pairs], share))

@@ -234,6 +234,10 @@ class Method:
         """Put the client's personal model into the live one (only with "personal" in `models`)."""
         self.receive(turn)
 
+    def exhibit(self, state: State, count: int) -> dict[str, Tensor]:
+        """What people may look at of a client's memory: so many "pictures" a class, "labels"."""
+        return {}
+
     def shares_buffers(self) -> bool:
         """Whether batch normalisation's buffers travel."""
         return self.work.setting.training.buffers == "shared" and len(self.work.model.buffers) > 0

@@ -5,27 +5,47 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from stamp_core.config import at_least
-from stamp_core.coresets import BLIND, memory
+from stamp_core.config import above, at_least, wrong
+from stamp_core.coresets import (
+    Proposal,
+    Task,
+    as_they_are,
+    looks_at_features,
+    memory,
+    propose,
+    proposes,
+)
 from stamp_core.coresets.memory import Keep, Memory
+from stamp_core.learner import Learner
 from stamp_core.methods import Group, Method, ServerStep, State, Turn
 from stamp_core.seeding import generator
-from stamp_core.workspace import augment
+from stamp_core.temporal import balanced
+from stamp_core.workspace import augment, first_of_each
 
 
 @dataclass(frozen=True)
 class Rehearsal(ServerStep):
-    """What is kept and how much of it is mixed in."""
+    """What is kept, and how and how much of it is mixed in."""
 
     memory: Keep = field(default_factory=lambda: Keep(rule="uniform", space="off"))
     ratio: float = 1.0  # remembered pictures in a batch, as a multiple of its new ones
+    balanced: bool = False  # of each class as many, instead of pictures at random
+    # Of the remembered pictures' mean loss beside that of the new ones; null: one mean over both.
+    weight: float | None = None
+    temperature: float = 1.0  # at which soft labels are compared with answers
 
     def __post_init__(self) -> None:
-        """Refuse negative shares."""
+        """Refuse negative shares, and soft labels that nothing would look at."""
         super().__post_init__()
         at_least(self, 0, "ratio")
+        above(self, 0, "temperature")
+        if self.weight is not None:
+            at_least(self, 0, "weight")
+        if self.weight is None and self.ratio and self.memory.soft:
+            raise wrong("weight", None, f"a number: {self.memory.rule} makes soft labels")
 
 
 class Replay(Method):
@@ -37,7 +57,11 @@ class Replay(Method):
 
     def new_client(self, client: int, server: State) -> State:
         """An empty memory."""
-        return {"memory": memory.empty(self.work.images.x_train, self.work.classes), "step": -1}
+        soft = self.params.memory.soft
+        kept = memory.empty(self.work.images.x_train, self.work.classes, soft)
+        return {"memory": kept, "step": -1}
+
+    # --- remembered pictures in training
 
     def batches(self, turn: Turn) -> Iterator[tuple[Tensor, Tensor]]:
         """Each batch of the task with remembered pictures of other tasks behind it."""
@@ -46,51 +70,117 @@ class Replay(Method):
         draw = turn.visit.generator("replay")
         for pictures, labels in super().batches(turn):
             count = min(len(past), round(self.params.ratio * len(labels)))
+            pick = turn.notes["remembered"] = self.pick(kept, past, count, draw)
             if count:
-                pick = past[torch.randperm(len(past), generator=draw)[:count]]
                 changed = augment(kept["pictures"][pick], self.work.setting.training, draw)
                 old = self.work.normalise(changed)
                 pictures = torch.cat([pictures, old])
                 labels = torch.cat([labels, kept["labels"][pick].to(labels.device)])
             yield pictures, labels
 
+    def pick(self, kept: Memory, past: Tensor, count: int, draw: torch.Generator) -> Tensor:
+        """So many of the places `past`, at random or as many of each class as there are."""
+        if self.params.balanced:
+            places = balanced(kept["labels"][past], count, draw)
+        else:
+            places = torch.randperm(len(past), generator=draw)[:count]
+        return past[places]
+
+    def loss(self, turn: Turn, pictures: Tensor, labels: Tensor) -> Tensor:
+        """The loss of new and remembered pictures."""
+        return self.error(turn, self.work.model.module(pictures), labels)
+
+    def error(self, turn: Turn, answers: Tensor, labels: Tensor) -> Tensor:
+        """Cross-entropy in one mean, or that of the new and `weight` times that of the old."""
+        places, weight = turn.notes.get("remembered", ()), self.params.weight
+        if weight is None or not len(places):
+            return F.cross_entropy(answers, labels)
+        new = len(labels) - len(places)
+        old = self.past_error(answers[new:], labels[new:], turn.state["memory"]["soft"][places])
+        loss: Tensor = F.cross_entropy(answers[:new], labels[:new]) + weight * old
+        return loss
+
+    def past_error(self, answers: Tensor, labels: Tensor, soft: Tensor) -> Tensor:
+        """Cross-entropy, or how far answers are from soft labels at the temperature T.
+
+        Times T^2, as gradients shrink by it: SGD would hardly move for T = 30 as published (for
+        AdamW, which scales its steps itself).
+        """
+        if not soft.shape[1]:
+            return F.cross_entropy(answers, labels)
+        T: float = self.params.temperature
+        given, wanted = ((x / T).log_softmax(1) for x in (answers, soft.to(answers.device)))
+        return T**2 * F.kl_div(given, wanted, reduction="batchmean", log_target=True)
+
+    # --- what is remembered
+
     def remember(self, turn: Turn) -> State:
-        """The memory with this task: taken up on the first visit, so that a client that is not
-        asked again has it, and chosen anew in the last round, when the encoder has learnt it."""
+        """The memory with this task, chosen in the last round, when the encoder has learnt it.
+
+        Where a client may be missed it takes the task up on the first visit as well.
+        """
         state = super().remember(turn)
         first = state["step"] != turn.visit.step
-        if self.params.memory.per_class == 0 or not (first or turn.visit.last):
+        now = turn.visit.last or (first and self.may_be_missed())
+        if self.params.memory.per_class == 0 or not now:
             return state
         with turn.log.clock("coreset"):
-            return {**state, "memory": self.chosen(turn, first), "step": turn.visit.step}
+            kept = self.chosen(turn, first)
+        return {**state, "memory": kept, "step": turn.visit.step}
+
+    def exhibit(self, state: State, count: int) -> dict[str, Tensor]:
+        """The first so many pictures of each class in a client's memory, with their labels."""
+        kept: Memory = state["memory"]
+        places = first_of_each(kept["labels"], count)
+        return {"pictures": kept["pictures"][places], "labels": kept["labels"][places]}
+
+    def may_be_missed(self) -> bool:
+        """Whether a client may not be there in the last round of a task."""
+        training = self.work.setting.training
+        return training.participation < 1 or training.dropout > 0
 
     def chosen(self, turn: Turn, first: bool) -> Memory:
         """The memory after the task's classes, each taken up or, if `first` is past, anew."""
         kept: Memory = turn.state["memory"]
         labels = self.work.images.y_train[turn.indices]
+        proposal = self.proposal(turn, labels)
         for label in labels.unique().tolist():
-            own = turn.indices[labels == label]
-            again = int(kept["seen"][label]) > (0 if first else len(own))
+            met = int((labels == label).sum())
+            again = int(kept["seen"][label]) > (0 if first else met)
             if first and again:
                 turn.log.events.append("memory: a class was met again")
             if first:
-                kept = self.take_up(kept, label, own, turn)
+                kept = self.take_up(kept, label, met, proposal, turn)
             elif not again:  # one met before was merged once: its older pictures are gone
-                kept = self.take_up(without(kept, label), label, own, turn)
+                kept = self.take_up(without(kept, label), label, met, proposal, turn)
         return kept
 
-    def take_up(self, kept: Memory, label: int, own: Tensor, turn: Turn) -> Memory:
-        """The memory after a class of the task, of which the client has the pictures `own`."""
-        visit = turn.visit
-        pictures = self.work.images.x_train[own]
+    def proposal(self, turn: Turn, labels: Tensor) -> Proposal:
+        """What may be remembered of the task: its pictures, or what the rule proposes itself."""
+        pictures, keep = self.work.images.x_train[turn.indices], self.params.memory
+        if not proposes(keep.rule) or not len(labels):
+            return as_they_are(pictures, labels)
+        visit, model, kept = turn.visit, self.work.model, turn.state["memory"]
+        network = self.work.network(visit.seed).to(self.work.device)
+        learner = Learner(network, self.work.normalise, model.parameters, model.buffers)
+        others = kept["tasks"] != turn.task
+        past = kept["pictures"][others], kept["labels"][others]
+        draw = generator(visit.seed, visit.client, visit.step, "memory")
+        told = (keep.per_class, keep.options, learner, draw, turn.log.events)
+        return propose(keep.rule, Task(pictures, labels, past, *told))
+
+    def take_up(self, kept: Memory, label: int, met: int, proposal: Proposal, turn: Turn) -> Memory:
+        """The memory after a class of the task, of which the client has met so many pictures."""
+        visit, keep = turn.visit, self.params.memory
         draw = generator(visit.seed, visit.client, visit.step, f"memory of class {label}")
         old = self.features(kept["pictures"][kept["labels"] == label])
-        features, keep = self.features(pictures), self.params.memory
-        return memory.update(kept, label, turn.task, pictures, features, old, keep, draw)
+        features = self.features(proposal.pictures[proposal.labels == label])
+        new = memory.of_class(proposal, label, turn.task, features)
+        return memory.update(kept, label, new, met, old, keep, draw)
 
     def features(self, pictures: Tensor) -> Tensor:
         """What the encoder makes of pictures, in evaluation mode, if the rule looks.  # [N, D]"""
-        if self.params.memory.rule in BLIND:
+        if not looks_at_features(self.params.memory.rule):
             return torch.zeros(len(pictures), 0)
         return self.work.outputs(pictures.to(self.work.device), self.work.classifier.encoder)
 
@@ -100,4 +190,5 @@ def without(kept: Memory, label: int) -> Memory:
     others = kept["labels"] != label
     seen = kept["seen"].clone()
     seen[label] = 0
-    return {**{name: kept[name][others] for name in ("pictures", "labels", "tasks")}, "seen": seen}
+    names = ("pictures", "labels", "tasks", "soft")
+    return {**{name: kept[name][others] for name in names}, "seen": seen}

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from stamp_core.config import at_least, wrong
@@ -110,16 +109,16 @@ class Stamp(Replay):
         return lambda labels: mixed_styles(encoder, labels, keep.alpha, draw)
 
     def loss(self, turn: Turn, pictures: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy with the prototypical loss."""
+        """The loss of replay with the prototypical loss."""
         if not self.params.prototype:
             return super().loss(turn, pictures, labels)
         encoder, head = self.work.classifier.encoder, self.work.classifier.head
         if self.params.alternate:
             self.step_encoder(turn, pictures, labels)
-            return F.cross_entropy(head(encoder(pictures).detach()), labels)
+            return self.error(turn, head(encoder(pictures).detach()), labels)
         features = encoder(pictures)
         weighted: Tensor = self.params.prototype * prototype_loss(features, labels)
-        return weighted + F.cross_entropy(head(features), labels)
+        return weighted + self.error(turn, head(features), labels)
 
     def step_encoder(self, turn: Turn, pictures: Tensor, labels: Tensor) -> None:
         """One step of the encoder alone along the prototypical loss."""
