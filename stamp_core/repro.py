@@ -45,7 +45,7 @@ def dvc(*arguments: str) -> int:
 
 def outdated() -> list[str]:
     """The stages that train and are out of date."""
-    command = ["dvc", "status", "--json", "train", "ablate", "sweep"]
+    command = ["dvc", "status", "--json", "train", "ablate", "sweep", "budget"]
     status = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     return list(json.loads(status.stdout))
 

@@ -28,6 +28,7 @@ DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1)))
 CONTROLS: dict[str, dict[str, Any]] = {
     "local": {"color": "0.5", "marker": "d", "linestyle": DASHES[1]},
     "joint": {"color": "black", "marker": "*", "linestyle": "-"},
+    "keep_uniform": {"color": "0.35", "marker": "o", "linestyle": DASHES[1]},
 }
 
 LEGEND_COLUMNS = 5

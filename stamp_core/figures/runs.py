@@ -36,7 +36,7 @@ def accuracy(records: Sequence[Record]) -> Figure:
     rows = [tables.curves(some, some is own) for some in (others, own) if some]
     figure = _by_step(pd.concat(rows), "accuracy", "Accuracy over the tasks met so far")
     for axis in figure.axes:
-        _possible(axis)
+        possible(axis)
     return figure
 
 
@@ -221,7 +221,7 @@ def cost(records: Sequence[Record]) -> Figure:
         axis.grid(alpha=0.3)
         axis.set(xlabel=labels[column], ylabel="accuracy, %", title=part.setting.iloc[0])
         axis.margins(0.12)
-        _possible(axis)
+        possible(axis)
     entitle(figure, "Accuracy and its price", seeds(rows, "bars"), axes)
     figure.draw_without_rendering()  # the names are placed where the layout leaves room
     for axis, (part, column) in zip(axes, places, strict=True):
@@ -338,7 +338,7 @@ def room(rows: pd.DataFrame) -> float:
     return 0.6 + 0.2 * math.ceil(methods / LEGEND_COLUMNS)
 
 
-def _possible(axis: Axes) -> None:
+def possible(axis: Axes) -> None:
     """Cut y at 0 and 100 %, which an interval may leave."""
     low, high = axis.get_ylim()
     axis.set_ylim(max(low, -3), min(high, 103))
