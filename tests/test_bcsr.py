@@ -535,6 +535,12 @@ def test_each_batch_is_weighed_for_itself() -> None:
     torch.testing.assert_close(bcsr.weigh(given, batch), alone, rtol=0, atol=0)
 
 
+def test_a_learner_left_elsewhere_takes_up_the_weights_of_the_client() -> None:
+    given = task(30)
+    given.learner.model.parameters.fill_(torch.nan)
+    assert places_of(given) == places_of(task(30)) and given.events == []
+
+
 def test_no_more_remembered_pictures_than_candidates_are_looked_at() -> None:
     given = task(old=30, candidates=8)
     pictures, labels = bcsr.remembered(given)

@@ -30,9 +30,9 @@ CORESETS = f"""\
 Which pictures should a client keep? Every rule in one harness: FedAvg, whose clients keep so many
 pictures of each class at the end of a task, chosen (by SRe²L: made) with the model that they have
 just trained, and put as many remembered pictures as new ones beside each batch, of each class as
-many, with a mean loss of their own: CE(new) + CE(remembered). *No memory* is FedAvg, the floor;
-*all pictures* keeps everything, the ceiling. Numbers are final class-incremental accuracy of the
-global model in %, mean ± standard deviation over n seeds.
+many, with half of the loss: (CE(new) + CE(remembered)) / 2. *No memory* is FedAvg, *all pictures*
+keeps everything: what a memory can hold at most, which is no bound on accuracy. Numbers are final
+class-incremental accuracy of the global model in %, mean ± standard deviation over n seeds.
 
 Differences from a {BASE} choice of as many pictures are paired by seed, in percentage points with
 their 95 % Student t interval; each interval stands for itself: of twenty that hold nothing but
