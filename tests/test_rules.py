@@ -26,6 +26,7 @@ QUICK: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 MAKES = {"sre2l"}
+FEWER = "memory: a class has fewer pictures than may be kept"
 AGAIN = "memory: a class was met again"
 
 
@@ -78,6 +79,8 @@ def test_of_a_class_with_fewer_pictures_than_its_budget_all_are_kept(rule: str) 
     if rule in MAKES:
         assert len(kept["labels"]) == 18
         return
+    told = [row["events"].get(FEWER) for row in run(cell).history]
+    assert told == 3 * [None, 8]  # 2 classes at 4 clients
     own = plan(cell).train_indices(images, 0, 0)
     assert as_set(kept["pictures"]) == as_set(images.x_train[own]) and len(own) == 8
 

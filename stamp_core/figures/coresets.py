@@ -20,7 +20,7 @@ SHOWN = 10  # classes of a client's memory
 
 
 def coresets(records: Sequence[Record]) -> Figure:
-    """Final accuracy by pictures kept of a class, a line a rule, between floor and ceiling."""
+    """Final accuracy by pictures kept of a class, a line a rule; lines across: none and all."""
     rows = tables.coresets(records)
     settings = list(groups(rows, "setting"))
     figure, axes = panels(len(settings), height=4.2, extra=room(rows))
@@ -36,7 +36,7 @@ def coresets(records: Sequence[Record]) -> Figure:
 
 
 def _across(axis: Axes, rows: pd.DataFrame) -> None:
-    """The floor and the ceiling as lines with their intervals."""
+    """No memory and all pictures as lines with their intervals."""
     for (name, colour), group in zip(ENDS.items(), tables.ends(rows), strict=True):
         if len(group):
             middle, half = metrics.interval((100 * group.accuracy).tolist())

@@ -152,6 +152,8 @@ class Replay(Method):
             again = int(kept["seen"][label]) > (0 if first else met)
             if first and again:
                 turn.log.events.append("memory: a class was met again")
+            if first and met < self.params.memory.per_class:
+                turn.log.events.append("memory: a class has fewer pictures than may be kept")
             if first:
                 kept = self.take_up(kept, label, met, proposal, turn)
             elif not again:  # one met before was merged once: its older pictures are gone

@@ -81,13 +81,13 @@ def between(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def coreset_accuracies(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row a rule of one setting, as text: accuracy by pictures kept, floor and ceiling."""
-    floor, ceiling = ends(rows)
+    """One row a rule of one setting, as text: accuracy by pictures kept, none and all."""
+    none, every = ends(rows)
     found = []
     for name, group in [
-        ("no memory", floor),
+        ("no memory", none),
         *between(rows).groupby("rule", sort=False),
-        ("all pictures", ceiling),
+        ("all pictures", every),
     ]:
         by_number = {
             f"{number} a class": percent(group[group.pictures == number].accuracy)
