@@ -8,6 +8,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 from numpy.typing import NDArray
 
 from stamp_core import metrics, tables
@@ -83,7 +84,9 @@ def coreset_times(records: Sequence[Record]) -> Figure:
         _training(axis, kept.training.mean())
         axis.set(title=setting, xlabel="milliseconds to choose", ylabel="accuracy, %")
         axis.set_xscale("log")
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.grid(alpha=0.3)
         possible(axis)
     caption = f"{_seeds(rows)}, bars: 95 % interval; larger marks: more pictures"
@@ -141,7 +144,7 @@ def kept(records: Sequence[Record], setting: str, classes: Sequence[str]) -> Fig
     found = found[found.pictures == found.pictures.max()]
     labels = np.unique(np.concatenate([r.kept["labels"] for r in found.record]))[:SHOWN]
     strips = [_strip(record, labels) for record in found.record]
-    figure, (axis,) = panels(1, 1, 0.32 * len(strips) + 0.5)
+    figure, (axis,) = panels(1, 1, 0.24 * len(strips) + 0.6)
     axis.imshow(np.concatenate(strips).squeeze(), cmap="gray", vmin=0, vmax=255)
     height, width = len(strips[0]), strips[0].shape[1] / len(labels)
     axis.set_yticks(height * (np.arange(len(strips)) + 0.5) - 0.5, list(found.rule))
