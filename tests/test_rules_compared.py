@@ -123,6 +123,7 @@ def test_one_seed_says_nothing() -> None:
 
 def test_costs_are_those_of_the_largest_number_and_events_of_all() -> None:
     found = [run("ocs", 2, odd=1), run("ocs", 5, odd=2), run("uniform", 5)]
+    found.append(run("uniform", tables.EVERY, seed=1, odd=4))  # all pictures: no choice
     table = tables.coreset_costs(tables.coresets(found)).set_index("rule")
     assert table.loc["OCS"].to_dict() == {
         **{"pictures": "5", "choosing, ms": "2", "training, ms": "98", "share": "0.02"},

@@ -135,7 +135,7 @@ def coreset_costs(rows: pd.DataFrame) -> pd.DataFrame:
                 "training, ms": amount(group.training.mean(), 2),
                 "share": amount(group.choosing.mean() / group.training.mean(), 2),
                 "MB": amount(group.disk.max() / MB, 2),
-                "events": _told(rows[rows.rule == rule]),
+                "events": _told(between(rows[rows.rule == rule])),
             }
             for rule, group in rows[rows.pictures == most].groupby("rule", sort=False)
         ]
