@@ -5,14 +5,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 from numpy.typing import NDArray
 
 from stamp_core import metrics, tables
-from stamp_core.figures.look import entitle, panels, style
+from stamp_core.figures.look import bare, entitle, panels, style
 from stamp_core.figures.runs import groups, possible, room
 from stamp_core.records import Record
 
@@ -150,7 +149,7 @@ def kept(records: Sequence[Record], setting: str, classes: Sequence[str]) -> Fig
     axis.set_yticks(height * (np.arange(len(strips)) + 0.5) - 0.5, list(found.rule))
     axis.set_xticks(width * (np.arange(len(labels)) + 0.5) - 0.5, [classes[k] for k in labels])
     axis.tick_params(length=0, labelsize=8)
-    sns.despine(ax=axis, left=True, bottom=True)
+    bare(axis)
     number = found.pictures.iloc[0]
     figure.suptitle(f"{setting}: the first kept by client 0 of {number} a class, seed {seed}")
     return figure

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
@@ -15,7 +14,7 @@ from matplotlib.transforms import Bbox
 from numpy.typing import NDArray
 
 from stamp_core import metrics, tables
-from stamp_core.figures.look import LEGEND_COLUMNS, WIDTH, entitle, panels, style
+from stamp_core.figures.look import LEGEND_COLUMNS, WIDTH, bare, entitle, panels, style
 from stamp_core.records import Record
 
 Array = NDArray[np.float64]
@@ -201,7 +200,7 @@ def _matrix(axis: Axes, name: str, m: Array) -> None:
         side.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     axis.tick_params(length=0, labelsize=8)
     axis.set_facecolor("0.7")  # undefined
-    sns.despine(ax=axis, left=True, bottom=True)
+    bare(axis)
 
 
 def cost(records: Sequence[Record]) -> Figure:
