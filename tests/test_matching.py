@@ -935,7 +935,7 @@ for given, blocks in ((rows, "model"), (ways, "model"), (rows, "elements")):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux says the peak there")
 def test_memory_is_one_vector_more() -> None:
-    """The result itself and blocks of columns of some megabytes; a second vector would make it 2."""
+    """The result itself and blocks of columns of a few megabytes; a second vector would give 2."""
     done = subprocess.run(
         [sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True, cwd=ROOT
     )
