@@ -69,20 +69,24 @@ class Split:
 class Network:
     """An encoder and a linear head over all classes of the data."""
 
-    kind: Literal["mlp", "cnn", "resnet18"]
+    kind: Literal["mlp", "cnn", "lenet", "resnet18", "swin_t"]
     features: int = 64  # width of the last hidden layer (mlp, cnn)
     channels: tuple[int, ...] = (16, 32)  # cnn: one 5 x 5 convolution with pooling each
     norm: Literal["none", "batch", "group"] = "none"
+    stem: Literal["published", "small"] = "published"  # resnet18: 7 x 7 / 2 and pooling, or 3 x 3
+    pretrained: str | None = None  # a file of weights, in the folder of downloads or absolute
 
     def __post_init__(self) -> None:
-        """Refuse empty layers."""
+        """Refuse empty layers, and what a kind has not."""
         at_least(self, 1, "features")
         if not self.channels or min(self.channels) < 1:
             raise wrong("channels", list(self.channels), "at least one number above 0")
-        if self.kind == "mlp" and self.norm != "none":
-            raise wrong("norm", self.norm, "'none', as kind is 'mlp'")
+        if self.kind in ("mlp", "lenet", "swin_t") and self.norm != "none":
+            raise wrong("norm", self.norm, f"'none', as kind is {self.kind!r}")
         if self.kind == "resnet18" and self.norm == "none":
             raise wrong("norm", self.norm, "'batch' or 'group', as kind is 'resnet18'")
+        if self.kind != "resnet18" and self.stem != "published":
+            raise wrong("stem", self.stem, f"absent, as kind is {self.kind!r}")
 
 
 @dataclass(frozen=True)
