@@ -53,7 +53,7 @@ def check(network: Network, found: Mapping[str, Tensor], wanted: Mapping[str, Te
         there = found[name]
         if there.shape != value.shape or not there.is_floating_point():
             raise misfit(network, f"has {name!r} as {in_words(there)} instead of {in_words(value)}")
-        if False:
+        if not there.isfinite().all():
             raise misfit(network, f"has {name!r} with values that are not finite")
     for name in found:
         if name not in wanted:
