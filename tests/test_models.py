@@ -632,15 +632,15 @@ def test_a_missing_file_is_refused(raw: Path, file: str) -> None:
 
 
 def test_the_digest_is_that_of_the_file(raw: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(content: bytes, time: int) -> bool:
+        (raw / "w.pth").write_bytes(content)
+        os.utime(raw / "w.pth", ns=(time, time))
+        return models.digest(mlp("w.pth")) == hashlib.sha256(content).hexdigest()
+
     assert models.digest(SMALL[0]) is None
-    (raw / "w.pth").write_bytes(b"abc")
-    found = models.digest(mlp("w.pth"))
-    assert found == hashlib.sha256(b"abc").hexdigest() == models.digest(mlp(str(raw / "w.pth")))
-    with monkeypatch.context() as patch:
-        patch.setattr(hashlib, "file_digest", None)  # it is not computed a second time
-        assert models.digest(mlp("w.pth")) == found
-    (raw / "w.pth").write_bytes(b"abcd")
-    assert models.digest(mlp("w.pth")) == hashlib.sha256(b"abcd").hexdigest()
-    (raw / "w.pth").write_bytes(b"dcba")
-    os.utime(raw / "w.pth", ns=(1, 1))
-    assert models.digest(mlp("w.pth")) == hashlib.sha256(b"dcba").hexdigest()
+    assert found(b"abc", time=1) and models.digest(mlp(str(raw / "w.pth")))
+    monkeypatch.setattr(hashlib, "file_digest", None)  # it is not computed a second time
+    assert found(b"abc", time=1)
+    monkeypatch.undo()
+    monkeypatch.setattr(paths, "RAW", raw)
+    assert found(b"abcd", time=1) and found(b"dcba", time=2)
