@@ -135,12 +135,10 @@ def _key(module: ModuleType, chosen: object) -> str:
 
 
 def _content(path: Path) -> object:
-    """What tells a file or a folder from a changed one; None where there is none yet."""
+    """What tells a file or a folder from a changed one."""
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file())
         return [[file.relative_to(path).as_posix(), *_stamp(file)] for file in files]
-    if not path.exists():
-        return None
     if cache.large(path):
         return _stamp(path)
     with path.open("rb") as file:
