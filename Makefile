@@ -33,7 +33,7 @@ bench: $(READY)  ## measure speed and memory; writes benchmarks/results.md
 	$(VENV)/bin/python -m benchmarks.run
 
 clean:  ## remove everything computed; raw data and the environment stay
-	rm -rf data/source data/splits data/runs data/sweeps data/tiny data/cache data/resume .dvc/cache .dvc/tmp
+	rm -rf data/source data/splits data/runs data/sweeps data/budgets data/tiny data/cache data/resume .dvc/cache .dvc/tmp
 	find data/executed -name '*.ipynb' -delete
 
 help:  ## list these commands

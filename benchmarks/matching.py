@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks import spread
 from stamp_core.matching import Matching, gram, match, solve
 from stamp_core.paths import ROOT
 
@@ -56,7 +57,7 @@ def passes(count: int) -> Iterator[Row]:
     for name in kinds:
         took = 1000 * statistics.median(times[name])
         what = f"match / unavoidable passes, {count} rows of {LENGTH:,} as {name}"
-        yield what, f"{_spread(ratios[name])}  ({took:,.0f} ms)"
+        yield what, f"{spread(ratios[name])}  ({took:,.0f} ms)"
 
 
 def problems(name: str, count: int) -> Iterator[Tensor]:
@@ -147,12 +148,6 @@ def table() -> list[str]:
         "|---|---|",
         *(f"| {what} | {result} |" for what, result in rows()),
     ]
-
-
-def _spread(ratios: list[float]) -> str:
-    """Median, least and most of some ratios."""
-    low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
-    return f"{middle:.2f} (from {low:.2f} to {high:.2f}, n = {len(ratios)})"
 
 
 if __name__ == "__main__":

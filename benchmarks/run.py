@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import bare, matching
+from benchmarks import bare, coresets, matching, spread
 from stamp_core import engine, split
 from stamp_core.executor import Executor, peak_memory, start
 from stamp_core.experiments import Experiment, experiment
@@ -71,7 +71,7 @@ def against_bare(batch: int) -> Row:
         ratios.append(ours[-1] / plain)
     pictures = sum(map(len, data)) * run.training.epochs
     rate = pictures / statistics.median(ours)
-    return f"engine / bare loop, batch {batch}", f"{_spread(ratios)}  ({rate:,.0f} pictures/s)"
+    return f"engine / bare loop, batch {batch}", f"{spread(ratios)}  ({rate:,.0f} pictures/s)"
 
 
 def two_workers(seeds: int) -> Row:
@@ -84,7 +84,7 @@ def two_workers(seeds: int) -> Row:
         alone = seconds(lambda: [advance(run) for run in one])
         ratios.append(alone / seconds(lambda: list(threads.map(advance, two))))
     pool.close()
-    return f"one worker / two workers, {seeds} seed{'s' * (seeds > 1)}", _spread(ratios)
+    return f"one worker / two workers, {seeds} seed{'s' * (seeds > 1)}", spread(ratios)
 
 
 def growth() -> Iterator[Row]:
@@ -126,12 +126,6 @@ def no_op() -> Row:
     return "dvc repro again", f"{took:.1f} s ({state})"
 
 
-def _spread(ratios: list[float]) -> str:
-    """Median, least and most of some ratios."""
-    low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
-    return f"{middle:.2f} (from {low:.2f} to {high:.2f}, n = {len(ratios)})"
-
-
 def main() -> None:
     """Measure everything and write the table."""
     machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, one thread"
@@ -144,6 +138,7 @@ def main() -> None:
         "| what | result |",
         "|---|---|",
         *(f"| {what} | {result} |" for what, result in rows),
+        *coresets.table(),
         *matching.table(),
     ]
     Path(ROOT / "benchmarks" / "results.md").write_text("\n".join(lines) + "\n")

@@ -16,7 +16,11 @@ from ruamel.yaml.error import YAMLError
 from stamp_core.paths import PARAMS
 
 T = TypeVar("T")
-SECTIONS = ("grid", "ablation", "sweeps", "tiny", "tiny_sweeps", "settings", "methods")
+SECTIONS = (
+    *("grid", "ablation", "sweeps", "budgets"),
+    *("tiny", "tiny_sweeps", "tiny_budgets"),
+    *("settings", "methods"),
+)
 GRIDS = ("grid", "ablation", "tiny")
 AXES = ("setting", "method", "seeds")  # of a grid
 

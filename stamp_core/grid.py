@@ -1,6 +1,7 @@
 """Cells of a grid: their plans, their records, found on disk or made on the spot."""
 
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +54,19 @@ def run(cell: Experiment, seeds: str, folder: str, workers: int, device: str) ->
 
 def gather(grid: str = "tiny", folder: str = TINY) -> list[Record]:
     """The records of every cell of a grid of params.yaml; the tiny grid is computed if need be."""
-    params, found = config.read(), []
-    for setting, method, seeds in config.cells(grid, params):
+    params = config.read()
+    return of_cells(config.cells(grid, params), params, folder, missing=grid == "tiny")
+
+
+def of_cells(
+    cells: Iterable[tuple[str, str, str]], params: dict[str, Any], folder: str, missing: bool
+) -> list[Record]:
+    """The records of some settings with methods and seeds; computed if they may be `missing`."""
+    found: list[Record] = []
+    for setting, method, seeds in cells:
         cell = experiment(setting, method, params)
         of_cell = load(cell, seeds, folder, outdated=folder != TINY)
-        if not of_cell and grid != "tiny":
+        if not of_cell and not missing:
             kind = "train" if method in params["grid"]["method"] else "ablate"
             stage = f"{kind}@{setting}-{method}-{seeds}"
             raise ParameterError(f"no records of {stage}; make them with `dvc repro {stage}`")

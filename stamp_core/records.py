@@ -62,7 +62,9 @@ def load(folder: Path) -> Record:
     scores = load_file(folder / "scores.safetensors")
     tests = scores.pop("tests")
     weights = load_file(folder / "weights.safetensors")
-    looked_at = (load_file(folder / f"{name}.safetensors") for name in ("features", "kept"))
+    features = load_file(folder / "features.safetensors")
+    kept = folder / "kept.safetensors"  # records of an earlier version have none
+    looked_at = (features, load_file(kept) if kept.exists() else {})
     return Record(read["about"], read["history"], scores, tests, weights, *looked_at)
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from stamp_core import config, notebooks, paths
 from stamp_core.experiments import PACKAGE, check, experiment
 from stamp_core.fingerprint import fingerprint
-from stamp_core.sweeps import cells
+from stamp_core.sweeps import SECTIONS, blocks, cells
 
 
 def write() -> None:
     """Clean notebooks and fingerprints of the code in data/source."""
     params = config.read()
-    swept = [cells(name, params, of) for of in ("sweeps", "tiny_sweeps") for name in params[of]]
+    swept = [cells(name, params, of) for of in SECTIONS for name in blocks(params, of)]
     print(f"params.yaml is right: {check(params)} cells, {sum(map(len, swept))} values in sweeps")
     paths.SOURCE.mkdir(parents=True, exist_ok=True)
     for path in notebooks.all_notebooks():

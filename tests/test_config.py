@@ -29,6 +29,8 @@ GOOD: dict[str, Any] = {
     },
     "tiny": {"setting": ["one"], "method": ["fedavg"], "seeds": ["0"]},
     "tiny_sweeps": {},
+    "budgets": {"setting": [], "method": [], "beside": [], "seeds": "0", "per_class": {}},
+    "tiny_budgets": {"setting": [], "method": [], "beside": [], "seeds": "0", "per_class": {}},
     "settings": {
         "one": {
             "data": {"source": "digits"},
@@ -107,18 +109,19 @@ SLIPS: list[tuple[str, object, str]] = [
         ONE + "observe",
         {"feature": 10},
         "settings.one.observe: 'feature' is unknown; did you mean 'features'? "
-        "known: angles, displacements, features",
+        "known: angles, displacements, features, memory",
     ),
     (
         "methods.often.rati",
         5,
-        "methods.often: 'rati' is unknown; did you mean 'ratio'? known: memory, ratio, step",
+        "methods.often: 'rati' is unknown; did you mean 'ratio'? "
+        "known: balanced, memory, ratio, step, temperature, weight",
     ),
     (
         "methods.often.memory.perclass",
         5,
         "methods.often.memory: 'perclass' is unknown; did you mean 'per_class'? "
-        "known: alpha, merge, per_class, rule, space",
+        "known: alpha, merge, options, per_class, rule, space",
     ),
     (
         "methods.often.memory.rule",
@@ -129,7 +132,7 @@ SLIPS: list[tuple[str, object, str]] = [
         "methods.rare.memory.rul",
         "uniform",
         "methods.rare.memory: 'rul' is unknown; did you mean 'rule'? "
-        "known: alpha, merge, per_class, rule, space",
+        "known: alpha, merge, options, per_class, rule, space",
     ),
     (
         "methods.rare.like",
@@ -505,7 +508,7 @@ def test_plain_is_what_json_holds() -> None:
         "network": {"kind": "cnn", "features": 64, "channels": [4], "norm": "none"},
         "training": {**TRAINING, "momentum": 0.0, "weight_decay": 0.0, "participation": 1.0}
         | {"dropout": 0.0, "buffers": "shared", "shift": 0, "flip": False},
-        "observe": {"angles": False, "displacements": False, "features": 0},
+        "observe": {"angles": False, "displacements": False, "features": 0, "memory": 0},
     }
     assert leaves(config.plain(setting)) == leaves(expected)
     assert config.build(Setting, config.plain(setting), "again") == setting
@@ -552,12 +555,14 @@ def test_both_yaml_parsers_read_the_same_parameters() -> None:
         (
             "",
             "{path} is empty; "
-            "it must hold grid, ablation, sweeps, tiny, tiny_sweeps, settings, methods",
+            "it must hold grid, ablation, sweeps, budgets, tiny, tiny_sweeps, "
+            "tiny_budgets, settings, methods",
         ),
         (
             "grid: {}\ntiny: {}\nsetings: {}",
             "params.yaml: 'setings' is unknown; did you mean 'settings'? "
-            "known: ablation, grid, methods, settings, sweeps, tiny, tiny_sweeps",
+            "known: ablation, budgets, grid, methods, settings, sweeps, tiny, tiny_budgets, "
+            "tiny_sweeps",
         ),
         ("grid: {}\nsweeps: {}", "params.yaml: ablation is None; it must be a block of keys"),
     ],

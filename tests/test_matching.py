@@ -935,12 +935,12 @@ for given, blocks in ((rows, "model"), (ways, "model"), (rows, "elements")):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux says the peak there")
 def test_memory_is_one_vector_more() -> None:
-    """The result itself; blocks of columns are a few megabytes. A copy of the rows would be 6."""
+    """The result itself and blocks of columns of a few megabytes; a second vector would give 2."""
     done = subprocess.run(
         [sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True, cwd=ROOT
     )
     model, ways, elements = map(float, done.stdout.split())
-    assert 0.5 < model < 1.4 and ways < 1.6 and elements < 1.8
+    assert all(0.5 < vectors < 2 for vectors in (model, ways, elements))
 
 
 def test_rows_formed_where_they_are_looked_at_are_the_same_rows() -> None:

@@ -23,7 +23,7 @@ from stamp_core import records
 from stamp_core.paths import ROOT
 
 OURS = {".git", ".venv", "cache", "tmp", "__pycache__", ".hypothesis", ".ipynb_checkpoints"}
-COMPUTED = {"source", "splits", "runs", "sweeps", "tiny", "resume", "raw"}
+COMPUTED = {"source", "splits", "runs", "sweeps", "budgets", "tiny", "resume", "raw"}
 GRID = {"setting": ["tiny"], "method": ["fedavg", "replay", "stamp"], "seeds": ["0to1"]}
 ABLATION = {
     "setting": ["tiny"],
@@ -31,7 +31,21 @@ ABLATION = {
     "method": ["sam"],
     "seeds": ["0to1"],
 }
-SHOWN = ("sweep-kappa", "compare", "ablation", "analyses")  # notebooks that draw something
+SHOWN = (
+    "sweep-kappa",
+    "compare",
+    "ablation",
+    "analyses",
+    "coresets",
+)  # notebooks that draw something
+BUDGETS = {
+    "setting": ["tiny"],
+    "method": ["keep_uniform", "keep_herding"],
+    "beside": ["fedavg"],
+    "seeds": "0to1",
+    "per_class": {"tiny": [1, 5]},
+}
+OF_BUDGETS = {"budget@tiny-keep_uniform", "budget@tiny-keep_herding"}
 OF_STAMP = {"train@tiny-stamp-0to1", "ablate@tiny-sam-0to1", "sweep@kappa"}  # with that method
 
 
@@ -67,6 +81,7 @@ class Project:
         self.environment = {**kept, **author, "PATH": path, "PYTHONPATH": str(root)}
         values = self.read()
         values |= {"grid": GRID, "ablation": ABLATION, "sweeps": {**values["tiny_sweeps"]}}
+        values["budgets"] = BUDGETS
         self.write(values)
         self.run("git", "init", "--quiet")
         self.commit()
@@ -131,6 +146,11 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 def test_repro_makes_everything_from_nothing(project: Project) -> None:
     project.run("python", "-m", "stamp_core.repro")  # what `make repro` runs
     cells = [f"runs/tiny-{method}-0to1" for method in ("fedavg", "replay", "stamp", "sam")]
+    cells += [
+        f"budgets/tiny-{rule}/runs/tiny-{rule}-tiny-{rule}-{number}-0to1"
+        for rule in BUDGETS["method"]
+        for number in (1, 5)
+    ]
     cells += [f"sweeps/kappa/runs/tiny-stamp-kappa-{value}-0to1" for value in ("0.0", "0.5")]
     for cell in cells:
         for seed in ("0", "1"):
@@ -186,11 +206,11 @@ def test_a_rows_parameter_concerns_the_rows_that_are_like_it(project: Project) -
 
 
 def test_a_methods_file_concerns_that_method_and_those_built_on_it(project: Project) -> None:
-    """STAMP is replay with more to it; FedAvg is not."""
+    """STAMP is replay with more to it, budgets are of replay; FedAvg is not."""
     project.replace(
         "stamp_core/methods/replay.py", "round(self.params.ratio", "int(self.params.ratio"
     )
-    assert project.would_run() == {"train@tiny-replay-0to1"} | OF_STAMP
+    assert project.would_run() == {"train@tiny-replay-0to1"} | OF_STAMP | OF_BUDGETS
     project.replace(
         "stamp_core/methods/replay.py", "int(self.params.ratio", "round(self.params.ratio"
     )
@@ -201,7 +221,7 @@ def test_a_training_parameter_does_not_draw_new_plans(project: Project) -> None:
     split = project.read()["settings"]["tiny"]
     project.params(settings={"tiny": {**split, "training": training}})
     both = {"train@tiny-fedavg-0to1", "train@tiny-replay-0to1"}
-    assert project.would_run() == both | OF_STAMP
+    assert project.would_run() == both | OF_STAMP | OF_BUDGETS
     project.params(settings={"tiny": {**split, "training": {**training, "rate": 0.1}}})
     assert project.would_run() == set()
 

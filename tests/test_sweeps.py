@@ -1,6 +1,7 @@
 """Sweeps train what has no records and nothing else; rows may say that they are like others."""
 
 import json
+import re
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -27,6 +28,20 @@ PARAMS: dict[str, Any] = {
     "sweeps": {"kappa": SWEEP},
     "tiny": {"setting": ["tiny"], "method": ["fedavg"], "seeds": ["0"]},
     "tiny_sweeps": {},
+    "budgets": {
+        "setting": ["tiny", "other"],
+        "method": ["kept", "herded"],
+        "beside": ["fedavg", "sam"],
+        "seeds": "0to1",
+        "per_class": {"tiny": [1, 2], "other": [3]},
+    },
+    "tiny_budgets": {
+        "setting": ["tiny"],
+        "method": ["kept"],
+        "beside": ["fedavg"],
+        "seeds": "0",
+        "per_class": {"tiny": [2]},
+    },
     "settings": {
         "tiny": {
             "data": small.DATA,
@@ -44,6 +59,8 @@ PARAMS: dict[str, Any] = {
     "methods": {
         "fedavg": {"step": 1.0},
         "replay": {},
+        "kept": {"kind": "replay", "memory": {"rule": "uniform", "per_class": 9}},
+        "herded": {"like": "kept", "memory": {"rule": "herding"}},
         "near": {
             "kind": "stamp",
             "memory": {"per_class": 3},
@@ -468,3 +485,62 @@ def test_a_slip_in_a_sweep_is_refused_before_anything_is_written(
     with pytest.raises(ParameterError, match="did you mean 'kappa'"):
         source.write()
     assert not list((tmp_path / "source").iterdir())
+
+
+# ------------------------------------------------------------------ budgets
+
+
+def test_budgets_are_a_sweep_of_each_setting_and_method() -> None:
+    found = sweeps.blocks(PARAMS, "budgets")
+    assert list(found) == ["tiny-kept", "tiny-herded", "other-kept", "other-herded"]
+    cells = sweeps.cells("tiny-herded", deepcopy(PARAMS), "budgets")
+    assert {value: cell.params.memory.per_class for value, cell in cells.items()} == {
+        "1": 1,
+        "2": 2,
+    }
+    assert {cell.params.memory.rule for cell in cells.values()} == {"herding"}
+    assert list(sweeps.cells("other-kept", deepcopy(PARAMS), "budgets")) == ["3"]
+    assert sweeps.blocks(PARAMS, "sweeps") == PARAMS["sweeps"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"per_class": {"tiny": [1]}}, "per_class.other is None; it must be a list of numbers"),
+        ({"beside": ["fedavg", "kept"]}, "beside is ['kept']; it must be in grid.method or abl"),
+        ({"method": ["kepd"]}, "params.yaml: methods 'kepd' is unknown; did you mean 'kept'?"),
+        ({"per_class": {"tiny": ["x"], "other": [1]}}, "per_class is 'x'; it must be a whole num"),
+        ({"settings": []}, "params.yaml: budgets: 'settings' is unknown; did you mean 'setting'?"),
+    ],
+)
+def test_slips_in_budgets_are_refused(changes: dict[str, Any], message: str) -> None:
+    params = deepcopy(PARAMS)
+    params["budgets"] |= changes
+    with pytest.raises(ParameterError, match=re.escape(message)):
+        for name in sweeps.blocks(params, "budgets"):
+            sweeps.cells(name, params, "budgets")
+
+
+def test_budgets_are_kept_and_gathered_in_a_place_of_their_own(
+    params: dict[str, Any], trained: list[str]
+) -> None:
+    sweeps.run("tiny-kept", "data", "budgets")
+    assert trained == ["kept-tiny-kept-1", "kept-tiny-kept-2"]
+    assert (sweeps.ROOT / "data/budgets/tiny-kept/runs").is_dir()
+    with pytest.raises(ParameterError) as error:
+        sweeps.gather("data", "budgets")
+    assert str(error.value) == (
+        "no records of sweep tiny-herded at 1, 2; make them with `dvc repro budget@tiny-herded`"
+    )
+    params["budgets"] |= {"setting": ["tiny"], "method": ["kept"]}
+    found = sweeps.gather("data", "budgets")
+    assert len(trained) == 2 and list(found["tiny-kept"]) == ["1", "2"]
+    cells = [record.cell[1:] for record in sweeps.records(found)]
+    assert cells == [(f"kept-tiny-kept-{value}", seed) for value in (1, 2) for seed in (0, 1)]
+
+
+def test_what_stands_beside_budgets_is_trained_by_another_grid(params: dict[str, Any]) -> None:
+    with pytest.raises(ParameterError, match="no records of train@tiny-fedavg-0to1; make them"):
+        sweeps.beside("data")
+    found = sweeps.beside(grid.TINY, "tiny_budgets")  # in a notebook it is computed
+    assert [record.cell for record in found] == [("tiny", "fedavg", 0)]

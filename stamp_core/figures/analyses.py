@@ -9,17 +9,14 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from scipy.spatial.distance import cdist
-from sklearn.manifold import TSNE
-from sklearn.utils.parallel import ThreadpoolController
 
 from stamp_core import metrics, tables
-from stamp_core.figures.look import COLOURS, DASHES, entitle, panels, style
+from stamp_core.figures.look import COLOURS, DASHES, bare, entitle, panels, style
 from stamp_core.figures.runs import BANDS, dots, groups, lines, room, seeds
 from stamp_core.records import Record
 
@@ -203,11 +200,14 @@ def _embedding(axis: Axes, record: Record, step: int, classes: Sequence[str]) ->
     axis.set_xlabel(f"nearest mean: {share}", fontsize=8)
     axis.set(xticks=[], yticks=[])
     axis.autoscale_view()
-    sns.despine(ax=axis, left=True, bottom=True)
+    bare(axis)
 
 
 def embedded(vectors: NDArray[np.float32]) -> Array:
     """Rows put into the plane by t-SNE.  # [n, 2]"""
+    from sklearn.manifold import TSNE  # only here: no training should wait for these
+    from sklearn.utils.parallel import ThreadpoolController
+
     if not np.ptp(vectors, axis=0).any():  # a dead network; t-SNE does not survive it
         return np.zeros((len(vectors), 2))
     perplexity = min(PERPLEXITY, (len(vectors) - 1) / 3)

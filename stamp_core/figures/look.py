@@ -8,7 +8,6 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
@@ -22,12 +21,13 @@ DPI = 160
 
 # seaborn's colourblind palette without its grey, which a control has, and its yellow, too faint on
 # paper. The numbers of colours, markers and dashes share no factor: 264 methods look different.
-COLOURS = [sns.color_palette("colorblind")[place] for place in (0, 3, 2, 4, 1, 9, 5, 6)]
+COLOURS = ["#0173b2", "#d55e00", "#029e73", "#cc78bc", "#de8f05", "#56b4e9", "#ca9161", "#fbafe4"]
 MARKERS = "osD^vPX<>ph"
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1)))
 CONTROLS: dict[str, dict[str, Any]] = {
     "local": {"color": "0.5", "marker": "d", "linestyle": DASHES[1]},
     "joint": {"color": "black", "marker": "*", "linestyle": "-"},
+    "keep_uniform": {"color": "0.35", "marker": "o", "linestyle": DASHES[1]},
 }
 
 LEGEND_COLUMNS = 5
@@ -69,8 +69,13 @@ def panels(
     for axis in flat[count:]:
         axis.remove()
     for axis in flat:
-        sns.despine(ax=axis)
+        bare(axis, "top", "right")
     return figure, flat[:count]
+
+
+def bare(axis: Axes, *sides: str) -> None:
+    """Take the lines at some sides of an axis away; at all, unless told."""
+    axis.spines[list(sides) or slice(None)].set_visible(False)
 
 
 def entitle(figure: Figure, title: str, caption: str, axes: Sequence[Axes] = ()) -> None:

@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from stamp_core.data import ImageSet
-from stamp_core.figures.look import panels
+from stamp_core.figures.look import bare, panels
 from stamp_core.split import Plan
 
 
@@ -31,7 +30,7 @@ def pictures(images: ImageSet, per_class: int = 8) -> Figure:
         axis.set_yticks(len(part[0]) * (np.arange(len(part)) + 0.5) - 0.5, names)
         axis.set_xticks([])
         axis.tick_params(length=0)
-        sns.despine(ax=axis, left=True, bottom=True)
+        bare(axis)
     some = f"{len(rows)} of " if len(rows) < len(images.classes) else ""
     count = f"n = {len(images.y_train):,} training pictures"
     figure.suptitle(f"{images.name}: {some}{len(images.classes)} classes, {count}")
@@ -155,6 +154,8 @@ def _heat(
     axis: Axes, table: pd.DataFrame, texts: list[list[str]] | None = None, **look: Any
 ) -> None:
     """A heat map with `texts`, or with its numbers where there is room for them."""
+    import seaborn as sns  # only here: a second that no training should wait for
+
     few = texts is None and max(table.shape) <= 30 and table.size <= 300
     look = {"cbar": False, "linewidths": 0.5 if few or texts else 0, **look}
     if texts is not None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
@@ -15,7 +14,7 @@ from matplotlib.transforms import Bbox
 from numpy.typing import NDArray
 
 from stamp_core import metrics, tables
-from stamp_core.figures.look import LEGEND_COLUMNS, WIDTH, entitle, panels, style
+from stamp_core.figures.look import LEGEND_COLUMNS, WIDTH, bare, entitle, panels, style
 from stamp_core.records import Record
 
 Array = NDArray[np.float64]
@@ -36,7 +35,7 @@ def accuracy(records: Sequence[Record]) -> Figure:
     rows = [tables.curves(some, some is own) for some in (others, own) if some]
     figure = _by_step(pd.concat(rows), "accuracy", "Accuracy over the tasks met so far")
     for axis in figure.axes:
-        _possible(axis)
+        possible(axis)
     return figure
 
 
@@ -201,7 +200,7 @@ def _matrix(axis: Axes, name: str, m: Array) -> None:
         side.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     axis.tick_params(length=0, labelsize=8)
     axis.set_facecolor("0.7")  # undefined
-    sns.despine(ax=axis, left=True, bottom=True)
+    bare(axis)
 
 
 def cost(records: Sequence[Record]) -> Figure:
@@ -221,7 +220,7 @@ def cost(records: Sequence[Record]) -> Figure:
         axis.grid(alpha=0.3)
         axis.set(xlabel=labels[column], ylabel="accuracy, %", title=part.setting.iloc[0])
         axis.margins(0.12)
-        _possible(axis)
+        possible(axis)
     entitle(figure, "Accuracy and its price", seeds(rows, "bars"), axes)
     figure.draw_without_rendering()  # the names are placed where the layout leaves room
     for axis, (part, column) in zip(axes, places, strict=True):
@@ -338,7 +337,7 @@ def room(rows: pd.DataFrame) -> float:
     return 0.6 + 0.2 * math.ceil(methods / LEGEND_COLUMNS)
 
 
-def _possible(axis: Axes) -> None:
+def possible(axis: Axes) -> None:
     """Cut y at 0 and 100 %, which an interval may leave."""
     low, high = axis.get_ylim()
     axis.set_ylim(max(low, -3), min(high, 103))

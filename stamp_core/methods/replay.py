@@ -33,7 +33,7 @@ class Rehearsal(ServerStep):
     memory: Keep = field(default_factory=lambda: Keep(rule="uniform", space="off"))
     ratio: float = 1.0  # remembered pictures in a batch, as a multiple of its new ones
     balanced: bool = False  # of each class as many, instead of pictures at random
-    # Of the remembered pictures' mean loss beside that of the new ones; null: one mean over both.
+    # Of the remembered pictures' mean loss, that of the new ones has 1; null: one mean over both.
     weight: float | None = None
     temperature: float = 1.0  # at which soft labels are compared with answers
 
@@ -91,13 +91,16 @@ class Replay(Method):
         return self.error(turn, self.work.model.module(pictures), labels)
 
     def error(self, turn: Turn, answers: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy in one mean, or that of the new and `weight` times that of the old."""
+        """Cross-entropy in one mean, or those of new and old pictures in shares 1 to `weight`.
+
+        Their sum would make steps longer than those of a client without a memory.
+        """
         places, weight = turn.notes.get("remembered", ()), self.params.weight
         if weight is None or not len(places):
             return F.cross_entropy(answers, labels)
         new = len(labels) - len(places)
         old = self.past_error(answers[new:], labels[new:], turn.state["memory"]["soft"][places])
-        loss: Tensor = F.cross_entropy(answers[:new], labels[:new]) + weight * old
+        loss: Tensor = (F.cross_entropy(answers[:new], labels[:new]) + weight * old) / (1 + weight)
         return loss
 
     def past_error(self, answers: Tensor, labels: Tensor, soft: Tensor) -> Tensor:
@@ -149,6 +152,8 @@ class Replay(Method):
             again = int(kept["seen"][label]) > (0 if first else met)
             if first and again:
                 turn.log.events.append("memory: a class was met again")
+            if first and met < self.params.memory.per_class:
+                turn.log.events.append("memory: a class has fewer pictures than may be kept")
             if first:
                 kept = self.take_up(kept, label, met, proposal, turn)
             elif not again:  # one met before was merged once: its older pictures are gone

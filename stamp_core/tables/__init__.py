@@ -1,5 +1,17 @@
-"""Tables from run records: results and differences, the ablation, how matching went."""
+"""Tables from run records: results and differences, the ablation, coresets, how matching went."""
 
+from stamp_core.tables.coresets import (
+    EVERY,
+    between,
+    coreset_accuracies,
+    coreset_costs,
+    coreset_differences,
+    coreset_page,
+    coreset_sentences,
+    coresets,
+    ends,
+    write_coresets,
+)
 from stamp_core.tables.matched import (
     MATCHED,
     matching,
@@ -47,6 +59,7 @@ __all__ = [
     "CELL",
     "COVERED",
     "DASH",
+    "EVERY",
     "GROUPS",
     "MATCHED",
     "MB",
@@ -58,11 +71,19 @@ __all__ = [
     "ablation_page",
     "accuracy_and_forgetting",
     "amount",
+    "between",
     "by_part",
+    "coreset_accuracies",
+    "coreset_costs",
+    "coreset_differences",
+    "coreset_page",
+    "coreset_sentences",
+    "coresets",
     "costs",
     "curves",
     "differences",
     "distinct",
+    "ends",
     "frame",
     "judged",
     "markdown",
@@ -80,4 +101,5 @@ __all__ = [
     "wide",
     "write",
     "write_ablation",
+    "write_coresets",
 ]

@@ -327,12 +327,12 @@ def wide(rows: pd.DataFrame) -> pd.DataFrame:
     for row in rows.itertuples():
         begun = {"method": row.method, "model": row.model, "n": str(row.n)}
         line = found.setdefault(row.method, begun)
-        line[row.measure] = _points(row)
+        line[row.measure] = points(row)
         line[f"{row.measure} is"] = row.verdict
     return pd.DataFrame(found.values())
 
 
-def _points(row: Any) -> str:
+def points(row: Any) -> str:
     """A difference with its interval as `+8.6 (+5.1 to +12.0)`."""
     if not row.n:
         return DASH
