@@ -38,7 +38,7 @@ class Split:
     tasks: int
     classes_per_task: int | None = None  # kind "classes" only
     cycles: int = 1  # how often the sequence is gone through
-    order: Literal["independent", "common", "mixed", "disjoint"] = "independent"
+    order: Literal["independent", "common", "given", "mixed", "disjoint"] = "independent"
     common_clients: int = 0  # order "mixed": so many clients follow one common order
     alpha: float | None = None  # Dirichlet concentration over clients inside each task
     min_samples: int = 1  # with alpha: the least pictures of a client in a task
@@ -63,8 +63,9 @@ class Split:
             raise wrong("min_samples", self.min_samples, "absent unless alpha is set")
         if self.alpha is not None:
             above(self, 0, "alpha")
-            if self.order != "common":
-                raise wrong("order", self.order, "'common' where alpha is set: clients share tasks")
+            if self.order not in ("common", "given"):
+                right = "'common' or 'given' where alpha is set: clients share tasks"
+                raise wrong("order", self.order, right)
             if self.images_per_class is not None:
                 raise wrong("images_per_class", self.images_per_class, "absent where alpha is set")
 
@@ -79,10 +80,14 @@ class Network:
     norm: Literal["none", "batch", "group"] = "none"
     stem: Literal["published", "small"] = "published"  # resnet18: 7 x 7 / 2 and pooling, or 3 x 3
     pretrained: str | None = None  # a file of weights, in the folder of downloads or absolute
+    precision: Literal["float32", "bfloat16"] = "float32"  # of the encoder's layers, not of weights
+    at_once: int | None = None  # pictures that pass the encoder at a time; None: the whole batch
 
     def __post_init__(self) -> None:
         """Refuse empty layers, and what a kind has not."""
         at_least(self, 1, "features")
+        if self.at_once is not None:
+            at_least(self, 1, "at_once")
         if not self.channels or min(self.channels) < 1:
             raise wrong("channels", list(self.channels), "at least one number above 0")
         if self.kind in ("mlp", "lenet", "swin_t") and self.norm != "none":

@@ -10,8 +10,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from stamp_core import diagnostics
-from stamp_core.config import wrong
+from stamp_core.config import Setting, wrong
 from stamp_core.experiments import Experiment
 from stamp_core.methods import Beginning, Message, Method, Reply, State, Turn
 from stamp_core.split import Plan
@@ -57,7 +58,8 @@ class Worker:
         if self.work.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.work.device)
         start = time.perf_counter()
-        reply = self.method.local(Turn(visit, self.plans[visit.seed], state, message))
+        with enough_memory(self.work.setting):
+            reply = self.method.local(Turn(visit, self.plans[visit.seed], state, message))
         seconds = time.perf_counter() - start
         gpu = torch.cuda.max_memory_allocated() if self.work.device.type == "cuda" else 0
         scores, angles = self.look(visit) if visit.last else (None, {})
@@ -80,8 +82,8 @@ class Worker:
     def describe(self, message: Message, pictures: Tensor) -> Tensor:
         """Features of some test pictures under the model in `message`.  # float16 [n, D]"""
         self.work.model.load(message["parameters"], message["buffers"])
-        encoder = self.work.classifier.encoder
-        return self.work.outputs(self.work.images.x_test[pictures], encoder).half()
+        encode = self.work.classifier.encode
+        return self.work.outputs(self.work.images.x_test[pictures], encode).half()
 
     def judge_client(self, visit: Visit, state: State, message: Message, personal: bool) -> Tensor:
         """Scores of a client's personal model, or of the global one with the client's buffers."""
@@ -91,6 +93,23 @@ class Worker:
         else:
             Method.receive(self.method, turn)
         return self.work.score(turn.plan, [visit.client], visit.step)  # [scorings, 1, T]
+
+
+@contextmanager
+def enough_memory(setting: Setting) -> Iterator[None]:
+    """While it lasts, an error for lack of memory says what to lower."""
+    try:
+        yield
+    except RuntimeError as error:  # on the CPU it has no class of its own
+        lacking = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        if not lacking:
+            raise
+        key, now = f"settings.{setting.name}.network.at_once", setting.network.at_once
+        raise MemoryError(
+            f"{key} is {now}; there is not enough memory for a batch of {setting.training.batch}: "
+            f"lower it, to {max(1, (now or setting.training.batch) // 2)}, and fewer pictures pass "
+            "the network at a time; finished rounds are kept"
+        ) from error
 
 
 class Here:
@@ -129,7 +148,7 @@ class Processes:
         except BrokenProcessPool:
             raise RuntimeError(
                 "a worker process was killed, most often for lack of memory: run with fewer "
-                "workers (STAMP_WORKERS=1) or a smaller batch; finished rounds are kept"
+                "workers (STAMP_WORKERS=1) or a smaller network.at_once; finished rounds are kept"
             ) from None
 
     def close(self) -> None:

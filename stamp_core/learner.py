@@ -85,7 +85,7 @@ def head_parts(network: Classifier, pictures: Tensor, labels: Tensor) -> tuple[T
     alone, where the error is softmax minus one-hot. So the inner product of two pictures'
     gradients is that of their errors times (1 + that of their features).
     """
-    features: Tensor = network.eval().encoder(pictures)
+    features: Tensor = network.eval().encode(pictures)
     answers: Tensor = network.head(features)
     errors = answers.softmax(1) - F.one_hot(labels, answers.shape[1])
     return errors, features

@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from stamp_core.seeding import generator
 from stamp_core.vectors import pieces
-from stamp_core.workspace import CHUNK, Visit, Workspace, augment
+from stamp_core.workspace import Visit, Workspace, augment
 
 HIDDEN = 100  # width of both hidden layers of a meta-network
 GAIN, SHARE, MULTIPLIER = 0.1, 0.5, 1.0  # of first weights; what all biases of a network are first
@@ -111,8 +111,8 @@ def look(work: Workspace, norms: Sequence[nn.Module], indices: Tensor) -> Seen:
     with ExitStack() as hooks:
         for layer in layers:
             hooks.callback(layer.register_forward_pre_hook(add).remove)
-        for chunk in indices.to(work.device).split(CHUNK):
-            module(work.normalise(work.x_train[chunk]))
+        for chunk in indices.split(work.chunk):
+            module(work.normalise(work.examples(chunk)[0]))
     inputs = [moments(both[layer].view(2, -1).mean(1)) for layer in layers]
     own = [moments(both[norm]) for norm in norms]
     apart = [distance(*pair) for pair in zip(gathered(norms), own, strict=True)]
@@ -191,9 +191,10 @@ def endless(work: Workspace, visit: Visit, indices: Tensor, purpose: str) -> Bat
     """Batches of training pictures, in a new order each time round."""
     training, draw = work.setting.training, visit.generator(purpose)
     while True:
-        order = indices[torch.randperm(len(indices), generator=draw)].to(work.device)
+        order = indices[torch.randperm(len(indices), generator=draw)]
         for batch in order.split(training.batch):
-            yield work.normalise(augment(work.x_train[batch], training, draw)), work.y_train[batch]
+            pictures, labels = work.examples(batch)
+            yield work.normalise(augment(pictures, training, draw)), labels
 
 
 def slope(work: Workspace, pictures: Tensor, labels: Tensor) -> Tensor:

@@ -76,7 +76,8 @@ SLIPS: list[tuple[str, object, str]] = [
     (
         ONE + "network.colour",
         "red",
-        "settings.one.network: 'colour' is unknown; known: channels, features, kind, norm",
+        "settings.one.network: 'colour' is unknown; known: at_once, channels, features, "
+        "kind, norm, precision, pretrained, stem",
     ),
     (
         ONE + "split.7",
@@ -88,7 +89,7 @@ SLIPS: list[tuple[str, object, str]] = [
         ONE + "network.kind",
         "cnnn",
         "settings.one.network.kind 'cnnn' is unknown; did you mean 'cnn'? "
-        "known: cnn, mlp, resnet18",
+        "known: cnn, lenet, mlp, resnet18, swin_t",
     ),
     (
         ONE + "training.buffers",
@@ -505,7 +506,8 @@ def test_plain_is_what_json_holds() -> None:
         "data": {"source": "digits"},
         "split": {**SPLIT, "cycles": 1, "order": "independent", "common_clients": 0}
         | {"alpha": None, "min_samples": 1, "images_per_class": None},
-        "network": {"kind": "cnn", "features": 64, "channels": [4], "norm": "none"},
+        "network": {"kind": "cnn", "features": 64, "channels": [4], "norm": "none"}
+        | {"stem": "published", "pretrained": None, "precision": "float32", "at_once": None},
         "training": {**TRAINING, "momentum": 0.0, "weight_decay": 0.0, "participation": 1.0}
         | {"dropout": 0.0, "buffers": "shared", "shift": 0, "flip": False},
         "observe": {"angles": False, "displacements": False, "features": 0, "memory": 0},

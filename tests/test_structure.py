@@ -15,16 +15,16 @@ from stamp_core.paths import ROOT
 PACKAGE = ROOT / "stamp_core"
 # A file may import files of earlier rows and of its own row, never of a later one.
 LAYERS = [
-    "paths vectors vision seeding fingerprint",
+    "paths vectors vision seeding fingerprint progress",
     "config",
-    "data split models rows simplex projection matching prototypes metrics records",
+    "cache decoding downloads data split models rows simplex projection matching prototypes metrics records",
     "learner",
     "coresets",
     "workspace",
     "diagnostics temporal personal",
     "methods",
     "experiments",
-    "executor checkpoint progress",
+    "executor checkpoint",
     "engine",
     "grid",
     "sweeps",
@@ -83,6 +83,7 @@ def test_whoever_imports_the_figures_depends_on_all_their_files() -> None:
 def test_figures_and_tables_read_records_only(path: Path) -> None:
     below = {p.relative_to(PACKAGE).parts[0].removesuffix(".py") for p in imports(path)}
     computed = {"matching", "seeding", "simplex"} if path.name in LIVE else set()
+    computed |= {"models"} if path.name == "networks.py" else set()  # it counts what is built
     own = {"figures"} if path.parent.name == "figures" else set()
     records = {"config", "data", "metrics", "paths", "records", "split", "tables"}
     assert below <= records | own | computed

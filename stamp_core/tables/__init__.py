@@ -16,6 +16,7 @@ from stamp_core.tables.matched import (
     MATCHED,
     matching,
 )
+from stamp_core.tables.networks import NETWORKS, architectures, networks_page, write_networks
 from stamp_core.tables.paper import DASH, accuracy_and_forgetting, printed
 from stamp_core.tables.parts import (
     ABLATION,
@@ -63,6 +64,7 @@ __all__ = [
     "GROUPS",
     "MATCHED",
     "MB",
+    "NETWORKS",
     "NOTE",
     "PARTS",
     "SUMMARY",
@@ -71,6 +73,7 @@ __all__ = [
     "ablation_page",
     "accuracy_and_forgetting",
     "amount",
+    "architectures",
     "between",
     "by_part",
     "coreset_accuracies",
@@ -88,6 +91,7 @@ __all__ = [
     "judged",
     "markdown",
     "matching",
+    "networks_page",
     "page",
     "part",
     "percent",
@@ -102,4 +106,5 @@ __all__ = [
     "write",
     "write_ablation",
     "write_coresets",
+    "write_networks",
 ]
