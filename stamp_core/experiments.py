@@ -92,7 +92,7 @@ def check(params: dict[str, Any] | None = None) -> int:
     for method in params["methods"]:
         methods.preset(method, params)
     cells = [(s, m, config.seeds(r)) for g in config.GRIDS for s, m, r in config.cells(g, params)]
-    for setting, method, _ in cells:
+    for setting, method, _ in [*cells, *config.cells(config.PAPER, params)]:
         experiment(setting, method, params)
     trained_once(params["grid"], params["ablation"])
     for setting, seeds in {setting: seeds for setting, _, seeds in cells}.items():
