@@ -17,9 +17,9 @@ from stamp_core.paths import PARAMS
 
 T = TypeVar("T")
 SECTIONS = (
-    *("grid", "ablation", "sweeps", "budgets"),
-    *("tiny", "tiny_sweeps", "tiny_budgets"),
-    *("paper", "settings", "methods"),
+    *("grid", "ablation", "sweeps", "budgets", "alphas"),
+    *("tiny", "tiny_sweeps", "tiny_budgets", "tiny_alphas"),
+    *("paper", "paper_alphas", "settings", "methods"),
 )
 GRIDS = ("grid", "ablation", "tiny")
 PAPER = "paper"  # a grid whose pictures and hours most machines have not: trained when asked for
@@ -295,6 +295,7 @@ def seeds(text: str) -> list[int]:
 def cells(name: str, params: Mapping[str, Any] | None = None) -> Iterator[tuple[str, str, str]]:
     """Setting, method and range of seeds of every cell of a grid, those it has `beside` first."""
     params = params or read()
+    name, _, only = name.partition(".")  # "paper.cifar100_c2": one setting of a grid
     if name not in (*GRIDS, PAPER):
         raise unknown("grid", name, (*GRIDS, PAPER))
     grid = {"beside": [], **params[name]}  # which another grid trains
@@ -304,8 +305,10 @@ def cells(name: str, params: Mapping[str, Any] | None = None) -> Iterator[tuple[
     for axis in (*AXES, "beside"):
         if not isinstance(grid.get(axis), list):
             raise wrong(f"params.yaml: {name}.{axis}", grid.get(axis), "a list")
-    methods = [*grid["beside"], *grid["method"]]
-    yield from itertools.product(grid["setting"], methods, map(str, grid["seeds"]))
+    if only and only not in grid["setting"]:
+        raise unknown(f"params.yaml: {name}.setting", only, grid["setting"])
+    settings, methods = [only] if only else grid["setting"], [*grid["beside"], *grid["method"]]
+    yield from itertools.product(settings, methods, map(str, grid["seeds"]))
 
 
 def plain(value: object) -> Any:

@@ -27,6 +27,8 @@ from stamp_core.methods import Beginning, Message, Method, Reply, State, Turn
 from stamp_core.split import Plan
 from stamp_core.workspace import Visit, Workspace
 
+LACKING = ("can't allocate memory", "not enough memory", "ALLOC_FAILED")  # in errors of torch
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -58,8 +60,7 @@ class Worker:
         if self.work.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.work.device)
         start = time.perf_counter()
-        with enough_memory(self.work.setting):
-            reply = self.method.local(Turn(visit, self.plans[visit.seed], state, message))
+        reply = self.method.local(Turn(visit, self.plans[visit.seed], state, message))
         seconds = time.perf_counter() - start
         gpu = torch.cuda.max_memory_allocated() if self.work.device.type == "cuda" else 0
         scores, angles = self.look(visit) if visit.last else (None, {})
@@ -94,22 +95,39 @@ class Worker:
             Method.receive(self.method, turn)
         return self.work.score(turn.plan, [visit.client], visit.step)  # [scorings, 1, T]
 
+    def call(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        """What the method `name` gives; an error for lack of memory says what to lower."""
+        with enough_memory(self.work.setting):
+            return getattr(self, name)(*arguments)
+
 
 @contextmanager
 def enough_memory(setting: Setting) -> Iterator[None]:
     """While it lasts, an error for lack of memory says what to lower."""
     try:
         yield
-    except RuntimeError as error:  # on the CPU it has no class of its own
-        lacking = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-        if not lacking:
+    except RuntimeError as error:
+        if not lacks_memory(error):
             raise
-        key, now = f"settings.{setting.name}.network.at_once", setting.network.at_once
-        raise MemoryError(
-            f"{key} is {now}; there is not enough memory for a batch of {setting.training.batch}: "
-            f"lower it, to {max(1, (now or setting.training.batch) // 2)}, and fewer pictures pass "
-            "the network at a time; finished rounds are kept"
-        ) from error
+        raise MemoryError(lower(setting)) from error
+
+
+def lacks_memory(error: RuntimeError) -> bool:
+    """Whether an error is torch's for lack of memory; on the CPU it has no class of its own."""
+    text = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or any(word in text for word in LACKING)
+
+
+def lower(setting: Setting) -> str:
+    """What to lower where memory is not enough."""
+    network, batch = setting.network, setting.training.batch
+    key, least = f"settings.{setting.name}.network.at_once", 2 if network.norm == "batch" else 1
+    found = f"{key} is {network.at_once}; there is not enough memory for a batch of {batch}"
+    now = min(network.at_once or batch, batch)
+    advice = f"lower it, to {max(least, now // 2)}, and fewer pictures pass the network at a time"
+    if now <= least:
+        advice = "take a smaller network or smaller pictures, or fewer workers (STAMP_WORKERS=1)"
+    return f"{found}: {advice}; finished rounds are kept"
 
 
 class Here:
@@ -120,7 +138,7 @@ class Here:
 
     def call(self, name: str, arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
         """What the worker's method `name` gives for each tuple of arguments, in order."""
-        return [getattr(self.worker, name)(*each) for each in arguments]
+        return [self.worker.call(name, each) for each in arguments]
 
     def close(self) -> None:
         """Nothing to end."""
@@ -240,4 +258,4 @@ def _call(packed: bytes) -> bytes:
     """One call in a worker process."""
     assert _worker is not None
     name, arguments = pickle.loads(packed)
-    return _dumps(getattr(_worker, name)(*arguments))
+    return _dumps(_worker.call(name, arguments))

@@ -1,6 +1,7 @@
 """A network of a coreset rule's own, and losses and gradients of single pictures."""
 
 from collections.abc import Callable, Iterable
+from copy import copy
 
 import torch
 import torch.nn.functional as F
@@ -63,9 +64,10 @@ def gradients(network: Classifier, pictures: Tensor, labels: Tensor) -> Tensor:
     """The gradient of each picture's cross-entropy, of all parameters, in their order.  # [N, P]
 
     In evaluation mode: in a batch that is normalised by its own statistics no picture has a
-    gradient of its own.
+    gradient of its own. In float32 whatever the network's precision: vmap mixes no types.
     """
-    network.eval()
+    network = copy(network.eval())  # with the same layers
+    network.precision = "float32"
     values = {name: value.detach() for name, value in network.named_parameters()}
     buffers = dict(network.named_buffers())
 

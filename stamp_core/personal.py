@@ -103,9 +103,10 @@ def look(work: Workspace, norms: Sequence[nn.Module], indices: Tensor) -> Seen:
     layers, both = learnable(module), dict[nn.Module, Tensor]()
 
     def add(layer: nn.Module, given: tuple[Tensor]) -> None:
-        dims = channels(given[0]) if layer in norms else None
-        variance, mean = (m.double() for m in torch.var_mean(given[0], dims, correction=0))
-        part = torch.stack([mean, variance + mean.square()]) * (len(given[0]) / len(indices))
+        x = given[0].float()  # moments of bfloat16 would be rounded to it
+        dims = channels(x) if layer in norms else None
+        variance, mean = (m.double() for m in torch.var_mean(x, dims, correction=0))
+        part = torch.stack([mean, variance + mean.square()]) * (len(x) / len(indices))
         both[layer] = both.get(layer, 0) + part  # [2, C] or [2]: means of x and of its square
 
     with ExitStack() as hooks:
@@ -166,7 +167,7 @@ def mixed(norms: Sequence[nn.Module], net: Sequence[Moments], shares: Tensor) ->
 
 def normalised(net: Moments, share: Tensor, norm: Any, given: tuple[Tensor], _: Tensor) -> Tensor:
     """What a mixed normalisation makes of its input."""
-    x, own = given[0], (norm.running_mean, norm.running_var)
+    x, own = given[0].float(), (norm.running_mean, norm.running_var)
     if norm.training:
         variance, mean = torch.var_mean(x, channels(x), correction=0)
         own = mean, variance
@@ -174,7 +175,7 @@ def normalised(net: Moments, share: Tensor, norm: Any, given: tuple[Tensor], _: 
     mean, variance = (torch.lerp(*pair, share).view(shape) for pair in zip(net, own, strict=True))
     weight, bias = norm.weight.view(shape), norm.bias.view(shape)
     result: Tensor = (x - mean) / (variance + norm.eps).sqrt() * weight + bias
-    return result
+    return result.to(given[0])
 
 
 def settle(norms: Sequence[Any], net: Sequence[Moments], shares: Tensor) -> None:

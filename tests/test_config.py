@@ -31,6 +31,10 @@ GOOD: dict[str, Any] = {
     "tiny_sweeps": {},
     "budgets": {"setting": [], "method": [], "beside": [], "seeds": "0", "per_class": {}},
     "tiny_budgets": {"setting": [], "method": [], "beside": [], "seeds": "0", "per_class": {}},
+    "alphas": {},
+    "tiny_alphas": {},
+    "paper": {"setting": ["one"], "method": ["fedavg", "rare"], "seeds": ["0to4"]},
+    "paper_alphas": {},
     "settings": {
         "one": {
             "data": {"source": "digits"},
@@ -157,6 +161,21 @@ SLIPS: list[tuple[str, object, str]] = [
     ),
     ("grid.setting", ["two"], "settings 'two' is unknown; known: one"),
     ("tiny.setting", ["on"], "settings 'on' is unknown; did you mean 'one'? known: one"),
+    ("paper.setting", ["oe"], "settings 'oe' is unknown; did you mean 'one'? known: one"),
+    ("paper.seeds", 3, "paper.seeds is 3; it must be a list"),
+    (ONE + "network.at_once", 0, "settings.one.network.at_once is 0; it must be at least 1"),
+    (
+        ONE + "network.precision",
+        "float16",
+        "settings.one.network.precision 'float16' is unknown; did you mean 'bfloat16'? "
+        "known: bfloat16, float32",
+    ),
+    (
+        ONE + "split.order",
+        "givn",
+        "settings.one.split.order 'givn' is unknown; did you mean 'given'? "
+        "known: common, disjoint, given, independent, mixed",
+    ),
     (
         "grid.seed",
         ["0"],
@@ -292,7 +311,7 @@ SLIPS: list[tuple[str, object, str]] = [
         ONE + "split.alpha",
         0.5,
         "settings.one.split.order is 'independent'; "
-        "it must be 'common' where alpha is set: clients share tasks",
+        "it must be 'common' or 'given' where alpha is set: clients share tasks",
     ),
     (
         ONE + "split",
@@ -557,14 +576,14 @@ def test_both_yaml_parsers_read_the_same_parameters() -> None:
         (
             "",
             "{path} is empty; "
-            "it must hold grid, ablation, sweeps, budgets, tiny, tiny_sweeps, "
-            "tiny_budgets, settings, methods",
+            "it must hold grid, ablation, sweeps, budgets, alphas, tiny, tiny_sweeps, "
+            "tiny_budgets, tiny_alphas, paper, paper_alphas, settings, methods",
         ),
         (
             "grid: {}\ntiny: {}\nsetings: {}",
             "params.yaml: 'setings' is unknown; did you mean 'settings'? "
-            "known: ablation, budgets, grid, methods, settings, sweeps, tiny, tiny_budgets, "
-            "tiny_sweeps",
+            "known: ablation, alphas, budgets, grid, methods, paper, paper_alphas, settings, "
+            "sweeps, tiny, tiny_alphas, tiny_budgets, tiny_sweeps",
         ),
         ("grid: {}\nsweeps: {}", "params.yaml: ablation is None; it must be a block of keys"),
     ],

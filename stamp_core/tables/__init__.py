@@ -1,5 +1,6 @@
-"""Tables from run records: results and differences, the ablation, coresets, how matching went."""
+"""Tables from run records: results, differences, ablation, coresets, ours beside the paper's."""
 
+from stamp_core.tables.beside import beside, costs_beside, paper_page, write_paper
 from stamp_core.tables.coresets import (
     EVERY,
     between,
@@ -12,6 +13,7 @@ from stamp_core.tables.coresets import (
     ends,
     write_coresets,
 )
+from stamp_core.tables.details import attributes, modified_networks, training_details
 from stamp_core.tables.matched import (
     MATCHED,
     matching,
@@ -74,6 +76,8 @@ __all__ = [
     "accuracy_and_forgetting",
     "amount",
     "architectures",
+    "attributes",
+    "beside",
     "between",
     "by_part",
     "coreset_accuracies",
@@ -83,6 +87,7 @@ __all__ = [
     "coreset_sentences",
     "coresets",
     "costs",
+    "costs_beside",
     "curves",
     "differences",
     "distinct",
@@ -91,8 +96,10 @@ __all__ = [
     "judged",
     "markdown",
     "matching",
+    "modified_networks",
     "networks_page",
     "page",
+    "paper_page",
     "part",
     "percent",
     "printed",
@@ -100,6 +107,7 @@ __all__ = [
     "sentences",
     "step_length",
     "summary",
+    "training_details",
     "variant",
     "verdict",
     "wide",
@@ -107,4 +115,5 @@ __all__ = [
     "write_ablation",
     "write_coresets",
     "write_networks",
+    "write_paper",
 ]

@@ -9,7 +9,7 @@ import torch
 
 from stamp_core.config import Network
 from stamp_core.models import Shape, build
-from stamp_core.tables.paper import DASH, printed
+from stamp_core.tables.paper import ARCHITECTURES, DASH, KINDS, printed
 from stamp_core.tables.runs import MB, amount, markdown
 
 MIB = 2**20
@@ -28,8 +28,9 @@ NETWORKS: list[tuple[str, Network, Shape, int]] = [  # data, network, pictures, 
     ("CIFAR-100", Network("lenet"), (3, 32, 32), 100),
 ]
 STATED = {  # of FedAvg in tab:modified-arch
-    **{(data, "resnet18"): "11.7 M" for data in ("CIFAR-10", "CIFAR-100", "Digit-10", "Office-31")},
-    ("ImageNet-1K", "swin_t"): "28.8 M",
+    (data, KINDS[row.model]): row.parameters
+    for row in ARCHITECTURES[ARCHITECTURES.method == "FedAvg"].itertuples()
+    for data in row.data.split(", ")
 }
 NOTE = f"""\
 Parameters are counted with the head over all classes of the data. Buffers are the means and
