@@ -6,7 +6,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)# dvc -> papermill -> kernel all res
 export STAMP_DATA ?= $(CURDIR)/data/raw
 
 .DEFAULT_GOAL := help
-.PHONY: repro test lab notebooks lint bench clean help
+.PHONY: repro test paper estimate lab notebooks lint bench clean help
 
 repro: $(READY) .dvc/config.local  ## set up, then regenerate what is out of date (JOBS=n at a time)
 	$(VENV)/bin/python -m stamp_core.repro
@@ -17,6 +17,12 @@ test: $(READY) .dvc/config.local  ## set up, then lint, types, unit tests, the p
 	$(VENV)/bin/mypy
 	$(VENV)/bin/pytest tests --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 	$(VENV)/bin/pytest notebooks
+
+paper: $(READY)  ## train one of the paper's settings: SETTING=cifar100_c2; says first what it takes
+	$(VENV)/bin/python -m stamp_core.paper $(SETTING)
+
+estimate: $(READY)  ## say what `make paper SETTING=...` takes on this machine
+	$(VENV)/bin/python -m stamp_core.paper $(SETTING) --estimate
 
 lab: $(READY)  ## explore in JupyterLab
 	$(VENV)/bin/jupyter lab --LabApp.default_url=/lab/tree/notebooks
@@ -33,7 +39,7 @@ bench: $(READY)  ## measure speed and memory; writes benchmarks/results.md
 	$(VENV)/bin/python -m benchmarks.run
 
 clean:  ## remove everything computed; raw data and the environment stay
-	rm -rf data/source data/splits data/runs data/sweeps data/budgets data/tiny data/cache data/resume .dvc/cache .dvc/tmp
+	rm -rf data/source data/splits data/runs data/sweeps data/budgets data/alphas data/tiny data/cache data/resume .dvc/cache .dvc/tmp
 	find data/executed -name '*.ipynb' -delete
 
 help:  ## list these commands

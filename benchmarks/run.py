@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import bare, coresets, matching, spread
+from benchmarks import bare, coresets, matching, networks, spread
 from stamp_core import engine, split
 from stamp_core.executor import Executor, peak_memory, start
 from stamp_core.experiments import Experiment, experiment
@@ -140,6 +140,7 @@ def main() -> None:
         *(f"| {what} | {result} |" for what, result in rows),
         *coresets.table(),
         *matching.table(),
+        *networks.table(),
     ]
     Path(ROOT / "benchmarks" / "results.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines[6:]))

@@ -17,11 +17,12 @@ from stamp_core.paths import PARAMS
 
 T = TypeVar("T")
 SECTIONS = (
-    *("grid", "ablation", "sweeps", "budgets"),
-    *("tiny", "tiny_sweeps", "tiny_budgets"),
-    *("settings", "methods"),
+    *("grid", "ablation", "sweeps", "budgets", "alphas"),
+    *("tiny", "tiny_sweeps", "tiny_budgets", "tiny_alphas"),
+    *("paper", "paper_alphas", "settings", "methods"),
 )
 GRIDS = ("grid", "ablation", "tiny")
+PAPER = "paper"  # a grid whose pictures and hours most machines have not: trained when asked for
 AXES = ("setting", "method", "seeds")  # of a grid
 
 
@@ -38,7 +39,7 @@ class Split:
     tasks: int
     classes_per_task: int | None = None  # kind "classes" only
     cycles: int = 1  # how often the sequence is gone through
-    order: Literal["independent", "common", "mixed", "disjoint"] = "independent"
+    order: Literal["independent", "common", "given", "mixed", "disjoint"] = "independent"
     common_clients: int = 0  # order "mixed": so many clients follow one common order
     alpha: float | None = None  # Dirichlet concentration over clients inside each task
     min_samples: int = 1  # with alpha: the least pictures of a client in a task
@@ -63,8 +64,9 @@ class Split:
             raise wrong("min_samples", self.min_samples, "absent unless alpha is set")
         if self.alpha is not None:
             above(self, 0, "alpha")
-            if self.order != "common":
-                raise wrong("order", self.order, "'common' where alpha is set: clients share tasks")
+            if self.order not in ("common", "given"):
+                right = "'common' or 'given' where alpha is set: clients share tasks"
+                raise wrong("order", self.order, right)
             if self.images_per_class is not None:
                 raise wrong("images_per_class", self.images_per_class, "absent where alpha is set")
 
@@ -73,20 +75,28 @@ class Split:
 class Network:
     """An encoder and a linear head over all classes of the data."""
 
-    kind: Literal["mlp", "cnn", "resnet18"]
+    kind: Literal["mlp", "cnn", "lenet", "resnet18", "swin_t"]
     features: int = 64  # width of the last hidden layer (mlp, cnn)
     channels: tuple[int, ...] = (16, 32)  # cnn: one 5 x 5 convolution with pooling each
     norm: Literal["none", "batch", "group"] = "none"
+    stem: Literal["published", "small"] = "published"  # resnet18: 7 x 7 / 2 and pooling, or 3 x 3
+    pretrained: str | None = None  # a file of weights, in the folder of downloads or absolute
+    precision: Literal["float32", "bfloat16"] = "float32"  # of the encoder's layers, not of weights
+    at_once: int | None = None  # pictures that pass the encoder at a time; None: the whole batch
 
     def __post_init__(self) -> None:
-        """Refuse empty layers."""
+        """Refuse empty layers, and what a kind has not."""
         at_least(self, 1, "features")
+        if self.at_once is not None:
+            at_least(self, 1, "at_once")
         if not self.channels or min(self.channels) < 1:
             raise wrong("channels", list(self.channels), "at least one number above 0")
-        if self.kind == "mlp" and self.norm != "none":
-            raise wrong("norm", self.norm, "'none', as kind is 'mlp'")
+        if self.kind in ("mlp", "lenet", "swin_t") and self.norm != "none":
+            raise wrong("norm", self.norm, f"'none', as kind is {self.kind!r}")
         if self.kind == "resnet18" and self.norm == "none":
             raise wrong("norm", self.norm, "'batch' or 'group', as kind is 'resnet18'")
+        if self.kind != "resnet18" and self.stem != "published":
+            raise wrong("stem", self.stem, f"absent, as kind is {self.kind!r}")
 
 
 @dataclass(frozen=True)
@@ -285,8 +295,9 @@ def seeds(text: str) -> list[int]:
 def cells(name: str, params: Mapping[str, Any] | None = None) -> Iterator[tuple[str, str, str]]:
     """Setting, method and range of seeds of every cell of a grid, those it has `beside` first."""
     params = params or read()
-    if name not in GRIDS:
-        raise unknown("grid", name, GRIDS)
+    name, _, only = name.partition(".")  # "paper.cifar100_c2": one setting of a grid
+    if name not in (*GRIDS, PAPER):
+        raise unknown("grid", name, (*GRIDS, PAPER))
     grid = {"beside": [], **params[name]}  # which another grid trains
     for key in grid:
         if key not in (*AXES, "beside"):
@@ -294,8 +305,10 @@ def cells(name: str, params: Mapping[str, Any] | None = None) -> Iterator[tuple[
     for axis in (*AXES, "beside"):
         if not isinstance(grid.get(axis), list):
             raise wrong(f"params.yaml: {name}.{axis}", grid.get(axis), "a list")
-    methods = [*grid["beside"], *grid["method"]]
-    yield from itertools.product(grid["setting"], methods, map(str, grid["seeds"]))
+    if only and only not in grid["setting"]:
+        raise unknown(f"params.yaml: {name}.setting", only, grid["setting"])
+    settings, methods = [only] if only else grid["setting"], [*grid["beside"], *grid["method"]]
+    yield from itertools.product(settings, methods, map(str, grid["seeds"]))
 
 
 def plain(value: object) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 from stamp_core.rows import Difference, gram
 from stamp_core.split import Plan
 from stamp_core.vectors import Descent
-from stamp_core.workspace import CHUNK, Visit, Workspace
+from stamp_core.workspace import Visit, Workspace
 
 
 def spatial(before: Tensor, after: Tensor, received: Sequence[Tensor]) -> dict[str, float]:
@@ -56,9 +56,9 @@ def gradient(work: Workspace, indices: Tensor) -> Tensor:
     model = work.model
     model.module.eval()
     model.gradients.zero_()
-    for part in indices.to(work.device).split(CHUNK):
-        logits = model.module(work.normalise(work.x_train[part]))
-        loss = F.cross_entropy(logits, work.y_train[part], reduction="sum")
+    for part in indices.split(work.chunk):
+        pictures, labels = work.examples(part)
+        loss = F.cross_entropy(model.module(work.normalise(pictures)), labels, reduction="sum")
         (loss / len(indices)).backward()
     return model.gradients.clone()
 

@@ -85,11 +85,11 @@ class Run:
     def fresh(self) -> dict[str, Any]:
         """The state before the first round, with the untrained model's accuracies."""
         began = time.perf_counter()
-        server, clients, down, up = self.here.begin(self.seed)
+        server, clients, down, up = self.here.call("begin", (self.seed,))
         setup = {"down": down, "up": up, "seconds": time.perf_counter() - began}
         shape = (len(SCORINGS), self.plan.steps, len(clients), self.plan.tasks)
         scores = {model: torch.full(shape, torch.nan) for model in ("global", "personal", "local")}
-        scores["initial"] = self.here.judge(self.seed, 0, model_of(server))
+        scores["initial"] = self.here.call("judge", (self.seed, 0, model_of(server)))
         begun = {"next": 0, "history": [], "features": [], "setup": setup}
         return {"server": server, "clients": clients, "scores": scores, **begun}
 

@@ -10,8 +10,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,13 @@ import torch
 from torch import Tensor
 
 from stamp_core import diagnostics
-from stamp_core.config import wrong
+from stamp_core.config import Setting, wrong
 from stamp_core.experiments import Experiment
 from stamp_core.methods import Beginning, Message, Method, Reply, State, Turn
 from stamp_core.split import Plan
 from stamp_core.workspace import Visit, Workspace
+
+LACKING = ("can't allocate memory", "not enough memory", "ALLOC_FAILED")  # in errors of torch
 
 
 @dataclass(frozen=True)
@@ -80,8 +83,8 @@ class Worker:
     def describe(self, message: Message, pictures: Tensor) -> Tensor:
         """Features of some test pictures under the model in `message`.  # float16 [n, D]"""
         self.work.model.load(message["parameters"], message["buffers"])
-        encoder = self.work.classifier.encoder
-        return self.work.outputs(self.work.images.x_test[pictures], encoder).half()
+        encode = self.work.classifier.encode
+        return self.work.outputs(self.work.images.x_test[pictures], encode).half()
 
     def judge_client(self, visit: Visit, state: State, message: Message, personal: bool) -> Tensor:
         """Scores of a client's personal model, or of the global one with the client's buffers."""
@@ -92,6 +95,40 @@ class Worker:
             Method.receive(self.method, turn)
         return self.work.score(turn.plan, [visit.client], visit.step)  # [scorings, 1, T]
 
+    def call(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        """What the method `name` gives; an error for lack of memory says what to lower."""
+        with enough_memory(self.work.setting):
+            return getattr(self, name)(*arguments)
+
+
+@contextmanager
+def enough_memory(setting: Setting) -> Iterator[None]:
+    """While it lasts, an error for lack of memory says what to lower."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not lacks_memory(error):
+            raise
+        raise MemoryError(lower(setting)) from error
+
+
+def lacks_memory(error: RuntimeError) -> bool:
+    """Whether an error is torch's for lack of memory; on the CPU it has no class of its own."""
+    text = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or any(word in text for word in LACKING)
+
+
+def lower(setting: Setting) -> str:
+    """What to lower where memory is not enough."""
+    network, batch = setting.network, setting.training.batch
+    key, least = f"settings.{setting.name}.network.at_once", 2 if network.norm == "batch" else 1
+    found = f"{key} is {network.at_once}; there is not enough memory for a batch of {batch}"
+    now = min(network.at_once or batch, batch)
+    advice = f"lower it, to {max(least, now // 2)}, and fewer pictures pass the network at a time"
+    if now <= least:
+        advice = "take a smaller network or smaller pictures, or fewer workers (STAMP_WORKERS=1)"
+    return f"{found}: {advice}; finished rounds are kept"
+
 
 class Here:
     """Runs every call in this process, one after the other."""
@@ -101,7 +138,7 @@ class Here:
 
     def call(self, name: str, arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
         """What the worker's method `name` gives for each tuple of arguments, in order."""
-        return [getattr(self.worker, name)(*each) for each in arguments]
+        return [self.worker.call(name, each) for each in arguments]
 
     def close(self) -> None:
         """Nothing to end."""
@@ -129,7 +166,7 @@ class Processes:
         except BrokenProcessPool:
             raise RuntimeError(
                 "a worker process was killed, most often for lack of memory: run with fewer "
-                "workers (STAMP_WORKERS=1) or a smaller batch; finished rounds are kept"
+                "workers (STAMP_WORKERS=1) or a smaller network.at_once; finished rounds are kept"
             ) from None
 
     def close(self) -> None:
@@ -221,4 +258,4 @@ def _call(packed: bytes) -> bytes:
     """One call in a worker process."""
     assert _worker is not None
     name, arguments = pickle.loads(packed)
-    return _dumps(getattr(_worker, name)(*arguments))
+    return _dumps(_worker.call(name, arguments))

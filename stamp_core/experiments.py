@@ -13,6 +13,7 @@ from stamp_core import config, data, methods, split
 from stamp_core.config import Setting, plain, wrong
 from stamp_core.data import ImageSet
 from stamp_core.fingerprint import combined
+from stamp_core.models import digest
 from stamp_core.split import Plan
 from stamp_core.workspace import Workspace
 
@@ -41,14 +42,16 @@ class Experiment:
         return {"setting": setting, "method": {"name": self.method, **params}}
 
     def identity(self, plan: Plan, device: str) -> dict[str, str]:
-        """What decides the numbers of a run: parameters, plan, code, torch and kind of device."""
+        """What decides the numbers of a run: parameters, plan, code, torch, device, weights."""
         text = json.dumps(self.resolved(), sort_keys=True)
+        weights = digest(self.setting.network)
         return {
             "parameters": hashlib.sha256(text.encode()).hexdigest(),
             "plan": plan.hash,
             "code": self.code(),
             "torch": torch.__version__,
             "device": f"{torch.device(device).type} {platform.machine()}",
+            **({} if weights is None else {"pretrained": weights}),
         }
 
     def code(self) -> str:
@@ -89,7 +92,7 @@ def check(params: dict[str, Any] | None = None) -> int:
     for method in params["methods"]:
         methods.preset(method, params)
     cells = [(s, m, config.seeds(r)) for g in config.GRIDS for s, m, r in config.cells(g, params)]
-    for setting, method, _ in cells:
+    for setting, method, _ in [*cells, *config.cells(config.PAPER, params)]:
         experiment(setting, method, params)
     trained_once(params["grid"], params["ablation"])
     for setting, seeds in {setting: seeds for setting, _, seeds in cells}.items():

@@ -58,6 +58,14 @@ def gather(grid: str = "tiny", folder: str = TINY) -> list[Record]:
     return of_cells(config.cells(grid, params), params, folder, missing=grid == "tiny")
 
 
+def found(grid: str, folder: str) -> list[Record]:
+    """The records of those cells of a grid that have some."""
+    params = config.read()
+    cells = [(experiment(s, m, params), seeds) for s, m, seeds in config.cells(grid, params)]
+    there = [(cell, seeds) for cell, seeds in cells if has(cell, seeds, folder)]
+    return [record for cell, seeds in there for record in load(cell, seeds, folder)]
+
+
 def of_cells(
     cells: Iterable[tuple[str, str, str]], params: dict[str, Any], folder: str, missing: bool
 ) -> list[Record]:
@@ -67,9 +75,7 @@ def of_cells(
         cell = experiment(setting, method, params)
         of_cell = load(cell, seeds, folder, outdated=folder != TINY)
         if not of_cell and not missing:
-            kind = "train" if method in params["grid"]["method"] else "ablate"
-            stage = f"{kind}@{setting}-{method}-{seeds}"
-            raise ParameterError(f"no records of {stage}; make them with `dvc repro {stage}`")
+            raise ParameterError(f"no records of {recipe(setting, method, seeds, params)}")
         found += of_cell or run(cell, seeds, folder, 1, "cpu")
     return found
 
@@ -79,10 +85,10 @@ def load(cell: Experiment, seeds: str, folder: str, outdated: bool = True) -> li
 
     Those of other code or numbers are named, or count as missing if `outdated` is not allowed.
     """
+    if not has(cell, seeds, folder):
+        return []
     place = run_folder(cell.setting.name, cell.method, seeds, folder)
     folders = [place / str(seed) for seed in config.seeds(seeds)]
-    if not all((each / "run.json").exists() for each in folders):
-        return []
     found = [records.load(each) for each in folders]
     made = plans(cell.setting, cell.images(), seeds, folder)
     now = [cell.identity(plan, resolve_device("auto")) for plan in made.values()]
@@ -93,6 +99,21 @@ def load(cell: Experiment, seeds: str, folder: str, outdated: bool = True) -> li
         parts = ", ".join(sorted(set(stale)))
         warnings.warn(f"{place.name} was made with other {parts}: run `dvc repro`", stacklevel=2)
     return found
+
+
+def has(cell: Experiment, seeds: str, folder: str) -> bool:
+    """Whether every seed of a cell has a record."""
+    place = run_folder(cell.setting.name, cell.method, seeds, folder)
+    return all((place / str(seed) / "run.json").exists() for seed in config.seeds(seeds))
+
+
+def recipe(setting: str, method: str, seeds: str, params: dict[str, Any]) -> str:
+    """Which records are missing, and the command that makes them."""
+    name = f"{setting}-{method}-{seeds}"
+    if setting in params[config.PAPER]["setting"]:
+        return f"{name}; make them with `make paper SETTING={setting}`"
+    kind = "train" if method in params["grid"]["method"] else "ablate"
+    return f"{kind}@{name}; make them with `dvc repro {kind}@{name}`"
 
 
 def changed(record: Record, now: dict[str, str], key: str) -> bool:

@@ -1,6 +1,7 @@
 """A network of a coreset rule's own, and losses and gradients of single pictures."""
 
 from collections.abc import Callable, Iterable
+from copy import copy
 
 import torch
 import torch.nn.functional as F
@@ -63,9 +64,10 @@ def gradients(network: Classifier, pictures: Tensor, labels: Tensor) -> Tensor:
     """The gradient of each picture's cross-entropy, of all parameters, in their order.  # [N, P]
 
     In evaluation mode: in a batch that is normalised by its own statistics no picture has a
-    gradient of its own.
+    gradient of its own. In float32 whatever the network's precision: vmap mixes no types.
     """
-    network.eval()
+    network = copy(network.eval())  # with the same layers
+    network.precision = "float32"
     values = {name: value.detach() for name, value in network.named_parameters()}
     buffers = dict(network.named_buffers())
 
@@ -85,7 +87,7 @@ def head_parts(network: Classifier, pictures: Tensor, labels: Tensor) -> tuple[T
     alone, where the error is softmax minus one-hot. So the inner product of two pictures'
     gradients is that of their errors times (1 + that of their features).
     """
-    features: Tensor = network.eval().encoder(pictures)
+    features: Tensor = network.eval().encode(pictures)
     answers: Tensor = network.head(features)
     errors = answers.softmax(1) - F.one_hot(labels, answers.shape[1])
     return errors, features

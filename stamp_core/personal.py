@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from stamp_core.seeding import generator
 from stamp_core.vectors import pieces
-from stamp_core.workspace import CHUNK, Visit, Workspace, augment
+from stamp_core.workspace import Visit, Workspace, augment
 
 HIDDEN = 100  # width of both hidden layers of a meta-network
 GAIN, SHARE, MULTIPLIER = 0.1, 0.5, 1.0  # of first weights; what all biases of a network are first
@@ -103,16 +103,17 @@ def look(work: Workspace, norms: Sequence[nn.Module], indices: Tensor) -> Seen:
     layers, both = learnable(module), dict[nn.Module, Tensor]()
 
     def add(layer: nn.Module, given: tuple[Tensor]) -> None:
-        dims = channels(given[0]) if layer in norms else None
-        variance, mean = (m.double() for m in torch.var_mean(given[0], dims, correction=0))
-        part = torch.stack([mean, variance + mean.square()]) * (len(given[0]) / len(indices))
+        x = given[0].float()  # moments of bfloat16 would be rounded to it
+        dims = channels(x) if layer in norms else None
+        variance, mean = (m.double() for m in torch.var_mean(x, dims, correction=0))
+        part = torch.stack([mean, variance + mean.square()]) * (len(x) / len(indices))
         both[layer] = both.get(layer, 0) + part  # [2, C] or [2]: means of x and of its square
 
     with ExitStack() as hooks:
         for layer in layers:
             hooks.callback(layer.register_forward_pre_hook(add).remove)
-        for chunk in indices.to(work.device).split(CHUNK):
-            module(work.normalise(work.x_train[chunk]))
+        for chunk in indices.split(work.chunk):
+            module(work.normalise(work.examples(chunk)[0]))
     inputs = [moments(both[layer].view(2, -1).mean(1)) for layer in layers]
     own = [moments(both[norm]) for norm in norms]
     apart = [distance(*pair) for pair in zip(gathered(norms), own, strict=True)]
@@ -166,7 +167,7 @@ def mixed(norms: Sequence[nn.Module], net: Sequence[Moments], shares: Tensor) ->
 
 def normalised(net: Moments, share: Tensor, norm: Any, given: tuple[Tensor], _: Tensor) -> Tensor:
     """What a mixed normalisation makes of its input."""
-    x, own = given[0], (norm.running_mean, norm.running_var)
+    x, own = given[0].float(), (norm.running_mean, norm.running_var)
     if norm.training:
         variance, mean = torch.var_mean(x, channels(x), correction=0)
         own = mean, variance
@@ -174,7 +175,7 @@ def normalised(net: Moments, share: Tensor, norm: Any, given: tuple[Tensor], _: 
     mean, variance = (torch.lerp(*pair, share).view(shape) for pair in zip(net, own, strict=True))
     weight, bias = norm.weight.view(shape), norm.bias.view(shape)
     result: Tensor = (x - mean) / (variance + norm.eps).sqrt() * weight + bias
-    return result
+    return result.to(given[0])
 
 
 def settle(norms: Sequence[Any], net: Sequence[Moments], shares: Tensor) -> None:
@@ -191,9 +192,10 @@ def endless(work: Workspace, visit: Visit, indices: Tensor, purpose: str) -> Bat
     """Batches of training pictures, in a new order each time round."""
     training, draw = work.setting.training, visit.generator(purpose)
     while True:
-        order = indices[torch.randperm(len(indices), generator=draw)].to(work.device)
+        order = indices[torch.randperm(len(indices), generator=draw)]
         for batch in order.split(training.batch):
-            yield work.normalise(augment(work.x_train[batch], training, draw)), work.y_train[batch]
+            pictures, labels = work.examples(batch)
+            yield work.normalise(augment(pictures, training, draw)), labels
 
 
 def slope(work: Workspace, pictures: Tensor, labels: Tensor) -> Tensor:

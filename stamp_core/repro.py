@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from stamp_core.paths import ROOT
 
-TRAIN = ("train", "ablate", "sweep", "budget")  # stages of dvc.yaml, the dearest last
-SHOW = ("compare", "ablation", "analyses", "coresets")
+TRAIN = ("train", "ablate", "alpha", "sweep", "budget")  # stages of dvc.yaml, the dearest last
+SHOW = ("compare", "ablation", "analyses", "coresets", "heterogeneity")
 
 
 def main() -> int:

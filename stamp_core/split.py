@@ -163,6 +163,8 @@ def _refuse_too_many(split: Split, items: int) -> None:
 def _order(split: Split, items: int, seed: int, client: int) -> Indices:
     """A client's classes or domains, task by task: [T, size]; the number of clients has no say."""
     size = split.classes_per_task or 1
+    if split.order == "given":
+        return np.arange(split.tasks * size).reshape(-1, size)
     if split.order == "disjoint":
         blocks = _rotation(items // size, split.tasks, seed, client)
         shuffled = _generator(seed, Purpose.COMMON).permutation(items)

@@ -1,6 +1,6 @@
 """Sweeps: one number at several values, all else equal; values that have records are not rerun.
 
-Budgets are sweeps of how many pictures of a class are kept, one for each setting and coreset rule.
+A crossed section has a sweep of the same number for each of its settings and methods.
 """
 
 import copy
@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stamp_core import config, grid
-from stamp_core.config import ParameterError, build, section, wrong
+from stamp_core.config import ParameterError, Setting, build, section, wrong
 from stamp_core.experiments import Experiment, experiment
 from stamp_core.paths import ROOT
 from stamp_core.records import Record
 
-SECTIONS = ("sweeps", "tiny_sweeps", "budgets", "tiny_budgets")  # of params.yaml
+CROSSED = ("budgets", "tiny_budgets", "alphas", "tiny_alphas", "paper_alphas")
+SECTIONS = ("sweeps", "tiny_sweeps", *CROSSED)  # of params.yaml
 Shown = dict[str, list[Record]]  # the records behind each value, as params.yaml writes it
 
 
@@ -40,41 +41,41 @@ class Sweep:
 
 
 @dataclass(frozen=True)
-class Budgets:
-    """A section of params.yaml: the same numbers of pictures for every rule."""
+class Crossed:
+    """A section of params.yaml: one number at the same values for every method of a setting."""
 
+    label: str  # what the axis of its figure says
+    key: str  # of the number; {setting} and {method} in it stand for those of each sweep
     setting: tuple[str, ...]
-    method: tuple[str, ...]  # rows that differ in their rule
-    beside: tuple[
-        str, ...
-    ]  # without a memory and with all pictures; `grid` or `ablation` trains them
+    method: tuple[str, ...]
+    beside: tuple[str, ...]  # methods without that number; `grid` or `ablation` trains them
     seeds: str
-    per_class: Mapping[str, Any]  # of each setting, the numbers of pictures
+    values: Mapping[str, Any]  # of each setting
 
     def __post_init__(self) -> None:
-        """Refuse a setting without numbers."""
+        """Refuse a key of neither setting nor method, and a setting without values."""
+        places = ("settings.{setting}.", "methods.{method}.")
+        if not self.key.startswith(places):
+            raise wrong("key", self.key, f"a key under {' or '.join(places)}")
         for setting in self.setting:
-            if not isinstance(self.per_class.get(setting), list):
-                raise wrong(
-                    f"per_class.{setting}", self.per_class.get(setting), "a list of numbers"
-                )
+            if not isinstance(self.values.get(setting), list):
+                raise wrong(f"values.{setting}", self.values.get(setting), "a list of numbers")
 
     def blocks(self) -> dict[str, dict[str, Any]]:
         """A block of a sweep for each setting and method, as `sweeps` has them."""
         return {
             f"{setting}-{method}": {
-                **{"label": "pictures kept of a class", "setting": setting, "method": method},
-                **{"seeds": self.seeds, "keys": [f"methods.{method}.memory.per_class"]},
-                "values": self.per_class[setting],
+                **{"label": self.label, "setting": setting, "method": method, "seeds": self.seeds},
+                "keys": [self.key.replace("{setting}", setting).replace("{method}", method)],
+                "values": self.values[setting],
             }
-            for setting in self.setting
-            for method in self.method
+            for setting, method in itertools.product(self.setting, self.method)
         }
 
 
-def budgets(params: Mapping[str, Any], of: str = "budgets") -> Budgets:
-    """A section with budgets, checked."""
-    found = build(Budgets, params[of], f"params.yaml: {of}")
+def crossed(params: Mapping[str, Any], of: str) -> Crossed:
+    """A crossed section, checked."""
+    found = build(Crossed, params[of], f"params.yaml: {of}")
     others = {method for each in ("grid", "ablation", "tiny") for method in params[each]["method"]}
     if missing := sorted(set(found.beside) - others):
         raise wrong(f"params.yaml: {of}.beside", missing, "in grid.method or ablation.method")
@@ -83,7 +84,7 @@ def budgets(params: Mapping[str, Any], of: str = "budgets") -> Budgets:
 
 def blocks(params: Mapping[str, Any], of: str) -> dict[str, Any]:
     """The block of each sweep of a section."""
-    return budgets(params, of).blocks() if of.endswith("budgets") else dict(params[of])
+    return crossed(params, of).blocks() if of in CROSSED else dict(params[of])
 
 
 def read(name: str, params: Mapping[str, Any], of: str = "sweeps") -> tuple[Sweep, list[Any]]:
@@ -106,8 +107,15 @@ def cells(name: str, params: dict[str, Any], of: str = "sweeps") -> dict[str, Ex
         for key in sweep.keys:
             put(changed, key.split("."), value)
         cell = experiment(sweep.setting, sweep.method, changed)
-        found[str(value)] = replace(cell, method=f"{sweep.method}-{name}-{value}")
+        setting, method = unobserved(cell.setting), f"{sweep.method}-{name}-{value}"
+        found[str(value)] = replace(cell, setting=setting, method=method)
     return found
+
+
+def unobserved(setting: Setting) -> Setting:
+    """A setting without what costs time and no figure of sweeps shows."""
+    observe = replace(setting.observe, angles=False, displacements=False, features=0)
+    return replace(setting, observe=observe)
 
 
 def put(block: dict[str, Any], key: list[str], value: object) -> None:
@@ -138,25 +146,47 @@ def run(
 
 def kept(name: str, folder: str, of: str) -> str:
     """Where the records of a sweep are."""
-    return f"{folder}/{of.removeprefix('tiny_')}/{name}"
+    return f"{folder}/{kind(of)}/{name}"
+
+
+def kind(of: str) -> str:
+    """What a section holds: `alphas` for tiny_alphas and paper_alphas as well."""
+    return of.rpartition("_")[2]
 
 
 def gather(folder: str, of: str = "sweeps") -> dict[str, Shown]:
-    """The records of every sweep of a section, by name and value; tiny ones are run if need be."""
-    params, found = config.read(), {}
-    for name in blocks(params, of):
-        if folder == grid.TINY:
-            found[name] = run(name, folder, of)
-            continue
-        sweep, _ = read(name, params, of)
-        place = kept(name, folder, of)
-        swept = cells(name, params, of)
-        found[name] = {value: grid.load(c, sweep.seeds, place) for value, c in swept.items()}
-        if missing := [value for value, records in found[name].items() if not records]:
-            text = f"no records of sweep {name} at {', '.join(missing)}"
-            stage = f"{'budget' if of == 'budgets' else 'sweep'}@{name}"
-            raise ParameterError(f"{text}; make them with `dvc repro {stage}`")
-    return found
+    """The records of every sweep of a section, by name and value; tiny ones are run if need be.
+
+    Of the paper's those that are there: each of its settings takes days.
+    """
+    params = config.read()
+    names = list(blocks(params, of))
+    if folder == grid.TINY:
+        return {name: run(name, folder, of) for name in names}
+    found = {name: load(name, folder, of) for name in names}
+    whole = {name: values for name, values in found.items() if all(values.values())}
+    lacking = [name for name in names if name not in whole]
+    if lacking and not (whole and of.startswith(config.PAPER)):
+        missing = [value for value, of_value in found[lacking[0]].items() if not of_value]
+        text = f"no records of sweep {lacking[0]} at {', '.join(missing)}"
+        raise ParameterError(f"{text}; make them with `{recipe(lacking[0], params, of)}`")
+    return whole
+
+
+def load(name: str, folder: str, of: str) -> Shown:
+    """The records of every value of a sweep; a value without any has none."""
+    params = config.read()
+    sweep, _ = read(name, params, of)
+    place = kept(name, folder, of)
+    swept = cells(name, params, of)
+    return {value: grid.load(cell, sweep.seeds, place) for value, cell in swept.items()}
+
+
+def recipe(name: str, params: Mapping[str, Any], of: str) -> str:
+    """The command that trains a sweep."""
+    if of.startswith(config.PAPER):
+        return f"make paper SETTING={read(name, params, of)[0].setting}"
+    return f"dvc repro {kind(of).removesuffix('s')}@{name}"
 
 
 def records(found: Mapping[str, Shown]) -> list[Record]:
@@ -166,10 +196,10 @@ def records(found: Mapping[str, Shown]) -> list[Record]:
     ]
 
 
-def beside(folder: str, of: str = "budgets") -> list[Record]:
-    """The records of the methods that stand beside budgets."""
+def beside(folder: str, of: str) -> list[Record]:
+    """The records of the methods that stand beside those of a crossed section."""
     params = config.read()
-    found = budgets(params, of)
+    found = crossed(params, of)
     cells = itertools.product(found.setting, found.beside, [found.seeds])
     return grid.of_cells(cells, params, folder, missing=of.startswith("tiny"))
 
@@ -183,7 +213,7 @@ def captions(of: str = "sweeps") -> dict[str, tuple[str, str]]:
         same = {
             value
             for value, cell in cells(name, params, of).items()
-            if (cell.setting, cell.params) == (preset.setting, preset.params)
+            if (cell.setting, cell.params) == (unobserved(preset.setting), preset.params)
         }
         found[name] = sweep.label, next(iter(same), "")
     return found

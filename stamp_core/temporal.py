@@ -116,7 +116,7 @@ class Past:
         """Cross-entropy on the pictures, or on their class means in pixels or in features."""
         module = self.work.classifier
         if self.temporal.source == "prototypes":  # the encoder gets no gradient
-            means, classes = class_means(module.encoder(pictures).detach(), labels)
+            means, classes = class_means(module.encode(pictures).detach(), labels)
             return F.cross_entropy(module.head(means), classes)
         if self.temporal.source == "mean pictures":
             pictures, labels = class_means(pictures, labels)
@@ -125,7 +125,6 @@ class Past:
     def descend(self, task: int) -> None:
         """SGD on what is stored of a task, for as many epochs as a visit has."""
         work, (stored, known, chosen) = self.work, self.stored(task)
-        stored, known = stored.to(work.device), known.to(work.device)
         descent, mixing = Descent(work.model, work.setting.training), self.mixing(task)
         for pictures, labels in work.epochs(self.visit, stored, known, chosen, f" of task {task}"):
             work.train_mode(len(labels))

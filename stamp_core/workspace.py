@@ -16,7 +16,8 @@ from stamp_core.seeding import generator
 from stamp_core.split import Plan
 from stamp_core.vectors import FlatModel
 
-CHUNK = 512  # pictures per forward pass in evaluation
+CHUNK = 512  # pictures of up to 32 x 32 pixels per forward pass in evaluation; of larger fewer
+SHARE = 4  # training pictures stay on the GPU if they take at most a quarter of what is free there
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,9 @@ class Workspace:
         self.base = sum(p.numel() for p in self.classifier.encoder.parameters())  # then the head
         self.norms = [m for m in self.model.module.modules() if isinstance(m, _BatchNorm)]
         self.untrained = self.model.buffers.clone()  # what batch normalisation starts from
-        self.x_train, self.y_train = images.x_train.to(self.device), images.y_train.to(self.device)
+        self.chunk = chunk(self.shape, setting.network.at_once)
+        home = home_of(images.x_train, self.device)
+        self.x_train, self.y_train = images.x_train.to(home), images.y_train.to(home)
         self.found: dict[tuple[str, int, int], Tensor] = {}  # test pictures, by plan and task
         self.scale = (1 / (255 * images.std)).view(-1, 1, 1).to(self.device)
         self.offset = (images.mean / images.std).view(-1, 1, 1).to(self.device)
@@ -64,6 +67,15 @@ class Workspace:
         floats = pictures.to(self.device, torch.float32, memory_format=torch.channels_last)
         return floats.mul_(self.scale).sub_(self.offset)
 
+    def examples(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Training pictures and their labels, on the device.  # uint8 [n, C, H, W], [n]"""
+        return self.of(self.x_train, self.y_train, places)
+
+    def of(self, pictures: Tensor, labels: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Some of `pictures` and of their labels, wherever these are, on the device."""
+        places = places.to(pictures.device)
+        return pictures[places].to(self.device), labels[places].to(self.device)
+
     def batches(self, visit: Visit, indices: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """The visit's epochs over the training pictures `indices`, in batches."""
         return self.epochs(visit, self.x_train, self.y_train, indices)
@@ -77,10 +89,10 @@ class Workspace:
             return
         order, change = visit.generator("order" + of), visit.generator("augment" + of)
         for _ in range(training.epochs):
-            shuffled = indices[torch.randperm(len(indices), generator=order)].to(self.device)
+            shuffled = indices[torch.randperm(len(indices), generator=order)].to(pictures.device)
             for batch in shuffled.split(training.batch):
-                changed = augment(pictures[batch], training, change)
-                yield self.normalise(changed), labels[batch]
+                chosen, known = self.of(pictures, labels, batch)
+                yield self.normalise(augment(chosen, training, change)), known
 
     def train_mode(self, pictures: int) -> None:
         """Make the live module ready for a training step on a batch of so many pictures.
@@ -95,7 +107,7 @@ class Workspace:
     def outputs(self, pictures: Tensor, layer: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """What the live model (or one layer of it) gives for uint8 pictures, in evaluation mode."""
         module = self.model.module.eval()
-        chunks = [(layer or module)(self.normalise(part)) for part in pictures.split(CHUNK)]
+        chunks = [(layer or module)(self.normalise(part)) for part in pictures.split(self.chunk)]
         return torch.cat(chunks).cpu()  # [N, classes]
 
     def score(self, plan: Plan, clients: list[int], step: int) -> Tensor:
@@ -107,7 +119,8 @@ class Workspace:
         }
         needed = torch.cat(list(tests.values())).unique()
         logits = torch.empty(len(self.images.y_test), self.classes)
-        logits[needed] = self.outputs(self.images.x_test[needed])
+        for part in needed.split(self.chunk):  # of a large set never all pictures at once
+            logits[part] = self.outputs(self.images.x_test[part])
         scores = torch.full((len(SCORINGS), len(clients), plan.tasks), torch.nan)
         for (row, task), test in tests.items():
             own, seen = plan.clients[clients[row]][task].classes, plan.seen(clients[row], step)
@@ -128,6 +141,20 @@ class Workspace:
         allowed = torch.tensor(classes)
         answers = allowed[logits[test][:, allowed].argmax(1)]
         return float((answers == self.images.y_test[test]).double().mean())
+
+
+def chunk(shape: Shape, at_once: int | None) -> int:
+    """How many pictures of a shape are evaluated at a time."""
+    many = max(1, min(CHUNK, CHUNK * 32 * 32 // (shape[1] * shape[2])))
+    return min(many, at_once or many)
+
+
+def home_of(pictures: Tensor, device: torch.device) -> torch.device:
+    """Where training pictures are kept: on the device if there is room, else where they are."""
+    if device.type != "cuda":
+        return device
+    free, _ = torch.cuda.mem_get_info(device)
+    return device if SHARE * pictures.numel() <= free else pictures.device
 
 
 def augment(pictures: Tensor, training: Training, draw: torch.Generator) -> Tensor:

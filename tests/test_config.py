@@ -31,6 +31,10 @@ GOOD: dict[str, Any] = {
     "tiny_sweeps": {},
     "budgets": {"setting": [], "method": [], "beside": [], "seeds": "0", "per_class": {}},
     "tiny_budgets": {"setting": [], "method": [], "beside": [], "seeds": "0", "per_class": {}},
+    "alphas": {},
+    "tiny_alphas": {},
+    "paper": {"setting": ["one"], "method": ["fedavg", "rare"], "seeds": ["0to4"]},
+    "paper_alphas": {},
     "settings": {
         "one": {
             "data": {"source": "digits"},
@@ -76,7 +80,8 @@ SLIPS: list[tuple[str, object, str]] = [
     (
         ONE + "network.colour",
         "red",
-        "settings.one.network: 'colour' is unknown; known: channels, features, kind, norm",
+        "settings.one.network: 'colour' is unknown; known: at_once, channels, features, "
+        "kind, norm, precision, pretrained, stem",
     ),
     (
         ONE + "split.7",
@@ -88,7 +93,7 @@ SLIPS: list[tuple[str, object, str]] = [
         ONE + "network.kind",
         "cnnn",
         "settings.one.network.kind 'cnnn' is unknown; did you mean 'cnn'? "
-        "known: cnn, mlp, resnet18",
+        "known: cnn, lenet, mlp, resnet18, swin_t",
     ),
     (
         ONE + "training.buffers",
@@ -156,6 +161,21 @@ SLIPS: list[tuple[str, object, str]] = [
     ),
     ("grid.setting", ["two"], "settings 'two' is unknown; known: one"),
     ("tiny.setting", ["on"], "settings 'on' is unknown; did you mean 'one'? known: one"),
+    ("paper.setting", ["oe"], "settings 'oe' is unknown; did you mean 'one'? known: one"),
+    ("paper.seeds", 3, "paper.seeds is 3; it must be a list"),
+    (ONE + "network.at_once", 0, "settings.one.network.at_once is 0; it must be at least 1"),
+    (
+        ONE + "network.precision",
+        "float16",
+        "settings.one.network.precision 'float16' is unknown; did you mean 'bfloat16'? "
+        "known: bfloat16, float32",
+    ),
+    (
+        ONE + "split.order",
+        "givn",
+        "settings.one.split.order 'givn' is unknown; did you mean 'given'? "
+        "known: common, disjoint, given, independent, mixed",
+    ),
     (
         "grid.seed",
         ["0"],
@@ -291,7 +311,7 @@ SLIPS: list[tuple[str, object, str]] = [
         ONE + "split.alpha",
         0.5,
         "settings.one.split.order is 'independent'; "
-        "it must be 'common' where alpha is set: clients share tasks",
+        "it must be 'common' or 'given' where alpha is set: clients share tasks",
     ),
     (
         ONE + "split",
@@ -505,7 +525,8 @@ def test_plain_is_what_json_holds() -> None:
         "data": {"source": "digits"},
         "split": {**SPLIT, "cycles": 1, "order": "independent", "common_clients": 0}
         | {"alpha": None, "min_samples": 1, "images_per_class": None},
-        "network": {"kind": "cnn", "features": 64, "channels": [4], "norm": "none"},
+        "network": {"kind": "cnn", "features": 64, "channels": [4], "norm": "none"}
+        | {"stem": "published", "pretrained": None, "precision": "float32", "at_once": None},
         "training": {**TRAINING, "momentum": 0.0, "weight_decay": 0.0, "participation": 1.0}
         | {"dropout": 0.0, "buffers": "shared", "shift": 0, "flip": False},
         "observe": {"angles": False, "displacements": False, "features": 0, "memory": 0},
@@ -555,14 +576,14 @@ def test_both_yaml_parsers_read_the_same_parameters() -> None:
         (
             "",
             "{path} is empty; "
-            "it must hold grid, ablation, sweeps, budgets, tiny, tiny_sweeps, "
-            "tiny_budgets, settings, methods",
+            "it must hold grid, ablation, sweeps, budgets, alphas, tiny, tiny_sweeps, "
+            "tiny_budgets, tiny_alphas, paper, paper_alphas, settings, methods",
         ),
         (
             "grid: {}\ntiny: {}\nsetings: {}",
             "params.yaml: 'setings' is unknown; did you mean 'settings'? "
-            "known: ablation, budgets, grid, methods, settings, sweeps, tiny, tiny_budgets, "
-            "tiny_sweeps",
+            "known: ablation, alphas, budgets, grid, methods, paper, paper_alphas, settings, "
+            "sweeps, tiny, tiny_alphas, tiny_budgets, tiny_sweeps",
         ),
         ("grid: {}\nsweeps: {}", "params.yaml: ablation is None; it must be a block of keys"),
     ],

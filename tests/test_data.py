@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import sys
 import threading
 import warnings
@@ -203,6 +204,96 @@ def test_a_file_is_a_source(own: ModuleType) -> None:
     found = data.load({"source": "own", "many": 4})
     assert found.name == "own" and len(found.x_train) == 4
     assert found.std[1] == 1 and found.mean[1] == torch.tensor(7 / 255)  # a constant channel
+
+
+@pytest.fixture
+def read(own: ModuleType, tmp_path: Path) -> Path:
+    """A folder from whose `number.txt` the source `own` takes how many pictures there are."""
+    folder = tmp_path / "raw"
+    folder.mkdir()
+    (folder / "number.txt").write_text("3")
+    own.inputs = lambda options: [folder / "number.txt"]  # type: ignore[attr-defined]
+    own.make = lambda options: some(  # type: ignore[attr-defined]
+        int((folder / "number.txt").read_text())
+    )
+    return folder
+
+
+def sets(cache: Path) -> int:
+    """How many sets there are after one more loading."""
+    data.load({"source": "own"})
+    return len(list(cache.iterdir()))
+
+
+def test_other_content_of_a_file_is_another_set(read: Path, cache: Path) -> None:
+    assert sets(cache) == 1
+    before = (read / "number.txt").stat()
+    (read / "number.txt").write_text("4")
+    os.utime(read / "number.txt", ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert sets(cache) == 2 and len(data.load({"source": "own"}).x_train) == 4
+    (read / "number.txt").write_text("3")
+    assert sets(cache) == 2  # it was met before, whenever it was written
+
+
+def test_of_a_large_file_size_and_time_count(
+    read: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stamp_core.cache.WHOLE", 0)
+    assert sets(cache) == 1
+    os.utime(read / "number.txt", ns=(1, 1))
+    assert sets(cache) == 2
+    (read / "number.txt").write_text(" 3")
+    os.utime(read / "number.txt", ns=(1, 1))
+    assert sets(cache) == 3
+    (read / "number.txt").write_text(" 4")
+    os.utime(read / "number.txt", ns=(1, 1))
+    assert sets(cache) == 3  # its content is not read
+
+
+def test_of_a_folder_names_sizes_and_times_of_its_files_count(
+    own: ModuleType, read: Path, cache: Path
+) -> None:
+    own.inputs = lambda options: [read]  # type: ignore[attr-defined]
+    assert sets(cache) == 1
+    (read / "inner").mkdir()
+    assert sets(cache) == 1
+    (read / "inner" / "more.txt").write_text("a")
+    assert sets(cache) == 2
+    os.utime(read / "inner" / "more.txt", ns=(1, 1))
+    assert sets(cache) == 3
+    (read / "inner" / "more.txt").write_text("ab")
+    os.utime(read / "inner" / "more.txt", ns=(1, 1))
+    assert sets(cache) == 4
+    (read / "inner" / "more.txt").rename(read / "inner" / "less.txt")
+    assert sets(cache) == 5
+
+
+def test_an_input_that_is_not_there_is_named(read: Path, cache: Path) -> None:
+    (read / "number.txt").unlink()
+    with pytest.raises(FileNotFoundError) as error:
+        data.load({"source": "own"})
+    assert str(error.value) == f"[Errno 2] No such file or directory: '{read}/number.txt'"
+    assert not cache.exists()
+
+
+def test_a_large_set_is_read_only(own: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    own.make = lambda options: some()  # type: ignore[attr-defined]
+    modes: list[str] = []
+    load = np.load
+
+    def noted(path: Path, mmap_mode: str) -> Any:
+        modes.append(mmap_mode)
+        return load(path, mmap_mode=mmap_mode)
+
+    monkeypatch.setattr(np, "load", noted)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first = data.load({"source": "own"})
+        assert set(modes) == {"c"}
+        monkeypatch.setattr("stamp_core.cache.WHOLE", 0)
+        modes.clear()
+        assert same(data.load({"source": "own"}), first)
+    assert set(modes) == {"r"}
 
 
 @pytest.mark.parametrize(

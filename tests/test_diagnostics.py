@@ -103,7 +103,7 @@ def test_temporal_angles_are_those_of_gradients_and_of_ways(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Written out in plain torch; the gradient is the same in pieces of 100 pictures."""
-    monkeypatch.setattr(diagnostics, "CHUNK", 100)
+    monkeypatch.setattr(workspace, "CHUNK", 100)
     cell = tiny(training={"momentum": 0.5, "epochs": 2, "batch": 32})
     plan_, images = plan(cell), cell.images()
     here, visit = visited(cell, plan_, 2)

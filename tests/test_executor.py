@@ -20,9 +20,10 @@ from small import BATCH_NORM, ROUNDS, plans, run, saved, tiny, whole, with_train
 
 from stamp_core import checkpoint, engine, executor
 from stamp_core.executor import Processes
-from stamp_core.methods import DivergedError
+from stamp_core.methods import Beginning, DivergedError, Method, Turn
 from stamp_core.paths import ROOT
 from stamp_core.records import Record
+from stamp_core.split import Plan
 
 PATIENCE = 60  # seconds until something that must happen is given up
 FEW = {"images_per_class": 20}
@@ -150,6 +151,118 @@ def test_a_killed_worker_ends_the_run_with_a_reason(
     assert min(kept) > 0 and kept != [ROUNDS, ROUNDS]
     for seed, record in engine.train(cell, plans(cell, 0, 1), 1, "cpu", tmp_path).items():
         small.assert_same(record, run(cell, small.plan(cell, seed)))
+
+
+class Greedy(Method):
+    """FedAvg that asks for more memory than there is, on the second task."""
+
+    def train(self, turn: Turn) -> list[torch.Tensor]:
+        """No losses: it does not come so far."""
+        if turn.visit.step:
+            torch.empty(10**15)
+        return super().train(turn)
+
+
+class GreedyAtOnce(Method):
+    """FedAvg that asks for more memory than there is before the first round."""
+
+    def begin(self, plan: Plan) -> Beginning:
+        """Nothing: it does not come so far."""
+        torch.empty(10**15)
+        return super().begin(plan)
+
+
+class Mistaken(Method):
+    """FedAvg with a mistake in it."""
+
+    def train(self, turn: Turn) -> list[torch.Tensor]:
+        """No losses: shapes do not fit."""
+        return [torch.ones(2) @ torch.ones(3)]
+
+
+class Elsewhere(small.Quick):
+    """An experiment whose method has no file of its own."""
+
+    def files(self) -> list[Path]:
+        """This one."""
+        return [Path(__file__)]
+
+
+def with_method(kind: type[Method]) -> Elsewhere:
+    """Two clients who train by such a method, 12 pictures at once."""
+    network = {**BATCH_NORM, "at_once": 12}
+    cell = tiny(network=network, split={"clients": 2, **FEW})
+    return Elsewhere(cell.setting, "fedavg", kind, cell.params)
+
+
+ENOUGH = (
+    "settings.tiny.network.at_once is 12; there is not enough memory for a batch of 16: lower it, "
+    "to 6, and fewer pictures pass the network at a time; finished rounds are kept"
+)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_error_for_lack_of_memory_says_what_to_lower(workers: int, tmp_path: Path) -> None:
+    """In this process and through one from another; what came before it is on disk."""
+    cell = with_method(Greedy)
+    with pytest.raises(MemoryError) as error:
+        engine.train(cell, plans(cell, 0), workers, "cpu", tmp_path)
+    assert str(error.value) == ENOUGH
+    assert "can't allocate memory" in str(error.value.__cause__)
+    assert saved(cell, tmp_path)["next"] == 2
+
+
+def test_an_error_for_lack_of_memory_before_the_first_round_says_so_too() -> None:
+    cell = with_method(GreedyAtOnce)
+    with pytest.raises(MemoryError) as error:
+        engine.train(cell, plans(cell, 0), 1, "cpu")
+    assert str(error.value) == ENOUGH
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_other_errors_come_through_as_they_are(workers: int) -> None:
+    cell = with_method(Mistaken)
+    with pytest.raises(RuntimeError, match="inconsistent tensor size") as error:
+        engine.train(cell, plans(cell, 0), workers, "cpu")
+    assert type(error.value) is RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("error", "lacking"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to"), True),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (RuntimeError("expected scalar type Float but found Half"), False),
+    ],
+)
+def test_which_errors_are_for_lack_of_memory(error: RuntimeError, lacking: bool) -> None:
+    assert executor.lacks_memory(error) == lacking
+
+
+@pytest.mark.parametrize(
+    ("norm", "batch", "at_once", "advice"),
+    [
+        ("none", 64, None, "lower it, to 32,"),
+        ("none", 64, 200, "lower it, to 32,"),  # a batch has no more than 64
+        ("none", 64, 5, "lower it, to 2,"),
+        ("none", 64, 2, "lower it, to 1,"),
+        ("none", 64, 1, "take a smaller network"),
+        ("none", 1, None, "take a smaller network"),
+        ("batch", 64, 3, "lower it, to 2,"),  # a single picture has no spread of its own
+        ("batch", 64, 2, "take a smaller network"),
+    ],
+)
+def test_what_is_lowered_is_never_below_what_there_can_be(
+    norm: str, batch: int, at_once: int | None, advice: str
+) -> None:
+    network = {**BATCH_NORM, "norm": norm, "at_once": at_once}
+    text = executor.lower(tiny(network=network, training={"batch": batch}).setting)
+    assert text.startswith(f"settings.tiny.network.at_once is {at_once}; ")
+    assert f"a batch of {batch}: {advice}" in text and text.endswith("rounds are kept")
 
 
 SCRIPT = """

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from stamp_core import checkpoint, methods, models
 from stamp_core.config import Network
+from stamp_core.coresets import Proposal
 from stamp_core.executor import Answer, Worker
 from stamp_core.experiments import Experiment
-from stamp_core.methods import Log, Method, Reply, State, Turn
+from stamp_core.methods import Log, Method, Reply, State, Turn, replay
 from stamp_core.metrics import Array
 from stamp_core.records import Record
 from stamp_core.seeding import generator
@@ -429,6 +430,68 @@ def test_replay_remembers_something_that_fedavg_forgets() -> None:
     """The control does what it is there for: more of the first task is left at the end."""
     left = [r.accuracy()[-1, :, 0].mean() for r in (run(tiny("replay")), fedavg("plain"))]
     assert left[0] > left[1] + 0.1
+
+
+def test_what_is_offered_of_a_class_are_the_clients_own_pictures_of_it() -> None:
+    cell = tiny("replay", memory=kept(5))
+    plan_, images = plan(cell), cell.images()
+    here = small.worker(cell, plan_)
+    turn = small.arrived(here, plan_, 0)
+    turn.indices = here.method.examples(turn)
+    labels = images.y_train[turn.indices]
+    for label in plan_.clients[0][0].classes:
+        offered = here.method.pictures_of(turn, labels, label)
+        own = turn.indices[labels == label]
+        assert torch.equal(offered.pictures, images.x_train[own]) and len(own) > 5
+        assert offered.labels.tolist() == [label] * len(own)
+        assert offered.soft.shape == (len(own), 0)
+
+
+@pytest.mark.parametrize("rule", ["uniform", "herding", "k_centre"])
+@pytest.mark.parametrize("missing", [{}, {"dropout": 0.1}])
+def test_class_by_class_a_client_chooses_what_it_would_among_all_pictures_of_the_task(
+    rule: str, missing: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And never has the pictures of more than one class in hand."""
+    cell = tiny("replay", split=FEW, training=missing, memory=kept(3, rule=rule))
+    plan_, sizes = plan(cell), list[int]()
+    as_they_are = replay.as_they_are
+
+    def counted(pictures: Tensor, labels: Tensor) -> Proposal:
+        sizes.append(len(labels))
+        return as_they_are(pictures, labels)
+
+    def all_at_once(self: Method, turn: Turn, labels: Tensor, label: int) -> Proposal:
+        return as_they_are(self.work.images.x_train[turn.indices], labels)
+
+    monkeypatch.setattr(replay, "as_they_are", counted)
+    found = remembered(small.worker(cell, plan_), plan_, 0)
+    assert set(sizes) == {20} and len(found[-1]["labels"]) == 3 * 2 * 3
+    monkeypatch.setattr(replay.Replay, "pictures_of", all_at_once)
+    for one, other in zip(found, remembered(small.worker(cell, plan_), plan_, 0), strict=True):
+        small.assert_equal_trees(one, other)
+
+
+def test_a_rule_that_looks_at_whole_tasks_is_asked_once_a_task(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of each class the first pictures that it proposes are kept."""
+    cell = tiny("replay", split=FEW, memory=kept(3, rule="ocs"))
+    plan_, asked, propose = plan(cell), list[Proposal](), replay.propose
+
+    def noted(rule: str, task: Any) -> Proposal:
+        assert len(task.labels) == 40
+        asked.append(propose(rule, task))
+        return asked[-1]
+
+    monkeypatch.setattr(replay, "propose", noted)
+    last = remembered(small.worker(cell, plan_), plan_, 0)[-1]
+    assert len(asked) == plan_.tasks * len(plan_.clients) and len(last["labels"]) == 18
+    for task, proposal in enumerate(asked[:: len(plan_.clients)]):  # client 0 comes first
+        for label in plan_.clients[0][task].classes:
+            first = proposal.pictures[proposal.labels == label][:3]
+            mine = (last["tasks"] == task) & (last["labels"] == label)
+            assert rows(last["pictures"][mine]) == rows(first)
 
 
 def test_the_history_weighs_the_memory() -> None:

@@ -157,7 +157,7 @@ def test_every_parameter_has_the_rate_of_its_tensor() -> None:
 def test_what_layers_are_given_by_hand(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over all pictures at once: mean and deviation of each layer's input, and for normalisation
     the divergences there and back of its input's channels from what is stored, halved."""
-    monkeypatch.setattr(personal, "CHUNK", chunk)
+    monkeypatch.setattr("stamp_core.workspace.CHUNK", chunk)
     work, indices = workspace(), torch.arange(5, 45)
     found = look(work, work.norms, indices)
     convolution, norm, relu, pool, flat, hidden, last = work.classifier.encoder.eval()

@@ -23,7 +23,7 @@ from stamp_core import records
 from stamp_core.paths import ROOT
 
 OURS = {".git", ".venv", "cache", "tmp", "__pycache__", ".hypothesis", ".ipynb_checkpoints"}
-COMPUTED = {"source", "splits", "runs", "sweeps", "budgets", "tiny", "resume", "raw"}
+COMPUTED = {"source", "splits", "runs", "sweeps", "budgets", "alphas", "tiny", "resume", "raw"}
 GRID = {"setting": ["tiny"], "method": ["fedavg", "replay", "stamp"], "seeds": ["0to1"]}
 ABLATION = {
     "setting": ["tiny"],
@@ -37,16 +37,20 @@ SHOWN = (
     "ablation",
     "analyses",
     "coresets",
+    "heterogeneity",
 )  # notebooks that draw something
 BUDGETS = {
+    "label": "pictures kept of a class",
+    "key": "methods.{method}.memory.per_class",
     "setting": ["tiny"],
     "method": ["keep_uniform", "keep_herding"],
     "beside": ["fedavg"],
     "seeds": "0to1",
-    "per_class": {"tiny": [1, 5]},
+    "values": {"tiny": [1, 5]},
 }
 OF_BUDGETS = {"budget@tiny-keep_uniform", "budget@tiny-keep_herding"}
 OF_STAMP = {"train@tiny-stamp-0to1", "ablate@tiny-sam-0to1", "sweep@kappa"}  # with that method
+ALPHA_OF_STAMP = "alpha@tiny_alpha-stamp"  # likewise, on a setting of its own
 
 
 def ignored(folder: str, names: list[str]) -> set[str]:
@@ -81,7 +85,7 @@ class Project:
         self.environment = {**kept, **author, "PATH": path, "PYTHONPATH": str(root)}
         values = self.read()
         values |= {"grid": GRID, "ablation": ABLATION, "sweeps": {**values["tiny_sweeps"]}}
-        values["budgets"] = BUDGETS
+        values |= {"budgets": BUDGETS, "alphas": {**values["tiny_alphas"]}}
         self.write(values)
         self.run("git", "init", "--quiet")
         self.commit()
@@ -151,6 +155,11 @@ def test_repro_makes_everything_from_nothing(project: Project) -> None:
         for rule in BUDGETS["method"]
         for number in (1, 5)
     ]
+    cells += [
+        f"alphas/tiny_alpha-{method}/runs/tiny_alpha-{method}-tiny_alpha-{method}-{value}-0to1"
+        for method in ("fedavg", "stamp")
+        for value in ("0.1", "100.0")
+    ]
     cells += [f"sweeps/kappa/runs/tiny-stamp-kappa-{value}-0to1" for value in ("0.0", "0.5")]
     for cell in cells:
         for seed in ("0", "1"):
@@ -198,9 +207,9 @@ def test_a_methods_parameter_concerns_that_method_only(project: Project) -> None
 
 
 def test_a_rows_parameter_concerns_the_rows_that_are_like_it(project: Project) -> None:
-    """Here the ablation's `sam`, which says `like: stamp`, and the sweep over kappa."""
+    """Here the ablation's `sam`, which says `like: stamp`, and the sweeps over kappa and alpha."""
     project.replace("params.yaml", "      merge: mixstyle", "      merge: replace")
-    assert project.would_run() == OF_STAMP
+    assert project.would_run() == OF_STAMP | {ALPHA_OF_STAMP}
     project.replace("params.yaml", "      merge: replace", "      merge: mixstyle")
     assert project.would_run() == set()
 
@@ -210,7 +219,8 @@ def test_a_methods_file_concerns_that_method_and_those_built_on_it(project: Proj
     project.replace(
         "stamp_core/methods/replay.py", "round(self.params.ratio", "int(self.params.ratio"
     )
-    assert project.would_run() == {"train@tiny-replay-0to1"} | OF_STAMP | OF_BUDGETS
+    built = {"train@tiny-replay-0to1", ALPHA_OF_STAMP}
+    assert project.would_run() == built | OF_STAMP | OF_BUDGETS
     project.replace(
         "stamp_core/methods/replay.py", "int(self.params.ratio", "round(self.params.ratio"
     )
@@ -223,6 +233,15 @@ def test_a_training_parameter_does_not_draw_new_plans(project: Project) -> None:
     both = {"train@tiny-fedavg-0to1", "train@tiny-replay-0to1"}
     assert project.would_run() == both | OF_STAMP | OF_BUDGETS
     project.params(settings={"tiny": {**split, "training": {**training, "rate": 0.1}}})
+    assert project.would_run() == set()
+
+
+def test_a_setting_of_alphas_concerns_their_sweeps_only(project: Project) -> None:
+    training = {"rounds": 2, "epochs": 1, "batch": 16, "rate": 0.2}
+    setting = project.read()["settings"]["tiny_alpha"]
+    project.params(settings={"tiny_alpha": {**setting, "training": training}})
+    assert project.would_run() == {"alpha@tiny_alpha-fedavg", ALPHA_OF_STAMP}
+    project.params(settings={"tiny_alpha": {**setting, "training": {**training, "rate": 0.1}}})
     assert project.would_run() == set()
 
 

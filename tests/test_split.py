@@ -59,7 +59,7 @@ DOMAINS = Split("domains", clients=3, tasks=3)
 def splits(draw: st.DrawFn, *orders: str) -> tuple[Split, Images]:
     """A split by classes that its data can fulfil."""
     size, tasks, clients = (draw(st.integers(1, 4)) for _ in range(3))
-    order = draw(st.sampled_from(orders or ("independent", "common", "mixed", "disjoint")))
+    order = draw(st.sampled_from(orders or ("independent", "common", "given", "mixed", "disjoint")))
     least = size * max(tasks, clients if order == "disjoint" else 1)
     common = draw(st.integers(0, clients)) if order == "mixed" else 0
     images = pictures(least + draw(st.integers(0, 5)), each=2)
@@ -147,6 +147,37 @@ def test_disjoint_clients_share_no_class_at_any_step(case: tuple[Split, Images],
     for step in range(plan.steps):
         held = [label for tasks in plan.clients for label in tasks[step % plan.tasks].classes]
         assert len(set(held)) == len(held)
+
+
+def test_in_the_given_order_everybody_meets_the_classes_as_the_data_list_them() -> None:
+    """Whatever the seed; three tasks of two leave the last four of ten classes out."""
+    split = Split("classes", clients=3, tasks=3, classes_per_task=2, cycles=2, order="given")
+    for seed in range(5):
+        assert orders(make(split, TEN, seed)) == 3 * [[(0, 1), (2, 3), (4, 5)]]
+
+
+def test_in_the_given_order_everybody_meets_the_domains_as_the_data_list_them() -> None:
+    plan = make(replace(DOMAINS, order="given", tasks=2), THREE_DOMAINS, 7)
+    assert [[task.domain for task in tasks] for tasks in plan.clients] == 3 * [[0, 1]]
+    assert {task.classes for tasks in plan.clients for task in tasks} == {(0, 1, 2, 3)}
+
+
+def test_clients_may_share_out_tasks_in_the_given_order() -> None:
+    """A Dirichlet draw parts each task's pictures, as in a common order."""
+    split = replace(SHARED, order="given", tasks=3, min_samples=0)
+    one, other = (make(split, TEN, seed) for seed in (0, 1))
+    assert orders(one) == orders(other) == 3 * [[(0, 1, 2), (3, 4, 5), (6, 7, 8)]]
+    for t, classes in enumerate(orders(one)[0]):
+        parts = [one.train_indices(TEN, client, t).tolist() for client in range(3)]
+        assert sorted(chain(*parts)) == [i for i in range(40) if i % 10 in classes]
+    assert one.clients != other.clients  # the shares are still those of a seed
+
+
+def test_own_pictures_of_tasks_in_the_given_order_are_each_clients_own() -> None:
+    images, drawn = pictures(10, each=50), replace(OWN, order="given", images_per_class=10)
+    plan = make(drawn, images, 0)
+    parts = {plan.clients[client][0].train for client in range(3)}
+    assert len(parts) == 3 and all(len(part or ()) == 20 for part in parts)
 
 
 def test_disjoint_fills_every_place() -> None:
@@ -384,6 +415,11 @@ def test_domains_in_own_orders_differ() -> None:
             TEN,
             "clients * classes_per_task = 6 * 2 is 12; it must be at most 10, the number of "
             "classes, as order is 'disjoint'",
+        ),
+        (
+            replace(OWN, tasks=6, order="given"),
+            TEN,
+            "tasks * classes_per_task = 6 * 2 is 12; it must be at most 10, the number of classes",
         ),
         (
             replace(DOMAINS, tasks=4),

@@ -15,21 +15,23 @@ from stamp_core.paths import ROOT
 PACKAGE = ROOT / "stamp_core"
 # A file may import files of earlier rows and of its own row, never of a later one.
 LAYERS = [
-    "paths vectors vision seeding fingerprint",
+    "paths vectors vision seeding fingerprint progress",
     "config",
-    "data split models rows simplex projection matching prototypes metrics records",
+    "cache decoding downloads data split models metrics records",
+    "rows simplex projection matching prototypes",
     "learner",
     "coresets",
     "workspace",
     "diagnostics temporal personal",
     "methods",
     "experiments",
-    "executor checkpoint progress",
+    "executor checkpoint",
     "engine",
     "grid",
     "sweeps",
+    "estimate",
     "figures tables",
-    "notebooks source repro",
+    "notebooks paper source repro",
 ]
 ABOVE = {"vectors": {"config"}}  # its Descent takes the training parameters
 
@@ -83,6 +85,7 @@ def test_whoever_imports_the_figures_depends_on_all_their_files() -> None:
 def test_figures_and_tables_read_records_only(path: Path) -> None:
     below = {p.relative_to(PACKAGE).parts[0].removesuffix(".py") for p in imports(path)}
     computed = {"matching", "seeding", "simplex"} if path.name in LIVE else set()
+    computed |= {"models"} if path.name == "networks.py" else set()  # it counts what is built
     own = {"figures"} if path.parent.name == "figures" else set()
     records = {"config", "data", "metrics", "paths", "records", "split", "tables"}
     assert below <= records | own | computed
@@ -113,6 +116,9 @@ def test_notebooks_call_and_do_not_define(path: Path) -> None:
         assert len(cell.source.splitlines()) <= 8
 
 
+TABLES_ONLY = {"9_paper.ipynb"}  # of runs that few machines have: where there are none, dashes
+
+
 @pytest.mark.parametrize("path", notebooks.all_notebooks(), ids=lambda p: p.name)
 def test_notebooks_are_stored_as_run_top_to_bottom(path: Path) -> None:
     """nbval compares nothing in a cell without a count, and everything else as it stands here."""
@@ -120,7 +126,8 @@ def test_notebooks_are_stored_as_run_top_to_bottom(path: Path) -> None:
     code = [c for c in notebook.cells if c.cell_type == "code"]
     assert [c.execution_count for c in code] == list(range(1, len(code) + 1))
     assert not any(o.output_type == "error" for c in code for o in c.outputs)
-    assert any("image/png" in o.get("data", {}) for c in code for o in c.outputs)
+    drawn = any("image/png" in o.get("data", {}) for c in code for o in c.outputs)
+    assert drawn or path.name in TABLES_ONLY
     assert not any(notebooks.WIDGET in o.get("data", {}) for c in code for o in c.outputs)
     assert [c for c in code if "parameters" in c.metadata.get("tags", [])] == code[:1]
     compared = [
@@ -133,7 +140,8 @@ def test_defaults_of_notebooks_need_no_earlier_notebook() -> None:
     for path in notebooks.all_notebooks():
         cells = nbformat.read(path, 4).cells
         if any(re.search(r"\bfolder\b", cell.source) for cell in cells):
-            assert 'folder: str = "data/tiny"' in cells[1].source
+            where = "data/paper" if path.name in TABLES_ONLY else "data/tiny"
+            assert f'folder: str = "{where}"' in cells[1].source
 
 
 def test_every_method_of_params_has_a_file_and_every_file_a_row() -> None:

@@ -22,6 +22,16 @@ SWEEP: dict[str, Any] = {
     "keys": ["methods.near.spatial.kappa", "methods.near.temporal.kappa"],
     "values": [0.0, 0.5],
 }
+SHARED: dict[str, Any] = {
+    "data": small.DATA,
+    "split": {**small.SPLIT, "tasks": 2, "order": "common", "alpha": 1.0},
+    "network": small.NETWORK,
+    "training": {**small.TRAINING, "rounds": 1},
+}
+ALPHAS: dict[str, Any] = {
+    **{"label": "Dirichlet", "key": "settings.{setting}.split.alpha", "seeds": "0"},
+    **{"method": ["fedavg", "kept"], "beside": []},
+}
 PARAMS: dict[str, Any] = {
     "grid": {"setting": ["tiny"], "method": ["fedavg", "near"], "seeds": ["0"]},
     "ablation": {"setting": ["tiny"], "method": ["sam"], "seeds": ["0"]},
@@ -29,18 +39,21 @@ PARAMS: dict[str, Any] = {
     "tiny": {"setting": ["tiny"], "method": ["fedavg"], "seeds": ["0"]},
     "tiny_sweeps": {},
     "budgets": {
-        "setting": ["tiny", "other"],
-        "method": ["kept", "herded"],
-        "beside": ["fedavg", "sam"],
-        "seeds": "0to1",
-        "per_class": {"tiny": [1, 2], "other": [3]},
+        **{"label": "pictures", "key": "methods.{method}.memory.per_class"},
+        **{"setting": ["tiny", "other"], "method": ["kept", "herded"], "beside": ["fedavg", "sam"]},
+        **{"seeds": "0to1", "values": {"tiny": [1, 2], "other": [3]}},
     },
     "tiny_budgets": {
-        "setting": ["tiny"],
-        "method": ["kept"],
-        "beside": ["fedavg"],
-        "seeds": "0",
-        "per_class": {"tiny": [2]},
+        **{"label": "pictures", "key": "methods.{method}.memory.per_class"},
+        **{"setting": ["tiny"], "method": ["kept"], "beside": ["fedavg"]},
+        **{"seeds": "0", "values": {"tiny": [2]}},
+    },
+    "alphas": {**ALPHAS, "setting": ["shared"], "values": {"shared": [0.5, 1.0]}},
+    "tiny_alphas": {**ALPHAS, "setting": ["shared"], "values": {"shared": [2.0]}},
+    "paper": {"setting": [], "method": [], "seeds": []},
+    "paper_alphas": {
+        **{**ALPHAS, "setting": ["far", "farther"], "method": ["fedavg"]},
+        "values": {"far": [0.5], "farther": [0.5, 1.0]},
     },
     "settings": {
         "tiny": {
@@ -55,6 +68,9 @@ PARAMS: dict[str, Any] = {
             "network": small.NETWORK,
             "training": small.TRAINING,
         },
+        "shared": SHARED,
+        "far": {**SHARED},
+        "farther": {**SHARED},
     },
     "methods": {
         "fedavg": {"step": 1.0},
@@ -189,7 +205,7 @@ def test_a_sweep_leaves_the_parameters_as_they_are() -> None:
         ),
         (
             {"setting": "tny", "keys": ["methods.near.step"]},
-            "settings 'tny' is unknown; did you mean 'tiny'? known: other, tiny",
+            "settings 'tny' is unknown; did you mean 'tiny'? known: far, farther, other, ",
         ),
         (
             {"method": "replya", "keys": ["settings.tiny.training.rate"]},
@@ -216,9 +232,19 @@ def test_a_sweep_of_another_section_is_looked_up_there() -> None:
 
 def test_the_sweeps_of_the_project_are_right() -> None:
     params = config.read()
-    for section in ("sweeps", "tiny_sweeps"):
-        for name, block in params[section].items():
+    for section in sweeps.SECTIONS:
+        for name, block in sweeps.blocks(params, section).items():
             assert list(sweeps.cells(name, params, section)) == [str(v) for v in block["values"]]
+
+
+def test_the_papers_alphas_are_those_of_the_desk() -> None:
+    """The same methods at the same values, in settings whose clients share their tasks."""
+    params = config.read()
+    desk, paper = (sweeps.crossed(params, of) for of in ("alphas", "paper_alphas"))
+    assert desk.method == paper.method and {"fedavg", "replay", "stamp"} <= set(desk.method)
+    for found in (desk, paper):
+        assert {tuple(found.values[name]) for name in found.setting} == {(0.1, 1.0, 10.0, 100.0)}
+        assert all(config.setting(name).split.alpha for name in found.setting)
 
 
 # ------------------------------------------------------------------ what is run
@@ -487,10 +513,31 @@ def test_a_slip_in_a_sweep_is_refused_before_anything_is_written(
     assert not list((tmp_path / "source").iterdir())
 
 
-# ------------------------------------------------------------------ budgets
+def test_settings_of_sweeps_are_checked_with_their_pictures_but_not_the_papers(
+    params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`tiny` is in a grid and checked there; the paper's pictures need not be here."""
+    asked: list[tuple[str, int]] = []
+    monkeypatch.setattr(source, "fits", lambda name, seed, params: asked.append((name, seed)))
+    source.write()
+    assert asked == [("other", 0), ("shared", 0)]
+    sweeps.put(params, ["settings", "farther", "data"], {"source": "digits", "wide": 3})
+    with pytest.raises(ParameterError, match=r"farther\.data: 'wide' is unknown"):
+        source.write()
 
 
-def test_budgets_are_a_sweep_of_each_setting_and_method() -> None:
+def test_a_plan_that_cannot_be_drawn_is_refused_before_anything_runs(
+    params: dict[str, Any],
+) -> None:
+    sweeps.put(params, ["settings", "shared", "split", "classes_per_task"], 6)
+    with pytest.raises(ParameterError, match=r"settings\.shared: .* it must be at most 10"):
+        source.write()
+
+
+# ------------------------------------------------------------------ crossed sections
+
+
+def test_a_crossed_section_is_a_sweep_of_each_setting_and_method() -> None:
     found = sweeps.blocks(PARAMS, "budgets")
     assert list(found) == ["tiny-kept", "tiny-herded", "other-kept", "other-herded"]
     cells = sweeps.cells("tiny-herded", deepcopy(PARAMS), "budgets")
@@ -503,17 +550,40 @@ def test_budgets_are_a_sweep_of_each_setting_and_method() -> None:
     assert sweeps.blocks(PARAMS, "sweeps") == PARAMS["sweeps"]
 
 
+def test_a_crossed_section_can_change_a_number_of_its_settings() -> None:
+    """And no other of that setting, and nothing of the method but its name."""
+    assert list(sweeps.blocks(PARAMS, "alphas")) == ["shared-fedavg", "shared-kept"]
+    cells = sweeps.cells("shared-kept", deepcopy(PARAMS), "alphas")
+    for value, alpha in {"0.5": 0.5, "1.0": 1.0}.items():
+        expected = experiments.experiment("shared", "kept", deepcopy(PARAMS)).resolved()
+        expected["setting"]["split"]["alpha"] = alpha
+        expected["method"]["name"] = f"kept-shared-kept-{value}"
+        assert cells[value].resolved() == expected
+    assert len(cells) == 2
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"per_class": {"tiny": [1]}}, "per_class.other is None; it must be a list of numbers"),
+        (
+            {"values": {"tiny": [1]}},
+            "params.yaml: budgets.values.other is None; it must be a list of numbers",
+        ),
+        ({"values": {"tiny": [], "other": [1]}}, "budgets.tiny-kept.values is []; it must be a li"),
+        (
+            {"key": "methods.{methd}.step"},
+            "budgets.key is 'methods.{methd}.step'; it must be a key under "
+            "settings.{setting}. or methods.{method}.",
+        ),
+        ({"key": "methods.{method}.memory.per_clas"}, "'per_clas' is unknown; did you mean 'per_c"),
         ({"beside": ["fedavg", "kept"]}, "beside is ['kept']; it must be in grid.method or abl"),
         ({"method": ["kepd"]}, "params.yaml: methods 'kepd' is unknown; did you mean 'kept'?"),
-        ({"per_class": {"tiny": ["x"], "other": [1]}}, "per_class is 'x'; it must be a whole num"),
+        ({"values": {"tiny": ["x"], "other": [1]}}, "per_class is 'x'; it must be a whole num"),
         ({"settings": []}, "params.yaml: budgets: 'settings' is unknown; did you mean 'setting'?"),
     ],
+    ids=str,
 )
-def test_slips_in_budgets_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_slips_in_a_crossed_section_are_refused(changes: dict[str, Any], message: str) -> None:
     params = deepcopy(PARAMS)
     params["budgets"] |= changes
     with pytest.raises(ParameterError, match=re.escape(message)):
@@ -521,7 +591,7 @@ def test_slips_in_budgets_are_refused(changes: dict[str, Any], message: str) -> 
             sweeps.cells(name, params, "budgets")
 
 
-def test_budgets_are_kept_and_gathered_in_a_place_of_their_own(
+def test_each_kind_is_kept_and_gathered_in_a_place_of_its_own(
     params: dict[str, Any], trained: list[str]
 ) -> None:
     sweeps.run("tiny-kept", "data", "budgets")
@@ -539,8 +609,59 @@ def test_budgets_are_kept_and_gathered_in_a_place_of_their_own(
     assert cells == [(f"kept-tiny-kept-{value}", seed) for value in (1, 2) for seed in (0, 1)]
 
 
-def test_what_stands_beside_budgets_is_trained_by_another_grid(params: dict[str, Any]) -> None:
+def test_plans_are_those_of_each_alpha_and_missing_ones_have_their_stage(
+    params: dict[str, Any],
+) -> None:
+    found = sweeps.run("shared-fedavg", "data", "alphas")
+    assert (sweeps.ROOT / "data/alphas/shared-fedavg/runs").is_dir()
+    shares = {
+        value: [config.plain(record.about["setting"]["split"])["alpha"] for record in records]
+        for value, records in found.items()
+    }
+    assert shares == {"0.5": [0.5], "1.0": [1.0]}
+    hashes = {record.about["identity"]["plan"] for records in found.values() for record in records}
+    assert len(hashes) == 2
+    with pytest.raises(ParameterError) as error:
+        sweeps.gather("data", "alphas")
+    assert str(error.value) == (
+        "no records of sweep shared-kept at 0.5, 1.0; make them with `dvc repro alpha@shared-kept`"
+    )
+
+
+def test_of_the_papers_those_are_gathered_that_are_there(params: dict[str, Any]) -> None:
+    with pytest.raises(ParameterError) as error:
+        sweeps.gather("data/paper", "paper_alphas")
+    assert str(error.value) == (
+        "no records of sweep far-fedavg at 0.5; make them with `make paper SETTING=far`"
+    )
+    sweeps.run("far-fedavg", "data/paper", "paper_alphas")
+    assert (sweeps.ROOT / "data/paper/alphas/far-fedavg/runs").is_dir()
+    assert list(sweeps.gather("data/paper", "paper_alphas")) == ["far-fedavg"]
+    params["paper_alphas"]["values"]["farther"] = [0.5]
+    sweeps.run("farther-fedavg", "data/paper", "paper_alphas")
+    params["paper_alphas"]["values"]["farther"] = [0.5, 1.0]  # of which one is missing
+    assert list(sweeps.gather("data/paper", "paper_alphas")) == ["far-fedavg"]
+
+
+def test_notebooks_compute_the_tiny_alphas_themselves(
+    params: dict[str, Any], trained: list[str]
+) -> None:
+    found = sweeps.gather(grid.TINY, "tiny_alphas")
+    assert trained == ["fedavg-shared-fedavg-2.0", "kept-shared-kept-2.0"]
+    assert list(found) == ["shared-fedavg", "shared-kept"]
+    assert (sweeps.ROOT / grid.TINY / "alphas/shared-kept/runs").is_dir()
+
+
+def test_captions_of_a_crossed_section_are_those_of_its_sweeps(params: dict[str, Any]) -> None:
+    assert sweeps.captions("alphas") == {
+        "shared-fedavg": ("Dirichlet", "1.0"),
+        "shared-kept": ("Dirichlet", "1.0"),
+    }
+
+
+def test_what_stands_beside_is_trained_by_another_grid(params: dict[str, Any]) -> None:
     with pytest.raises(ParameterError, match="no records of train@tiny-fedavg-0to1; make them"):
-        sweeps.beside("data")
+        sweeps.beside("data", "budgets")
     found = sweeps.beside(grid.TINY, "tiny_budgets")  # in a notebook it is computed
     assert [record.cell for record in found] == [("tiny", "fedavg", 0)]
+    assert sweeps.beside("data", "alphas") == []

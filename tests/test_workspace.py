@@ -271,6 +271,85 @@ def test_scores_follow_the_live_model(scored: tuple[Workspace, Plan]) -> None:
     assert work.score(plan, [0], 1).tolist() == 3 * [[[0.5, 0.5]]]
 
 
+# --- how many pictures at a time, and where they are kept
+
+
+@pytest.mark.parametrize(
+    ("shape", "at_once", "many"),
+    [
+        ((3, 32, 32), None, 512),
+        ((1, 28, 28), None, 512),  # never more
+        ((3, 64, 64), None, 128),  # four times the pixels, a quarter of the pictures
+        ((3, 224, 224), None, 10),  # 512 x 1,024 / 50,176 = 10.4
+        ((3, 800, 1000), None, 1),
+        ((3, 32, 32), 8, 8),
+        ((3, 224, 224), 64, 10),
+        ((3, 224, 224), 1, 1),
+    ],
+)
+def test_how_many_pictures_are_evaluated_at_a_time(
+    shape: tuple[int, int, int], at_once: int | None, many: int
+) -> None:
+    assert workspace.chunk(shape, at_once) == many
+
+
+@pytest.mark.parametrize("at_once", [None, 3])
+def test_no_more_pictures_pass_in_evaluation(at_once: int | None) -> None:
+    x = pictures(10, 1, 64, 128)
+    images = labelled(x, x, torch.zeros(10, dtype=torch.int64))
+    setting = Setting("by hand", {}, SPLIT, replace(MLP, at_once=at_once), TRAINING)
+    work, sizes = Workspace(setting, images), list[int]()
+    work.chunk = min(work.chunk, 4)
+    encoder = work.classifier.encoder
+    encoder.register_forward_pre_hook(lambda module, given: sizes.append(len(given[0])))
+    work.outputs(x)
+    assert sizes == ([4, 4, 2] if at_once is None else [3, 3, 3, 1])
+
+
+def test_scores_are_the_same_bit_for_bit_however_many_are_looked_at_at_a_time(
+    scored: tuple[Workspace, Plan],
+) -> None:
+    work, plan = scored
+    found = []
+    for work.chunk in (1, 2, 7, 29, 30, 512):
+        found.append(work.score(plan, [0, 1, 2], 1).numpy())
+        np.testing.assert_array_equal(found[-1], found[0])
+    assert np.unique(found[0][np.isfinite(found[0])]).size > 3
+
+
+@pytest.mark.parametrize(("free", "home"), [(4 * 288, "cuda"), (4 * 288 - 1, "cpu")])
+def test_training_pictures_stay_on_a_gpu_with_room_for_four_times_as_many(
+    free: int, home: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 pictures of 36 bytes; the rest of the room is for models and batches."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10**12))
+    assert workspace.home_of(pictures(8, 1, 6, 6), torch.device("cuda")).type == home
+
+
+def test_without_a_gpu_nobody_asks_for_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", None)
+    assert workspace.home_of(pictures(8, 1, 6, 6), torch.device("cpu")).type == "cpu"
+
+
+def test_pictures_kept_elsewhere_come_to_the_device_batch_by_batch() -> None:
+    """The device is one without values: what comes is of its kind, and the rest stays at home."""
+    work, sizes = numbered(epochs=1), []
+    work.device = torch.device("meta")
+    work.scale, work.offset = work.scale.to("meta"), work.offset.to("meta")
+    for batch, labels in work.batches(HERE, torch.arange(37)):
+        assert batch.device.type == labels.device.type == "meta"
+        sizes.append(len(batch))
+    chosen, known = work.examples(torch.tensor([3, 5]))
+    assert sizes == [16, 16, 5] and chosen.device.type == known.device.type == "meta"
+    assert work.x_train.device.type == work.y_train.device.type == "cpu"
+
+
+def test_examples_are_training_pictures_with_their_labels() -> None:
+    chosen, known = numbered().examples(torch.tensor([30, 4, 4]))
+    assert chosen.dtype == torch.uint8 and known.tolist() == [30, 4, 4]
+    assert torch.equal(chosen[:, 1, 2, 3].long(), known)
+
+
 # --- batch normalisation
 
 

@@ -144,7 +144,7 @@ class Proxy:
     def inputs(self, inputs: Inputs) -> Inputs:
         """What the module takes for normalised pictures, and their labels."""
         pictures, labels = inputs
-        return self.learner.network.encoder(pictures) if self.encodes else pictures, labels
+        return self.learner.network.encode(pictures) if self.encodes else pictures, labels
 
     def losses(self, inputs: Inputs) -> Tensor:
         """The cross-entropy of each picture, ready for its gradient.  # [n]"""

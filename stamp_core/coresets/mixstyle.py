@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from stamp_core.models.networks import BEGIN
+
 EPSILON = 1e-6  # under the root, as published: a constant channel can be divided by its deviation
 
 
@@ -51,11 +53,20 @@ def shares(count: int, draw: torch.Generator, alpha: float = 0.1) -> Tensor:
 def mixed_styles(
     encoder: nn.Module, labels: Tensor, alpha: float, draw: torch.Generator
 ) -> Iterator[None]:
-    """While it lasts, every map of a batch takes on the style of another of its class."""
-    partners, share = same_class(labels, draw), shares(len(labels), draw, alpha)
+    """While it lasts, every map of a batch takes on the style of another of its class.
+
+    Of its part of the batch, where a network takes fewer pictures at once.
+    """
+    drawn: dict[int, tuple[Tensor, Tensor]] = {}  # partners and shares of each part
 
     def mix(layer: nn.Module, given: object, maps: Tensor) -> Tensor:
-        return restyle_features(maps, maps[partners], share)
+        begin = BEGIN.get()
+        if begin not in drawn:  # a part that is computed again takes on the same styles
+            own = labels[begin : begin + len(maps)]
+            drawn[begin] = same_class(own, draw), shares(len(own), draw, alpha)
+        partners, share = drawn[begin]
+        fine = maps.to(torch.promote_types(maps.dtype, torch.float32))  # bfloat16 is too coarse
+        return restyle_features(fine, fine[partners], share).to(maps)
 
     with ExitStack() as hooks:
         for layer in lower_layers(encoder):

@@ -45,8 +45,11 @@ def propose(task: Task) -> Proposal:
     """As many made pictures of each class as may be kept, also where there are fewer real ones."""
     squeeze(task)
     labels = task.labels.unique().repeat(task.per_class)  # classes in turn: every group mixes them
-    groups = labels.tensor_split(math.ceil(len(labels) / task.options.together))
-    if task.options.statistics and not norms(task.learner.network):
+    network, together = task.learner.network, task.options.together
+    if norms(network):  # whose statistics are those of what passes at once
+        together = min(together, network.at_once or together)
+    groups = labels.tensor_split(math.ceil(len(labels) / together))
+    if task.options.statistics and not norms(network):
         task.events.append("sre2l: no batch normalisation, no statistics to match")
     made = torch.cat([recover(task, group) for group in groups])
     pictures, labels = complete(task, made, labels)
@@ -131,7 +134,7 @@ def mismatch(seen: Entries) -> Tensor:
     for place, (norm, x) in enumerate(seen.items()):
         assert norm.running_mean is not None and norm.running_var is not None
         others = [axis for axis in range(x.dim()) if axis != 1]  # all but the channels
-        variance, mean = torch.var_mean(x, others, correction=0)
+        variance, mean = torch.var_mean(x.float(), others, correction=0)
         gap = (variance - norm.running_var).norm() + (mean - norm.running_mean).norm()
         total = total + (1 if place else FIRST) * gap
     return total

@@ -1,16 +1,21 @@
-"""Pictures with labels. A source is a file in this folder; a user's own needs no other change."""
+"""Pictures with labels. A source is a file in this folder; a user's own needs no other change.
+
+It has a frozen dataclass `Options` and either `make(options)`, which returns `Pictures`, beside the
+names in `PACKAGES` of the packages that decide them, and, if they come from files,
+`inputs(options)`, the paths of these; or `listing(options)`, which returns a `Listing` of picture
+files, of which there may be more than fit into memory.
+"""
 
 import hashlib
 import importlib
 import json
 import pkgutil
 import warnings
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
@@ -19,12 +24,23 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stamp_core import fingerprint, paths
+from stamp_core import cache, decoding, fingerprint, paths
+from stamp_core.cache import ARRAYS, PARTS, Arrays, Bytes, Names, Numbers
 from stamp_core.config import ParameterError, build, plain, unknown
+from stamp_core.decoding import Listing, Part
 
-Bytes = npt.NDArray[np.uint8]
-Numbers = npt.NDArray[np.int64]
-Arrays = dict[str, npt.NDArray[Any]]
+__all__ = [
+    "ARRAYS",
+    "Arrays",
+    "Bytes",
+    "ImageSet",
+    "Listing",
+    "Numbers",
+    "Part",
+    "Pictures",
+    "load",
+    "options",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,10 +83,6 @@ class ImageSet:
         )
 
 
-DAMAGE = (OSError, EOFError, ValueError, LookupError, TypeError)  # of files that were altered
-ARRAYS = [field.name for field in fields(ImageSet) if field.type is Tensor]
-
-
 def options(spec: Mapping[str, Any], where: str = "params.yaml: data") -> object:
     """The checked `Options` of the source that `spec` names."""
     return _chosen(spec, where)[1]
@@ -80,15 +92,16 @@ def load(spec: Mapping[str, Any]) -> ImageSet:
     """The data set of `spec`: made and kept on disk the first time, memory-mapped ever after."""
     module, chosen = _chosen(spec)
     name = str(spec["source"])
-    folder = paths.CACHE / f"{name}-{_key(module, chosen)[:12]}"
+    key, store = _way(module, chosen, name)
+    folder = paths.CACHE / f"{name}-{key[:12]}"
     if not folder.exists():
-        _store(_arrays(module, chosen, name), folder)
+        store(folder)
     try:
         return _open(folder, name)
-    except DAMAGE as damage:
+    except cache.DAMAGE as damage:
         warnings.warn(f"{folder} is damaged and is made again: {damage}", stacklevel=2)
-    _remove(folder)
-    _store(_arrays(module, chosen, name), folder)
+    cache.remove(folder)
+    store(folder)
     return _open(folder, name)
 
 
@@ -104,28 +117,56 @@ def _chosen(spec: Mapping[str, Any], where: str = "params.yaml: data") -> tuple[
     return module, build(module.Options, rest, where)
 
 
+def _way(module: ModuleType, chosen: object, name: str) -> tuple[str, Callable[[Path], None]]:
+    """A hash of all that decides the pictures, and what writes them into a folder."""
+    if hasattr(module, "listing"):
+        listing: Listing = module.listing(chosen)
+        return decoding.key(listing), partial(decoding.decode, listing)
+    return _key(module, chosen), lambda folder: cache.store(*_arrays(module, chosen, name), folder)
+
+
 def _key(module: ModuleType, chosen: object) -> str:
-    """A hash of all that decides the pictures: options, code and the packages they come from."""
+    """A hash of options, code, the packages and the files that the pictures come from."""
     packages = {name: version(name) for name in module.PACKAGES}
     parts = [plain(chosen), fingerprint.combined(str(module.__file__)), packages]
+    if hasattr(module, "inputs"):
+        parts += [_content(path) for path in module.inputs(chosen)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _arrays(module: ModuleType, chosen: object, name: str) -> tuple[Arrays, list[list[str]]]:
+def _content(path: Path) -> object:
+    """What tells a file or a folder from a changed one."""
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        return [[file.relative_to(path).as_posix(), *_stamp(file)] for file in files]
+    if cache.large(path):
+        return _stamp(path)
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _stamp(path: Path) -> list[int]:
+    """Size and time of change of a file."""
+    found = path.stat()
+    return [found.st_size, found.st_mtime_ns]
+
+
+def _arrays(module: ModuleType, chosen: object, name: str) -> tuple[Arrays, Names]:
     """The arrays of a source, checked and completed, and its names of classes and domains."""
     made = module.make(chosen)
     arrays = {key: getattr(made, key) for key in ARRAYS if hasattr(made, key)}
-    for part in ("train", "test"):
+    for part in PARTS:
         if arrays[f"domain_{part}"] is None:
             arrays[f"domain_{part}"] = np.zeros(len(arrays[f"x_{part}"]), np.int64)
     _check(arrays, made, name)
-    arrays["mean"], arrays["std"] = _moments(arrays["x_train"])
+    x = arrays["x_train"]
+    arrays |= cache.moments(cache.sums(x), x[:, 0].size)
     return arrays, [list(made.classes), list(made.domains)]
 
 
 def _check(arrays: Arrays, made: Pictures, name: str) -> None:
     """Refuse arrays that do not fit together, naming source and array."""
-    for part in ("train", "test"):
+    for part in PARTS:
         x = arrays[f"x_{part}"]
         if x.dtype != np.uint8 or x.ndim != 4 or not x.size:
             raise _misfit(name, f"x_{part}", x, "uint8 [N, C, H, W]")
@@ -144,61 +185,16 @@ def _misfit(name: str, key: str, array: npt.NDArray[Any], right: str) -> ValueEr
     return ValueError(f"{name}: {key} is {array.dtype} {list(array.shape)}; it must be {right}")
 
 
-def _moments(x: Bytes) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Mean and standard deviation of each channel in 0..1, from exact integer sums."""
-    count = x[:, 0].size
-    total = x.sum((0, 2, 3), dtype=np.int64)  # [C]
-    channels = [np.square(x[:, c], dtype=np.uint16).sum(dtype=np.int64) for c in range(x.shape[1])]
-    mean = total / count
-    std = np.sqrt(np.stack(channels) / count - mean**2)
-    return (mean / 255).astype(np.float32), np.where(std > 0, std / 255, 1).astype(np.float32)
-
-
-def _digest(arrays: Arrays, names: list[list[str]]) -> str:
-    """The sha256 over all arrays and names."""
-    found = hashlib.sha256(json.dumps(names).encode())
-    for key in ARRAYS:
-        found.update(f"{key} {arrays[key].dtype.str} {arrays[key].shape}".encode())
-        found.update(np.ascontiguousarray(arrays[key]).ravel().data)
-    return found.hexdigest()
-
-
-def _store(made: tuple[Arrays, list[list[str]]], folder: Path) -> None:
-    """Put the arrays into `folder` in one step, so that nobody ever sees a part of them."""
-    arrays, names = made
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.") as scratch:
-        fresh = Path(scratch, "fresh")
-        fresh.mkdir()
-        for key in ARRAYS:
-            np.save(fresh / f"{key}.npy", _stored(arrays[key]))
-        meta = {"classes": names[0], "domains": names[1], "digest": _digest(arrays, names)}
-        (fresh / "meta.json").write_text(json.dumps(meta))
-        try:
-            fresh.rename(folder)
-        except OSError:  # another process was first; it made the same bytes
-            if not folder.exists():
-                raise
-
-
-def _stored(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Pictures with their channels last, which convolutions on the CPU are a fifth faster with."""
-    return np.ascontiguousarray(array.transpose(0, 2, 3, 1)) if array.ndim == 4 else array
-
-
-def _remove(folder: Path) -> None:
-    """Take a damaged folder away in one step; another process may have done so already."""
-    with TemporaryDirectory(dir=folder.parent) as scratch, suppress(FileNotFoundError):
-        folder.rename(Path(scratch, "damaged"))
-
-
 def _open(folder: Path, name: str) -> ImageSet:
     """The data set in `folder`, its pages shared by all processes that map them."""
-    meta = json.loads((folder / "meta.json").read_text())
-    arrays = {key: np.load(folder / f"{key}.npy", mmap_mode="c") for key in ARRAYS}
-    arrays = {key: a.transpose(0, 3, 1, 2) if a.ndim == 4 else a for key, a in arrays.items()}
-    if _digest(arrays, [meta["classes"], meta["domains"]]) != meta["digest"]:
-        raise ValueError("its arrays are not those that were written")
-    tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
+    arrays, meta = cache.read(folder)
+    tensors = {key: _tensor(array) for key, array in arrays.items()}
     classes, domains = tuple(meta["classes"]), tuple(meta["domains"])
     return ImageSet(name, classes=classes, domains=domains, digest=meta["digest"], **tensors)
+
+
+def _tensor(array: npt.NDArray[Any]) -> Tensor:
+    """A tensor on the same memory; torch warns of one that cannot be written to."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.from_numpy(array)

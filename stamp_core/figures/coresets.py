@@ -1,6 +1,6 @@
 """Figures of coreset rules: accuracy by pictures kept, its price, and the pictures themselves."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,19 +45,30 @@ def _across(axis: Axes, rows: pd.DataFrame) -> None:
 
 
 def _by_number(axis: Axes, rows: pd.DataFrame) -> None:
-    """A line a rule: means with intervals, moved sideways so that bars stand beside each other."""
+    """A line a rule; numbers are equally far apart."""
     numbers = sorted(rows.pictures.unique())
-    rules = list(groups(rows, "rule"))
-    for shift, (rule, group) in zip(np.linspace(-0.3, 0.3, len(rules)), rules, strict=True):
-        found = [
-            (numbers.index(number) + shift, *metrics.interval((100 * each.accuracy).tolist()))
-            for number, each in group.groupby("pictures")
-        ]
-        places, middle, half = np.transpose(found)
-        look: dict[str, Any] = {"label": rule, "linewidth": 1.2, "markersize": 5.5, "capsize": 2}
-        axis.errorbar(places, middle, yerr=half, elinewidth=1, **look, **_look(group))
+    beside(axis, rows, "rule", "pictures", lambda number, shift: numbers.index(number) + shift)
     axis.set_xticks(range(len(numbers)), [str(number) for number in numbers])
     axis.set_xlim(-0.5, len(numbers) - 0.5)
+
+
+def beside(
+    axis: Axes, rows: pd.DataFrame, who: str, at: str, place: Callable[[Any, float], float]
+) -> None:
+    """A line for each of `who`: means with intervals by `at`, moved so that no bar covers another.
+
+    `place` says where on x a value moved by a share of the way to the next one is.
+    """
+    lines = list(groups(rows, who))
+    most = 0.3 if len(lines) > 1 else 0.0
+    for shift, (name, group) in zip(np.linspace(-most, most, len(lines)), lines, strict=True):
+        found = [
+            (place(value, shift), *metrics.interval((100 * each.accuracy).tolist()))
+            for value, each in group.groupby(at)
+        ]
+        places, middle, half = np.transpose(found)
+        look: dict[str, Any] = {"label": name, "linewidth": 1.2, "markersize": 5.5, "capsize": 2}
+        axis.errorbar(places, middle, yerr=half, elinewidth=1, **look, **_look(group))
 
 
 def _look(rows: pd.DataFrame) -> dict[str, Any]:

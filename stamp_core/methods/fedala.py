@@ -119,8 +119,9 @@ class FedALA(Method):
     def look_at(self, window: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """The pictures of the window as they are, in order, in batches."""
         work = self.work
-        for batch in window.to(work.device).split(work.setting.training.batch):
-            yield work.normalise(work.x_train[batch]), work.y_train[batch]
+        for batch in window.split(work.setting.training.batch):
+            pictures, labels = work.examples(batch)
+            yield work.normalise(pictures), labels
 
     def remember(self, turn: Turn) -> State:
         """The mixed tensors after training, and the weights; the rest comes from the server."""

@@ -134,7 +134,7 @@ class FedAS(Method):
         work, indices = self.work, self.examples(turn)
         work.model.parameters[: work.base] = turn.state["base"]
         work.model.buffers.copy_(turn.state["base buffers"])
-        features = work.outputs(work.images.x_train[indices], work.classifier.encoder)
+        features = work.outputs(work.images.x_train[indices], work.classifier.encode)
         means, present = class_means(features, work.images.y_train[indices])
         table = torch.zeros(work.classes, means.shape[1])
         return table.index_copy(0, present, means).to(work.device)
@@ -144,7 +144,7 @@ class FedAS(Method):
         model, rate = self.work.model, self.params.align_rate
         for pictures, labels in self.once(turn, "alignment", self.params.align_batch):
             model.gradients.zero_()
-            features = self.work.classifier.encoder(pictures)
+            features = self.work.classifier.encode(pictures)
             away = (features - prototypes[labels]).square().mean(1)  # [N]
             _, own, counts = labels.unique(return_inverse=True, return_counts=True)
             (away / counts[own]).sum().backward()  # a mean for each class, added up
@@ -160,8 +160,9 @@ class FedAS(Method):
         indices, work = self.examples(turn), self.work
         mixed = indices[torch.randperm(len(indices), generator=turn.visit.generator(purpose))]
         work.model.module.eval()
-        for batch in mixed.to(work.device).split(size) if len(mixed) else ():
-            yield work.normalise(work.x_train[batch]), work.y_train[batch]
+        for batch in mixed.split(size) if len(mixed) else ():
+            pictures, labels = work.examples(batch)
+            yield work.normalise(pictures), labels
 
     def remember(self, turn: Turn) -> State:
         """The model as training left it: the parts of it that will be read."""

@@ -120,7 +120,7 @@ class FedDBE(Method):
 
     def loss(self, turn: Turn, pictures: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropy beside the offset, and the distance of the running mean from the global."""
-        features = self.work.classifier.encoder(pictures)
+        features = self.work.classifier.encode(pictures)
         offset = turn.notes.get("offset")
         logits = self.work.classifier.head(features if offset is None else features + offset)
         loss = F.cross_entropy(logits, labels)

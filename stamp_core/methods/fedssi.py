@@ -138,7 +138,7 @@ class FedSSI(Method):
         left = self.params.steps or math.ceil(len(turn.indices) / training.batch)
         while left:
             shuffled = turn.indices[torch.randperm(len(turn.indices), generator=draw)]
-            for batch in shuffled.to(work.device).split(training.batch)[:left]:
-                changed = augment(work.x_train[batch], training, draw)
-                yield work.normalise(changed), work.y_train[batch]
+            for batch in shuffled.split(training.batch)[:left]:
+                pictures, labels = work.examples(batch)
+                yield work.normalise(augment(pictures, training, draw)), labels
                 left -= 1

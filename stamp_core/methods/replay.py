@@ -146,7 +146,7 @@ class Replay(Method):
         """The memory after the task's classes, each taken up or, if `first` is past, anew."""
         kept: Memory = turn.state["memory"]
         labels = self.work.images.y_train[turn.indices]
-        proposal = self.proposal(turn, labels)
+        made = self.proposal(turn, labels) if proposes(self.params.memory.rule) else None
         for label in labels.unique().tolist():
             met = int((labels == label).sum())
             again = int(kept["seen"][label]) > (0 if first else met)
@@ -154,16 +154,21 @@ class Replay(Method):
                 turn.log.events.append("memory: a class was met again")
             if first and met < self.params.memory.per_class:
                 turn.log.events.append("memory: a class has fewer pictures than may be kept")
-            if first:
-                kept = self.take_up(kept, label, met, proposal, turn)
-            elif not again:  # one met before was merged once: its older pictures are gone
-                kept = self.take_up(without(kept, label), label, met, proposal, turn)
+            if first or not again:  # one met before was merged once: its older pictures are gone
+                offered = made or self.pictures_of(turn, labels, label)
+                before = kept if first else without(kept, label)
+                kept = self.take_up(before, label, met, offered, turn)
         return kept
 
+    def pictures_of(self, turn: Turn, labels: Tensor, label: int) -> Proposal:
+        """The client's pictures of one class: a whole task may be more than fits into memory."""
+        own = labels == label
+        return as_they_are(self.work.images.x_train[turn.indices[own]], labels[own])
+
     def proposal(self, turn: Turn, labels: Tensor) -> Proposal:
-        """What may be remembered of the task: its pictures, or what the rule proposes itself."""
+        """What the rule itself proposes to remember of the task."""
         pictures, keep = self.work.images.x_train[turn.indices], self.params.memory
-        if not proposes(keep.rule) or not len(labels):
+        if not len(labels):
             return as_they_are(pictures, labels)
         visit, model, kept = turn.visit, self.work.model, turn.state["memory"]
         network = self.work.network(visit.seed).to(self.work.device)
@@ -187,7 +192,7 @@ class Replay(Method):
         """What the encoder makes of pictures, in evaluation mode, if the rule looks.  # [N, D]"""
         if not looks_at_features(self.params.memory.rule):
             return torch.zeros(len(pictures), 0)
-        return self.work.outputs(pictures.to(self.work.device), self.work.classifier.encoder)
+        return self.work.outputs(pictures, self.work.classifier.encode)
 
 
 def without(kept: Memory, label: int) -> Memory:

@@ -112,11 +112,11 @@ class Stamp(Replay):
         """The loss of replay with the prototypical loss."""
         if not self.params.prototype:
             return super().loss(turn, pictures, labels)
-        encoder, head = self.work.classifier.encoder, self.work.classifier.head
+        encode, head = self.work.classifier.encode, self.work.classifier.head
         if self.params.alternate:
             self.step_encoder(turn, pictures, labels)
-            return self.error(turn, head(encoder(pictures).detach()), labels)
-        features = encoder(pictures)
+            return self.error(turn, head(encode(pictures).detach()), labels)
+        features = encode(pictures)
         weighted: Tensor = self.params.prototype * prototype_loss(features, labels)
         return weighted + self.error(turn, head(features), labels)
 
@@ -124,7 +124,7 @@ class Stamp(Replay):
         """One step of the encoder alone along the prototypical loss."""
         model = self.work.model
         descent = turn.notes.setdefault("encoder", Descent(model, self.work.setting.training))
-        loss = prototype_loss(self.work.classifier.encoder(pictures), labels)
+        loss = prototype_loss(self.work.classifier.encode(pictures), labels)
         (self.params.prototype * loss).backward()
         descent.step()
         model.gradients.zero_()

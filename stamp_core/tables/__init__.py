@@ -1,5 +1,6 @@
-"""Tables from run records: results and differences, the ablation, coresets, how matching went."""
+"""Tables from run records: results, differences, ablation, coresets, ours beside the paper's."""
 
+from stamp_core.tables.beside import beside, costs_beside, paper_page, write_paper
 from stamp_core.tables.coresets import (
     EVERY,
     between,
@@ -12,10 +13,12 @@ from stamp_core.tables.coresets import (
     ends,
     write_coresets,
 )
+from stamp_core.tables.details import attributes, modified_networks, training_details
 from stamp_core.tables.matched import (
     MATCHED,
     matching,
 )
+from stamp_core.tables.networks import NETWORKS, architectures, networks_page, write_networks
 from stamp_core.tables.paper import DASH, accuracy_and_forgetting, printed
 from stamp_core.tables.parts import (
     ABLATION,
@@ -63,6 +66,7 @@ __all__ = [
     "GROUPS",
     "MATCHED",
     "MB",
+    "NETWORKS",
     "NOTE",
     "PARTS",
     "SUMMARY",
@@ -71,6 +75,9 @@ __all__ = [
     "ablation_page",
     "accuracy_and_forgetting",
     "amount",
+    "architectures",
+    "attributes",
+    "beside",
     "between",
     "by_part",
     "coreset_accuracies",
@@ -80,6 +87,7 @@ __all__ = [
     "coreset_sentences",
     "coresets",
     "costs",
+    "costs_beside",
     "curves",
     "differences",
     "distinct",
@@ -88,7 +96,10 @@ __all__ = [
     "judged",
     "markdown",
     "matching",
+    "modified_networks",
+    "networks_page",
     "page",
+    "paper_page",
     "part",
     "percent",
     "printed",
@@ -96,10 +107,13 @@ __all__ = [
     "sentences",
     "step_length",
     "summary",
+    "training_details",
     "variant",
     "verdict",
     "wide",
     "write",
     "write_ablation",
     "write_coresets",
+    "write_networks",
+    "write_paper",
 ]

@@ -1,17 +1,17 @@
 """Coreset rules beside each other: accuracy by pictures kept, differences, what choosing costs."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from stamp_core import metrics
 from stamp_core.records import Record, total
+from stamp_core.tables.crossed import differences_at, sentences_at, wide_at
 from stamp_core.tables.paper import DASH
-from stamp_core.tables.runs import MB, amount, distinct, frame, markdown, percent, points, verdict
+from stamp_core.tables.runs import MB, amount, distinct, frame, markdown, percent
 
 RULES = {
     "uniform": "random",
@@ -25,6 +25,7 @@ RULES = {
     "sre2l": "SRe²L",
 }
 BASE = "random"  # what every rule has to beat
+NUMBER = "{} a class"
 EVERY = 10**6  # so many pictures of a class are all of them
 CORESETS = f"""\
 Which pictures should a client keep? Every rule in one harness: FedAvg, whose clients keep so many
@@ -90,7 +91,7 @@ def coreset_accuracies(rows: pd.DataFrame) -> pd.DataFrame:
         ("all pictures", every),
     ]:
         by_number = {
-            f"{number} a class": percent(group[group.pictures == number].accuracy)
+            NUMBER.format(number): percent(group[group.pictures == number].accuracy)
             for number in _numbers(rows)
         }
         if name in ("no memory", "all pictures"):
@@ -106,21 +107,7 @@ def _numbers(rows: pd.DataFrame) -> list[int]:
 
 def coreset_differences(rows: pd.DataFrame, base: str = BASE) -> pd.DataFrame:
     """A row a rule and number of one setting: its paired difference from `base`, in points."""
-    found = []
-    for (rule, number), group in between(rows).groupby(["rule", "pictures"], sort=False):
-        other = rows[(rows.rule == base) & (rows.pictures == number)]
-        mine, theirs = (dict(zip(r.seed, 100 * r.accuracy, strict=True)) for r in (group, other))
-        pair = metrics.paired(mine, theirs)
-        if rule != base:
-            found.append(
-                {
-                    **{"rule": rule, "pictures": number, "difference": pair["mean"]},
-                    **{"low": pair["low"], "high": pair["high"], "n": int(pair["n"])},
-                    "verdict": verdict(pair["low"], pair["high"]),
-                }
-            )
-    columns = ["rule", "pictures", "difference", "low", "high", "n", "verdict"]
-    return pd.DataFrame(found, columns=columns)
+    return differences_at(between(rows), "rule", "pictures", base)
 
 
 def coreset_costs(rows: pd.DataFrame) -> pd.DataFrame:
@@ -152,26 +139,7 @@ def _told(rows: pd.DataFrame) -> str:
 
 def coreset_sentences(rows: pd.DataFrame, base: str = BASE) -> str:
     """For every number of pictures a sentence: which rules differ from `base` beyond the noise."""
-    pairs = coreset_differences(rows, base)
-    found = []
-    for number, group in pairs.groupby("pictures"):
-        said = [
-            f"{word} than {base}: {', '.join(_named(group[group.verdict == verdict_]))}"
-            for verdict_, word in (("higher", "more accurate"), ("lower", "less accurate"))
-            if (group.verdict == verdict_).any()
-        ]
-        rest = list(group[~group.verdict.isin(["higher", "lower"])].rule)
-        said += [f"not to be told from {base}: {', '.join(rest)}"] if rest else []
-        n = sorted(set(group.n))
-        found.append(f"With {number} a class (n = {', '.join(map(str, n))}), {'; '.join(said)}.")
-    return " ".join(found)
-
-
-def _named(rows: pd.DataFrame) -> Iterator[str]:
-    """Rules with the interval of their difference."""
-    for row in rows.itertuples():
-        low, high = sorted(abs(end) for end in (row.low, row.high))
-        yield f"{row.rule} (by {low:.1f} to {high:.1f})"
+    return sentences_at(coreset_differences(rows, base), base, f"With {NUMBER}")
 
 
 def coreset_page(records: Sequence[Record]) -> str:
@@ -179,19 +147,10 @@ def coreset_page(records: Sequence[Record]) -> str:
     parts = ["# Coresets", CORESETS.strip()]
     for setting, rows in coresets(records).groupby("setting", sort=False):
         parts += [f"## {setting}", markdown(coreset_accuracies(rows))]
-        parts += [f"Difference from {BASE}:", markdown(_wide(coreset_differences(rows)))]
+        parts += [f"Difference from {BASE}:", markdown(wide_at(coreset_differences(rows), NUMBER))]
         parts += [coreset_sentences(rows), coreset_sentences(rows, RULES["herding"])]
         parts += ["What it costs:", markdown(coreset_costs(rows))]
     return "\n\n".join(parts) + "\n"
-
-
-def _wide(pairs: pd.DataFrame) -> pd.DataFrame:
-    """Differences as text, a row a rule."""
-    found: dict[str, dict[str, str]] = {}
-    for row in pairs.itertuples():
-        line = found.setdefault(row.rule, {"rule": row.rule, "n": str(row.n)})
-        line[f"{row.pictures} a class"] = points(row)
-    return pd.DataFrame(found.values())
 
 
 def write_coresets(records: Sequence[Record], folder: Path) -> Path:
