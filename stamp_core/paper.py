@@ -4,6 +4,7 @@ What it takes is measured and checked first. Cells that have records are kept an
 goes on where it was: the same command finishes what it began.
 """
 
+import argparse
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ def main(name: str, train_it: bool = True) -> int:
     failed = [path for cell in cells if not done(cell) and (path := trained(cell))]
     failed += [path for block in alphas(name) if (path := swept(block))]
     if failed:
-        print(f"failed: the tracebacks are in {', '.join(failed)}; the same command goes on")
+        print(f"failed: the tracebacks are in {', '.join(failed)}; the same command tries again")
         return 1
     return shown(name)
 
@@ -44,19 +45,19 @@ def estimated(name: str, cells: Sequence[Cell]) -> Needs:
     device = resolve_device("auto")
     workers = resolve_workers(0, device)
     torch.set_num_threads(1)  # as each worker process has
-    experiments = {method: experiment(name, method) for _, method, _ in cells}
-    first = experiments[cells[0][1]]
-    images = first.images()
-    plan = make(first.setting.split, images, seed=0)
-    found = estimate.needs(
-        list(experiments.values()), plan, Workspace(first.setting, images, device), workers
-    )
-    seeds = len({seeds for _, _, seeds in cells})
+    methods = {method: experiment(name, method) for _, method, _ in cells}
+    first = next(iter(methods.values()))
+    setting, images = first.setting, first.images()
+    plan, work = make(setting.split, images, seed=0), Workspace(setting, images, device)
+    found = estimate.needs(list(methods.values()), plan, work, workers)
     where = torch.cuda.get_device_name() if device == "cuda" else f"{workers} cores, no GPU"
     print(f"{name}: {images}")
     print(f"on {where}: {found.memory / GB:.1f} GB of memory, {found.disk / GB:.1f} GB of disk")
-    print(f"FedAvg takes {found.steps:,} steps a seed, about {found.hours:.1f} hours")
-    print(f"{len(experiments)} methods with {seeds} seeds: about {seeds * found.all_hours:,.0f}")
+    print(f"FedAvg takes {found.steps:,} steps a seed, about {found.hours:,.1f} hours")
+    seeds = len(cells) // len(methods)
+    print(f"{len(methods)} methods, {seeds} seeds: about {seeds * found.all_hours:,.0f} hours")
+    if more := sum(map(trainings, alphas(name))):
+        print(f"and {more} trainings at several values of α")
     return found
 
 
@@ -80,6 +81,12 @@ def alphas(name: str) -> list[str]:
     params = config.read()
     found = sweeps.blocks(params, ALPHAS)
     return [block for block, row in found.items() if row["setting"] == name]
+
+
+def trainings(block: str) -> int:
+    """How many trainings a sweep over alpha has."""
+    sweep, values = sweeps.read(block, config.read(), ALPHAS)
+    return len(values) * len(config.seeds(sweep.seeds))
 
 
 def swept(block: str) -> str:
@@ -110,7 +117,12 @@ def execute(notebook: str, name: str, /, **parameters: str) -> str:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Train one of the paper's settings.")
+    known = ", ".join(config.read()[PAPER]["setting"])
+    parser.add_argument("setting", help=f"SETTING=... of `make paper`, one of {known}")
+    parser.add_argument("--estimate", action="store_true", help="only say what it takes")
+    given = parser.parse_args()
     try:
-        sys.exit(main(sys.argv[1], train_it="--estimate" not in sys.argv))
+        sys.exit(main(given.setting, train_it=not given.estimate))
     except (ParameterError, OSError, MemoryError) as error:
         sys.exit(f"{type(error).__name__}: {error}")

@@ -165,6 +165,13 @@ def test_every_setting_of_the_paper_is_one_of_params_yaml() -> None:
     assert len({seeds for _, _, seeds in cells}) == 5
 
 
+def test_settings_with_alpha_are_trained_at_other_values_too() -> None:
+    values, seeds, methods = 4, 5, config.read()["paper_alphas"]["method"]
+    assert [name.partition("-")[2] for name in paper.alphas("cifar10_alpha")] == methods
+    assert paper.trainings("cifar10_alpha-fedavg") == values * seeds
+    assert paper.alphas("cifar100_c2") == []
+
+
 def test_one_command_trains_a_setting_shows_it_and_goes_on_where_it_was(
     tmp_path: Path,
 ) -> None:

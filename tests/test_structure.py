@@ -140,8 +140,7 @@ def test_defaults_of_notebooks_need_no_earlier_notebook() -> None:
     for path in notebooks.all_notebooks():
         cells = nbformat.read(path, 4).cells
         if any(re.search(r"\bfolder\b", cell.source) for cell in cells):
-            where = "data/paper" if path.name in TABLES_ONLY else "data/tiny"
-            assert f'folder: str = "{where}"' in cells[1].source
+            assert 'folder: str = "data/tiny"' in cells[1].source
 
 
 def test_every_method_of_params_has_a_file_and_every_file_a_row() -> None:
