@@ -238,10 +238,10 @@ def test_the_sweeps_of_the_project_are_right() -> None:
 
 
 def test_the_papers_alphas_are_those_of_the_desk() -> None:
-    """The same methods at the same values, in settings whose clients share their tasks."""
+    """At the same values, in settings whose clients share their tasks; the desk has few methods."""
     params = config.read()
     desk, paper = (sweeps.crossed(params, of) for of in ("alphas", "paper_alphas"))
-    assert desk.method == paper.method and {"fedavg", "replay", "stamp"} <= set(desk.method)
+    assert {"fedavg", "replay", "stamp"} <= set(desk.method) <= set(paper.method)
     for found in (desk, paper):
         assert {tuple(found.values[name]) for name in found.setting} == {(0.1, 1.0, 10.0, 100.0)}
         assert all(config.setting(name).split.alpha for name in found.setting)
