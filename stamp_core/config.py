@@ -1,5 +1,6 @@
 """params.yaml as frozen, validated dataclasses: every slip is refused in one line that names it."""
 
+import copy
 import difflib
 import itertools
 import math
@@ -7,6 +8,7 @@ import re
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -250,7 +252,7 @@ def _in_words(hint: type, value: object) -> str:
 def read(path: Path = PARAMS) -> dict[str, Any]:
     """params.yaml as plain values, read by the parser that DVC uses (YAML 1.2)."""
     try:
-        values = YAML(typ="safe", pure=True).load(path)
+        values = copy.deepcopy(_parsed(path.read_bytes()))
     except FileNotFoundError:
         raise ParameterError(f"{path} does not exist; it holds every parameter") from None
     except YAMLError as error:
@@ -264,6 +266,11 @@ def read(path: Path = PARAMS) -> dict[str, Any]:
         if not isinstance(values.get(key), dict):
             raise wrong(f"params.yaml: {key}", values.get(key), "a block of keys")
     return values
+
+
+@lru_cache(maxsize=1)  # a figure asks for the place of every method that it shows
+def _parsed(content: bytes) -> Any:
+    return YAML(typ="safe").load(content)
 
 
 def section(params: Mapping[str, Any], kind: str, name: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ruamel.yaml import YAML
 
 from stamp_core import config, coresets
 from stamp_core.config import Network, ParameterError, Setting, Split, Training
@@ -563,10 +564,24 @@ def test_a_slip_in_the_grid_of_the_project_is_named(axis: str, message: str) -> 
     assert str(error.value).startswith(message)
 
 
-def test_both_yaml_parsers_read_the_same_parameters() -> None:
+def test_all_yaml_parsers_read_the_same_parameters() -> None:
     """PyYAML (papermill, notebooks) reads YAML 1.1, ruamel (DVC, this project) YAML 1.2."""
     assert leaves(yaml.safe_load(PARAMS.read_text())) == leaves(config.read())
+    in_python = YAML(typ="safe", pure=True).load(PARAMS)  # where the parser in C is not installed
+    assert leaves(in_python) == leaves(config.read())
     assert leaves(yaml.safe_load("[1e-3, yes]")) != leaves([1e-3, "yes"])  # it can fail
+
+
+def test_what_is_read_is_the_file_as_it_is_now(tmp_path: Path) -> None:
+    path = tmp_path / "params.yaml"
+    path.write_bytes(PARAMS.read_bytes())
+    first = config.read(path)
+    first["methods"]["fedavg"]["step"] = 2.0  # a caller's own copy
+    assert config.read(path) == config.read(PARAMS) != first
+    path.write_text(
+        PARAMS.read_text().replace("  fedavg:\n    step: 1.0", "  fedavg:\n    step: 3.0")
+    )
+    assert config.read(path)["methods"]["fedavg"]["step"] == 3.0
 
 
 @pytest.mark.parametrize(
