@@ -9,15 +9,18 @@ count from 0, as in the records; tasks count from 1, as in "after 3 tasks". The 
 open: a notebook shows those of a cell at its end, so end the cell with `;`, or it shows them twice.
 """
 
-from stamp_core.figures.analyses import ablation, angles, features, sensitivity
-from stamp_core.figures.coresets import coreset_times, coresets, kept
-from stamp_core.figures.drawings import architecture
-from stamp_core.figures.heterogeneity import heterogeneity
-from stamp_core.figures.look import save, style
-from stamp_core.figures.matches import plane, products, solvers
-from stamp_core.figures.plans import pictures, schedule, shares
-from stamp_core.figures.runs import accuracy, cost, forgetting, gap, matrices, training
-from stamp_core.figures.widgets import explore
+from stamp_core.loading import uncollected
+
+with uncollected():
+    from stamp_core.figures.analyses import ablation, angles, features, sensitivity
+    from stamp_core.figures.coresets import coreset_times, coresets, kept
+    from stamp_core.figures.drawings import architecture
+    from stamp_core.figures.heterogeneity import heterogeneity
+    from stamp_core.figures.look import save, style
+    from stamp_core.figures.matches import plane, products, solvers
+    from stamp_core.figures.plans import pictures, schedule, shares
+    from stamp_core.figures.runs import accuracy, cost, forgetting, gap, matrices, training
+    from stamp_core.figures.widgets import explore
 
 __all__ = [
     "ablation",
