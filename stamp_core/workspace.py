@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from stamp_core import rows
 from stamp_core.config import Setting, Training
@@ -45,7 +44,6 @@ class Workspace:
         self.classifier = self.network(seed=0).to(self.device)
         self.model = FlatModel(self.classifier)  # the same one, as vectors
         self.base = sum(p.numel() for p in self.classifier.encoder.parameters())  # then the head
-        self.norms = [m for m in self.model.module.modules() if isinstance(m, _BatchNorm)]
         self.untrained = self.model.buffers.clone()  # what batch normalisation starts from
         self.chunk = chunk(self.shape, setting.network.at_once)
         home = home_of(images.x_train, self.device)
@@ -101,7 +99,7 @@ class Workspace:
         which has no spread of its own.
         """
         gathers = pictures > 1 and self.setting.training.buffers != "frozen"
-        train_mode(self.model.module, gathers)
+        train_mode(self.classifier, gathers)
 
     @torch.no_grad()
     def outputs(self, pictures: Tensor, layer: Callable[[Tensor], Tensor] | None = None) -> Tensor:

@@ -284,7 +284,7 @@ def test_the_surrogate_is_trained_as_a_client_is_whatever_mode_training_has_left
         here.method.receive(Turn(turn.visit, plan_, here.begin(0).clients[0], turn.message))
         here.work.model.module.train(training)
         found.append(here.method.descend(turn, server["parameters"]))
-        assert not here.work.norms[0].training
+        assert not here.work.classifier.norms[0].training
     assert torch.equal(*found) and torch.isfinite(found[0]).all()
 
 

@@ -39,7 +39,7 @@ def workspace(network: dict[str, Any] = BATCH_NORM, **training: Any) -> Workspac
     cell = tiny("fedl2p", network=network, training=training)
     work = small.worker(cell, plan(cell)).work
     draw = generator("gathered")
-    for norm in work.norms:
+    for norm in work.classifier.norms:
         norm.running_mean.copy_(torch.randn(4, generator=draw))
         norm.running_var.copy_(torch.rand(4, generator=draw) + 0.5)
     return work
@@ -159,7 +159,7 @@ def test_what_layers_are_given_by_hand(chunk: int, monkeypatch: pytest.MonkeyPat
     the divergences there and back of its input's channels from what is stored, halved."""
     monkeypatch.setattr("stamp_core.workspace.CHUNK", chunk)
     work, indices = workspace(), torch.arange(5, 45)
-    found = look(work, work.norms, indices)
+    found = look(work, work.classifier.norms, indices)
     convolution, norm, relu, pool, flat, hidden, last = work.classifier.encoder.eval()
     with torch.no_grad():
         x = work.normalise(work.x_train[indices])
@@ -191,13 +191,13 @@ def test_mixed_normalisation_by_hand(share: float, training: bool) -> None:
     """mean = (1 - beta) net + beta own, the same for variances; own is the batch (biased) in
     training and what has been gathered in evaluation."""
     work = workspace()
-    (norm,) = work.norms
-    net = gathered(work.norms)
+    (norm,) = work.classifier.norms
+    net = gathered(work.classifier.norms)
     norm.running_mean.fill_(0.5)
     norm.running_var.fill_(2.0)
     norm.train(training)
     x = torch.randn(6, 4, 3, 3, generator=generator("x"))
-    with torch.no_grad(), mixed(work.norms, net, torch.tensor([share])):
+    with torch.no_grad(), mixed(work.classifier.norms, net, torch.tensor([share])):
         found = norm(x)
     own = x.mean((0, 2, 3)), x.var((0, 2, 3), correction=0)
     own = own if training else (torch.full((4,), 0.5), torch.full((4,), 2.0))
@@ -215,10 +215,10 @@ def test_own_statistics_of_a_batch_have_a_gradient() -> None:
     """With beta 1 a shift of the input leaves the output, so the gradient sums to 0."""
     work = workspace()
     x = torch.randn(6, 4, 3, 3, generator=generator("x"), requires_grad=True)
-    work.norms[0].train()
+    work.classifier.norms[0].train()
     for share, zero in ((1.0, True), (0.0, False)):
-        with mixed(work.norms, gathered(work.norms), torch.tensor([share])):
-            (g,) = torch.autograd.grad(work.norms[0](x)[:, 0, 0, 0].sum(), x)
+        with mixed(work.classifier.norms, gathered(work.classifier.norms), torch.tensor([share])):
+            (g,) = torch.autograd.grad(work.classifier.norms[0](x)[:, 0, 0, 0].sum(), x)
         assert (abs(float(g.sum())) < 1e-5) == zero
 
 
@@ -226,29 +226,29 @@ def test_the_mixture_ends_also_after_an_exception() -> None:
     work = workspace()
     with (
         pytest.raises(ZeroDivisionError),
-        mixed(work.norms, gathered(work.norms), torch.tensor([0.5])),
+        mixed(work.classifier.norms, gathered(work.classifier.norms), torch.tensor([0.5])),
     ):
-        assert len(work.norms[0]._forward_hooks) == 1
+        assert len(work.classifier.norms[0]._forward_hooks) == 1
         raise ZeroDivisionError
-    assert not work.norms[0]._forward_hooks
+    assert not work.classifier.norms[0]._forward_hooks
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 def test_settled_statistics_evaluate_like_mixed_ones(share: float) -> None:
     """And with beta 0 they are the net's own again, bit for bit."""
     work = workspace()
-    net, shares = gathered(work.norms), torch.tensor([share])
-    forget(work.norms)
+    net, shares = gathered(work.classifier.norms), torch.tensor([share])
+    forget(work.classifier.norms)
     assert work.model.buffers.tolist() == [0.0] * 4 + [1.0] * 4
     x, _ = pictures(work)
-    with mixed(work.norms, net, shares), torch.no_grad():
+    with mixed(work.classifier.norms, net, shares), torch.no_grad():
         work.model.module.train()(x)
-        own = gathered(work.norms)
+        own = gathered(work.classifier.norms)
         expected = work.model.module.eval()(x)
-    settle(work.norms, net, shares)
+    settle(work.classifier.norms, net, shares)
     with torch.no_grad():
         torch.testing.assert_close(work.model.module.eval()(x), expected, rtol=0, atol=1e-5)
-    for after, kept, other in zip(gathered(work.norms)[0], net[0], own[0], strict=True):
+    for after, kept, other in zip(gathered(work.classifier.norms)[0], net[0], own[0], strict=True):
         torch.testing.assert_close(after, (1 - share) * kept + share * other)
         assert torch.equal(after, kept) == (share == 0)
 

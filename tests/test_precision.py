@@ -437,7 +437,7 @@ def test_what_meta_networks_see_is_not_rounded_twice() -> None:
     convolution, norm = work.classifier.encoder[0], work.classifier.encoder[1]
     convolution.weight.data.zero_()
     convolution.bias.data.copy_(torch.tensor([3.0, 3.015625, 3.0, 3.015625]))
-    seen = personal.look(work, work.norms, torch.arange(8))
+    seen = personal.look(work, work.classifier.norms, torch.arange(8))
     assert float(seen.inputs[2]) == pytest.approx(3.0078125, abs=1e-4)  # the mean of what it gets
     assert norm.running_mean.tolist() == 4 * [0.0]
 

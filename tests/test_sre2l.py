@@ -105,7 +105,7 @@ def two_norms(seed: int = 0) -> Classifier:
         layers = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Tanh())
         more = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(3 * 36), nn.Linear(3 * 36, 5))
         network = Classifier(Backwards(layers, more), 5, CLASSES)
-        for norm in sre2l.norms(network):
+        for norm in network.norms:
             nn.init.uniform_(norm.weight, 0.5, 2)
             assert norm.running_mean is not None and norm.running_var is not None
             norm.running_mean.normal_()
@@ -136,7 +136,7 @@ def entering(network: Classifier, pictures: Tensor) -> list[Tensor]:
 def gathered(network: Classifier) -> list[tuple[Tensor, Tensor]]:
     """The running means and variances of the two, in the order in which they work."""
     found = []
-    for norm in sre2l.norms(network)[::-1]:
+    for norm in network.norms[::-1]:
         assert norm.running_mean is not None and norm.running_var is not None
         found.append((norm.running_mean, norm.running_var))
     return found
@@ -202,7 +202,7 @@ def test_nothing_listens_any_more_after_a_failure() -> None:
         network(normal(2, 2, 8, 8))
         assert len(seen) == 2
         network(normal(2, 5, 8, 8))
-    assert not any(norm._forward_pre_hooks for norm in sre2l.norms(network))
+    assert not any(norm._forward_pre_hooks for norm in network.norms)
 
 
 # ----------------------------------------------------------------------------------------- recover

@@ -46,10 +46,10 @@ def propose(task: Task) -> Proposal:
     squeeze(task)
     labels = task.labels.unique().repeat(task.per_class)  # classes in turn: every group mixes them
     network, together = task.learner.network, task.options.together
-    if norms(network):  # whose statistics are those of what passes at once
+    if network.norms:  # whose statistics are those of what passes at once
         together = min(together, network.at_once or together)
     groups = labels.tensor_split(math.ceil(len(labels) / together))
-    if task.options.statistics and not norms(network):
+    if task.options.statistics and not network.norms:
         task.events.append("sre2l: no batch normalisation, no statistics to match")
     made = torch.cat([recover(task, group) for group in groups])
     pictures, labels = complete(task, made, labels)
@@ -113,17 +113,12 @@ def rolls(task: Task) -> Iterator[tuple[int, int]]:
     yield from zip(down, right, strict=True)
 
 
-def norms(network: Classifier) -> list[_BatchNorm]:
-    """A network's batch normalisations, the first one first."""
-    return [module for module in network.modules() if isinstance(module, _BatchNorm)]
-
-
 @contextmanager
 def entries(network: Classifier) -> Iterator[Entries]:
     """What enters batch normalisations while the context is open."""
     seen: Entries = {}
     with ExitStack() as hooks:
-        for norm in norms(network):
+        for norm in network.norms:
             hooks.enter_context(norm.register_forward_pre_hook(lambda m, x: seen.update({m: x[0]})))
         yield seen
 

@@ -95,7 +95,8 @@ class FedL2P(Method):
 
     def __init__(self, params: Personalisation, work: Workspace) -> None:
         super().__init__(params, work)
-        self.norms = work.norms if work.setting.training.buffers != "frozen" else []
+        frozen = work.setting.training.buffers == "frozen"
+        self.norms = () if frozen else work.classifier.norms
         self.nets = MetaNets(work.model.module, len(self.norms))
         self.frozen = params.backbone == "frozen"
         if self.frozen:

@@ -1,7 +1,7 @@
 """Networks as an encoder and a linear head over all classes."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import accumulate, count
@@ -35,6 +35,8 @@ class Classifier(nn.Module):
         self.precision, self.at_once = precision, at_once
         self.encoder: nn.Module = encoder
         self.head: nn.Module = nn.Linear(features, classes)
+        # its batch normalisations, the first one first
+        self.norms = tuple(m for m in encoder.modules() if isinstance(m, _BatchNorm))
 
     def forward(self, pictures: Tensor) -> Tensor:
         """Logits over all classes of the data."""  # [N, C, H, W] -> [N, classes]
@@ -72,7 +74,7 @@ class Classifier(nn.Module):
         """
         again = next(times) > 0
         changes = {"training": False} if len(pictures) == 1 else {"momentum": 0.0} if again else {}
-        with part_from(begin), norms_with(self.encoder, changes):
+        with part_from(begin), having(self.norms, changes):
             return self.computed(pictures)
 
     def computed(self, pictures: Tensor) -> Tensor:
@@ -99,21 +101,20 @@ def build(network: Network, shape: Shape, classes: int, seed: int) -> Classifier
     return classifier
 
 
-def train_mode(module: nn.Module, gathers: bool) -> None:
-    """Make a module ready for a training step; batch normalisation only if it `gathers`.
+def train_mode(network: Classifier, gathers: bool) -> None:
+    """Make a network ready for a training step; batch normalisation only if it `gathers`.
 
     Else it uses what it has gathered: a single picture has no spread of its own.
     """
-    module.train()
-    for norm in module.modules():
-        if isinstance(norm, _BatchNorm):
-            norm.train(gathers)
+    if not network.training:  # to walk through a small network takes a tenth of its step
+        network.train()
+    for norm in network.norms:
+        norm.train(gathers)
 
 
 @contextmanager
-def norms_with(module: nn.Module, values: Mapping[str, float]) -> Iterator[None]:
-    """While it lasts, a module's batch normalisations have these values of their attributes."""
-    norms = [norm for norm in module.modules() if isinstance(norm, _BatchNorm)]
+def having(norms: Sequence[nn.Module], values: Mapping[str, float]) -> Iterator[None]:
+    """While it lasts, these batch normalisations have these values of their attributes."""
     before = [{name: getattr(norm, name) for name in values} for norm in norms]
     for norm in norms:
         vars(norm).update(values)
