@@ -15,8 +15,7 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 def imports(path: Path | str) -> set[Path]:
     """The files of stamp_core that the file at `path` imports, wherever in it the import stands."""
     path = Path(path).resolve()
-    names = {name for node in _statements(path.read_bytes()) for name in _names(node, path)}
-    return {file for name in names for file in _files(name)} - {path}
+    return _imports(path, path.read_bytes())
 
 
 def closure(*paths: Path | str) -> list[Path]:
@@ -55,6 +54,13 @@ def _digest(code: bytes) -> str:
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
             del node.body[0]
     return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
+
+
+@cache
+def _imports(path: Path, code: bytes) -> set[Path]:
+    """The files of stamp_core that `code`, which stands at `path`, imports."""
+    names = {name for node in _statements(code) for name in _names(node, path)}
+    return {file for name in names for file in _files(name)} - {path}
 
 
 @cache
