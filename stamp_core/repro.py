@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from stamp_core.paths import ROOT
 
 TRAIN = ("train", "ablate", "alpha", "sweep", "budget")  # stages of dvc.yaml, the dearest last
-SHOW = ("compare", "ablation", "analyses", "coresets", "heterogeneity")
+SHOW = ("heterogeneity", "coresets", "ablation", "analyses", "compare")
 
 
 def main() -> int:
