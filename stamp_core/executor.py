@@ -165,8 +165,9 @@ class Processes:
             return [pickle.loads(answer.result()) for answer in waiting]
         except BrokenProcessPool:
             raise RuntimeError(
-                "a worker process was killed, most often for lack of memory: run with fewer "
-                "workers (STAMP_WORKERS=1) or a smaller network.at_once; finished rounds are kept"
+                "a worker process ended. Most often memory was lacking: run with fewer workers "
+                "(STAMP_WORKERS=1) or a smaller network.at_once; finished rounds are kept. In a "
+                "script, call train under `if __name__ == '__main__':`, as workers import it"
             ) from None
 
     def close(self) -> None:
