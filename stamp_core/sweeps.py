@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stamp_core import config, grid
-from stamp_core.config import ParameterError, Setting, build, section, wrong
+from stamp_core.config import ParameterError, Setting, build, section, unknown, wrong
 from stamp_core.experiments import Experiment, experiment
 from stamp_core.paths import ROOT
 from stamp_core.records import Record
@@ -48,18 +48,28 @@ class Crossed:
     key: str  # of the number; {setting} and {method} in it stand for those of each sweep
     setting: tuple[str, ...]
     method: tuple[str, ...]
-    beside: tuple[str, ...]  # methods without that number; `grid` or `ablation` trains them
+    beside: tuple[str, ...]  # methods without that number, in the settings of `grid`
     seeds: str
-    values: Mapping[str, Any]  # of each setting
+    values: Mapping[str, Any]  # of each setting, or of its methods by name and of all `others`
 
     def __post_init__(self) -> None:
-        """Refuse a key of neither setting nor method, and a setting without values."""
+        """Refuse a key of neither setting nor method, and a setting or method without values."""
         places = ("settings.{setting}.", "methods.{method}.")
         if not self.key.startswith(places):
             raise wrong("key", self.key, f"a key under {' or '.join(places)}")
+        known = {*self.method, "others"}
         for setting in self.setting:
-            if not isinstance(self.values.get(setting), list):
-                raise wrong(f"values.{setting}", self.values.get(setting), "a list of numbers")
+            found = self.values.get(setting)
+            if isinstance(found, Mapping) and (strange := sorted(set(found) - known)):
+                raise unknown(f"values.{setting}", strange[0], sorted(known))
+            if not all(isinstance(self.of(setting, method), list) for method in self.method):
+                right = "a list of numbers, or one for methods by name and one for all others"
+                raise wrong(f"values.{setting}", found, right)
+
+    def of(self, setting: str, method: str) -> Any:
+        """The values of a method in a setting."""
+        found = self.values.get(setting)
+        return found.get(method, found.get("others")) if isinstance(found, Mapping) else found
 
     def blocks(self) -> dict[str, dict[str, Any]]:
         """A block of a sweep for each setting and method, as `sweeps` has them."""
@@ -67,7 +77,7 @@ class Crossed:
             f"{setting}-{method}": {
                 **{"label": self.label, "setting": setting, "method": method, "seeds": self.seeds},
                 "keys": [self.key.replace("{setting}", setting).replace("{method}", method)],
-                "values": self.values[setting],
+                "values": self.of(setting, method),
             }
             for setting, method in itertools.product(self.setting, self.method)
         }
@@ -197,10 +207,12 @@ def records(found: Mapping[str, Shown]) -> list[Record]:
 
 
 def beside(folder: str, of: str) -> list[Record]:
-    """The records of the methods that stand beside those of a crossed section."""
+    """The records of the methods that stand beside a crossed section, where a grid trains them."""
     params = config.read()
     found = crossed(params, of)
-    cells = itertools.product(found.setting, found.beside, [found.seeds])
+    trained = {setting for each in config.GRIDS for setting, _, _ in config.cells(each, params)}
+    settings = [setting for setting in found.setting if setting in trained]
+    cells = itertools.product(settings, found.beside, [found.seeds])
     return grid.of_cells(cells, params, folder, missing=of.startswith("tiny"))
 
 

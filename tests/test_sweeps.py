@@ -550,6 +550,18 @@ def test_a_crossed_section_is_a_sweep_of_each_setting_and_method() -> None:
     assert sweeps.blocks(PARAMS, "sweeps") == PARAMS["sweeps"]
 
 
+def test_a_method_can_have_values_of_its_own() -> None:
+    params = deepcopy(PARAMS)
+    params["budgets"]["values"]["other"] = {"herded": [0, 3, 10**6], "others": [3]}
+    found = {name: block["values"] for name, block in sweeps.blocks(params, "budgets").items()}
+    assert found == {
+        **{"tiny-kept": [1, 2], "tiny-herded": [1, 2]},
+        **{"other-kept": [3], "other-herded": [0, 3, 10**6]},
+    }
+    params["budgets"]["values"]["other"] = {"herded": [4], "kept": [5]}
+    assert sweeps.blocks(params, "budgets")["other-kept"]["values"] == [5]
+
+
 def test_a_crossed_section_can_change_a_number_of_its_settings() -> None:
     """And no other of that setting, and nothing of the method but its name."""
     assert list(sweeps.blocks(PARAMS, "alphas")) == ["shared-fedavg", "shared-kept"]
@@ -570,6 +582,15 @@ def test_a_crossed_section_can_change_a_number_of_its_settings() -> None:
             "params.yaml: budgets.values.other is None; it must be a list of numbers",
         ),
         ({"values": {"tiny": [], "other": [1]}}, "budgets.tiny-kept.values is []; it must be a li"),
+        (
+            {"values": {"tiny": [1], "other": {"kept": [1]}}},
+            "params.yaml: budgets.values.other is {'kept': [1]}; it must be a list of numbers, or "
+            "one for methods by name and one for all others",
+        ),
+        (
+            {"values": {"tiny": [1], "other": {"kep": [1], "others": [1]}}},
+            "values.other 'kep' is unknown; did you mean 'kept'? known: herded, kept, others",
+        ),
         (
             {"key": "methods.{methd}.step"},
             "budgets.key is 'methods.{methd}.step'; it must be a key under "
@@ -665,3 +686,6 @@ def test_what_stands_beside_is_trained_by_another_grid(params: dict[str, Any]) -
     found = sweeps.beside(grid.TINY, "tiny_budgets")  # in a notebook it is computed
     assert [record.cell for record in found] == [("tiny", "fedavg", 0)]
     assert sweeps.beside("data", "alphas") == []
+    params["tiny_budgets"] |= {"setting": ["other", "tiny"], "values": {"other": [2], "tiny": [2]}}
+    found = sweeps.beside(grid.TINY, "tiny_budgets")  # no grid trains the other setting
+    assert [record.cell for record in found] == [("tiny", "fedavg", 0)]

@@ -43,6 +43,9 @@ noise, about one leaves zero out.
 task in all rounds, *share* the one over the other. MB are what the client that keeps most has on
 its disk at the end, soft labels included. *Events* are how often a rule said that something was
 out of the ordinary, over all clients, tasks and seeds.
+
+SRe²L makes pictures that look to a network's batch normalisation like those that it was trained
+on. To a network without any, little but the teacher's answers is left of it: *events* say so.
 """
 
 
