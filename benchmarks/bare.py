@@ -1,30 +1,31 @@
-"""The yardstick: FedAvg as a bare PyTorch loop, taking the same steps on the same pictures."""
+"""The reference: FedAvg as a plain PyTorch loop with the same SGD steps on the same images."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stamp_core.workspace import Visit, Workspace
+from stamp_core.client.workspace import RoundId, Workspace
 
 
-def round_(work: Workspace, module: nn.Module, visits: list[Visit], data: list[Tensor]) -> None:
-    """One round of FedAvg on `module`: torch.optim.SGD, state dictionaries, their plain mean."""
-    training = work.setting.training
+def fedavg_round(
+    work: Workspace, module: nn.Module, round_ids: list[RoundId], data: list[Tensor]
+) -> None:
+    """One round of FedAvg on `module`: torch.optim.SGD, state dictionaries, their mean."""
+    training = work.training
+    mean, std = (value.view(-1, 1, 1) for value in (work.dataset.mean, work.dataset.std))
     start = {name: value.clone() for name, value in module.state_dict().items()}
     total = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in start.items()}
     samples = sum(map(len, data))
-    for visit, indices in zip(visits, data, strict=True):
+    for round_id, indices in zip(round_ids, data, strict=True):
         module.load_state_dict(start)
-        optimiser = torch.optim.SGD(module.parameters(), lr=training.rate)
-        order = visit.generator("order")
+        optimiser = torch.optim.SGD(module.parameters(), lr=training.lr)
+        order = round_id.generator("order")
         for _ in range(training.epochs):
             shuffled = indices[torch.randperm(len(indices), generator=order)]
-            for batch in shuffled.split(training.batch):
+            for batch in shuffled.split(training.batch_size):
                 optimiser.zero_grad()
-                pictures = (work.x_train[batch].float() / 255 - work.images.mean.view(-1, 1, 1)) / (
-                    work.images.std.view(-1, 1, 1)
-                )
-                F.cross_entropy(module(pictures), work.y_train[batch]).backward()
+                images = (work.x_train[batch].float() / 255 - mean) / std
+                F.cross_entropy(module(images), work.y_train[batch]).backward()
                 optimiser.step()
         for name, value in module.state_dict().items():
             total[name] += value * (len(indices) / samples)

@@ -1,86 +1,75 @@
-"""Gradients of single pictures: all parameters, the head alone, and a loop of backward passes."""
+"""Per-sample gradients: of all parameters, of the head alone, and by a loop of backward passes."""
 
 import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import spread
-from stamp_core.experiments import experiment
-from stamp_core.learner import gradients, head_gradients, head_parts
-from stamp_core.models import Classifier, build
+from benchmarks import Row, seconds, section, spread
+from stamp_core.coresets.learner import head_gradient_factors, per_sample_gradients
+from stamp_core.engine.experiment import load_experiment
+from stamp_core.models.networks import Classifier, build_network
 
-Row = tuple[str, str]
 REPEATS = 7
-PICTURES = 128
+IMAGES = 128
 SHAPES = {"digits": (1, 8, 8), "glyphs": (1, 20, 20)}
 
 
-def looped(network: Classifier, pictures: Tensor, labels: Tensor) -> list[Tensor]:
-    """A backward pass a picture: the yardstick."""
+def looped_gradients(network: Classifier, images: Tensor, labels: Tensor) -> Tensor:
+    """One backward pass an image: the reference.  # [N, P]"""
     network.eval()
-    found = []
-    for picture, label in zip(pictures, labels, strict=True):
-        loss = F.cross_entropy(network(picture[None]), label[None])
-        each = torch.autograd.grad(loss, list(network.parameters()))
-        found.append(torch.cat([part.flatten() for part in each]))
-    return found
+    gradients = []
+    for image, label in zip(images, labels, strict=True):
+        loss = F.cross_entropy(network(image[None]), label[None])
+        own = torch.autograd.grad(loss, list(network.parameters()))
+        gradients.append(torch.cat([part.flatten() for part in own]))
+    return torch.stack(gradients)
 
 
-def products(network: Classifier, pictures: Tensor, labels: Tensor) -> Tensor:
+def head_gradients(network: Classifier, images: Tensor, labels: Tensor) -> Tensor:
+    """Gradients by the head's weight, then by its bias.  # [N, H]"""
+    errors, features = head_gradient_factors(network, images, labels)
+    weight = errors[:, :, None] * features[:, None]  # [N, classes, D]
+    return torch.cat([weight.flatten(1), errors], dim=1)
+
+
+def head_products(network: Classifier, images: Tensor, labels: Tensor) -> Tensor:
     """Inner products of head gradients without the gradients.  # [N, N]"""
-    errors, features = head_parts(network, pictures, labels)
+    errors, features = head_gradient_factors(network, images, labels)
     return (errors @ errors.T) * (1 + features @ features.T)
 
 
-def rows() -> Iterator[Row]:
-    """What each way costs, relative to gradients of all parameters by vmap, and how they agree."""
-    ways = {"a loop": looped, "the head alone": head_gradients, "the head's products": products}
+def measurements() -> Iterator[Row]:
+    """The cost relative to gradients of all parameters by vmap, and the head's difference."""
+    functions = {
+        "a loop": looped_gradients,
+        "the head alone": head_gradients,
+        "the head's products": head_products,
+    }
     for name, shape in SHAPES.items():
-        network, kind = built(name, shape)
-        pictures, labels = torch.randn(PICTURES, *shape), torch.randint(10, (PICTURES,))
-        given = (network, pictures, labels)
-        for way, work in ways.items():
+        config = load_experiment(name, "fedavg").setting.network
+        network = build_network(config, shape, 20, seed=0)
+        batch = network, torch.randn(IMAGES, *shape), torch.randint(10, (IMAGES,))
+        for label, function in functions.items():
             ratios = [
-                seconds(work, *given) / seconds(gradients, *given) for _ in range(REPEATS + 1)
+                seconds(function, *batch) / seconds(per_sample_gradients, *batch)
+                for _ in range(REPEATS + 1)
             ]
-            yield f"{way} / all parameters by vmap, {kind}", spread(ratios[1:])
-        took = 1000 * statistics.median(seconds(gradients, *given) for _ in range(REPEATS))
-        every, head = gradients(*given), head_gradients(*given)
-        apart = float((every[:, -head.shape[1] :] - head).abs().max())
-        agree = f"{took:.1f} ms, {every.shape[1]:,} parameters; head alone differs by {apart:.0e}"
-        yield f"gradients of {PICTURES} pictures by vmap, {kind}", agree
-
-
-def built(name: str, shape: tuple[int, ...]) -> tuple[Classifier, str]:
-    """The network of a setting with fresh weights, and its kind."""
-    network = experiment(name, "fedavg").setting.network
-    return build(network, shape, 20, seed=0), network.kind
-
-
-def seconds(work: Callable[..., object], *given: object) -> float:
-    """How long a call takes."""
-    began = time.perf_counter()
-    work(*given)
-    return time.perf_counter() - began
+            yield f"{label} / all parameters by vmap, {config.kind}", spread(ratios[1:])
+        times = [seconds(per_sample_gradients, *batch) for _ in range(REPEATS)]
+        every, head = per_sample_gradients(*batch), head_gradients(*batch)
+        error = float((every[:, -head.shape[1] :] - head).abs().max())
+        result = f"{1000 * statistics.median(times):.1f} ms, {every.shape[1]:,} parameters"
+        result += f"; head alone differs by {error:.0e}"
+        yield f"gradients of {IMAGES} images by vmap, {config.kind}", result
 
 
 def table() -> list[str]:
     """The section of benchmarks/results.md."""
-    torch.set_num_threads(1)
-    return [
-        "",
-        "## Gradients of single pictures",
-        "",
-        "On the networks of the settings, one thread: for coreset rules that compare gradients.",
-        "",
-        "| what | result |",
-        "|---|---|",
-        *(f"| {what} | {result} |" for what, result in rows()),
-    ]
+    note = "On the networks of the settings: for selection rules that compare gradients."
+    return section("## Per-sample gradients", note, measurements())
 
 
 if __name__ == "__main__":

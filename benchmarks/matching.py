@@ -1,4 +1,4 @@
-"""Gradient matching beside the passes over the rows that nothing can avoid, and its solvers.
+"""Gradient matching: a match relative to the unavoidable passes over the gradients, and solvers.
 
 `python -m benchmarks.matching` prints the table; `make bench` writes it to benchmarks/results.md.
 """
@@ -6,62 +6,52 @@
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks import spread
-from stamp_core.matching import Matching, gram, match, solve
-from stamp_core.paths import ROOT
+from benchmarks import Row, seconds, section, spread
+from stamp_core.core.paths import ROOT
+from stamp_core.matching.gram import gram
+from stamp_core.matching.match import MatchingParams, match, match_gram
 
-Row = tuple[str, str]
 REPEATS = 7
 LENGTH = 11_200_000  # the parameters of a ResNet-18
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KAPPAS = (0.05, 0.25, 0.5, 1.0, 2.0)
-FAMILIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of noise [K, d] and something common
-    "independent rows": lambda noise, common: noise,
+FAMILIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of noise [K, d] and a vector [d]
+    "independent": lambda noise, common: noise,
     "a common part": lambda noise, common: noise + common,
     "cosine 0.99": lambda noise, common: noise + 10 * common,
-    "log-normal lengths": lambda noise, common: (noise + common) * noise[:, :1].exp(),
+    "log-normal norms": lambda noise, common: (noise + common) * noise[:, :1].exp(),
     "rank 5": lambda noise, common: (noise[:, :5] + 1) @ common.view(5, -1),
-    "two opposed groups": lambda noise, common: noise / 2 + common * noise[:, :1].sign(),
+    "two opposite groups": lambda noise, common: noise / 2 + common * noise[:, :1].sign(),
 }
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """How long a call takes, on a GPU too."""
-    began = time.perf_counter()
-    work()
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
-
-
-def passes(count: int) -> Iterator[Row]:
-    """The whole match over one product of all rows with each other and one with coefficients."""
-    rows = torch.randn(count, LENGTH, device=DEVICE)
-    shares = torch.full((count,), 1 / count, device=DEVICE)
-    kinds = {"one tensor": rows, "a list": list(rows)}
-    ratios: dict[str, list[float]] = {name: [] for name in kinds}
-    times: dict[str, list[float]] = {name: [] for name in kinds}
-    match(rows, Matching())  # its first time
+def match_ratios(count: int) -> Iterator[Row]:
+    """A match relative to one product of all gradients with each other and one weighted sum."""
+    gradients = torch.randn(count, LENGTH, device=DEVICE)
+    weights = torch.full((count,), 1 / count, device=DEVICE)
+    forms = {"one tensor": gradients, "a list": list(gradients)}
+    ratios: dict[str, list[float]] = {name: [] for name in forms}
+    times: dict[str, list[float]] = {name: [] for name in forms}
+    match(gradients, MatchingParams())  # warm-up
     for _ in range(REPEATS):
-        least = seconds(lambda: (rows @ rows.T, shares @ rows))
-        for name, given in kinds.items():
-            times[name].append(seconds(lambda given=given: match(given, Matching())))
-            ratios[name].append(times[name][-1] / least)
-    for name in kinds:
-        took = 1000 * statistics.median(times[name])
-        what = f"match / unavoidable passes, {count} rows of {LENGTH:,} as {name}"
-        yield what, f"{spread(ratios[name])}  ({took:,.0f} ms)"
+        minimum = seconds(lambda: (gradients @ gradients.T, weights @ gradients))
+        for name, form in forms.items():
+            times[name].append(seconds(match, form, MatchingParams()))
+            ratios[name].append(times[name][-1] / minimum)
+    for name in forms:
+        milliseconds = 1000 * statistics.median(times[name])
+        label = f"match / unavoidable passes, {count} gradients of {LENGTH:,} as {name}"
+        yield label, f"{spread(ratios[name])}  ({milliseconds:,.0f} ms)"
 
 
 def problems(name: str, count: int) -> Iterator[Tensor]:
-    """Inner products of a few sets of rows of a family."""
+    """Gram matrices of five draws of a family."""
     for seed in range(5):
         draw = torch.Generator().manual_seed(seed)
         noise = torch.randn(count, 2000, generator=draw, dtype=torch.float64)
@@ -69,85 +59,76 @@ def problems(name: str, count: int) -> Iterator[Tensor]:
         yield gram(FAMILIES[name](noise, common))
 
 
-def solvers(count: int) -> Row:
+def solve_times(matching: MatchingParams, name: str, count: int) -> Iterator[tuple[float, float]]:
+    """Milliseconds and duality gap of each problem of a family."""
+    for products in problems(name, count):
+        yield 1000 * seconds(match_gram, products, matching), match_gram(products, matching).gap
+
+
+def exact_solver(count: int) -> Row:
     """Time and gap of the exact solver over all families and radii."""
-    solve(next(problems("a common part", count)), Matching())  # its first time
-    times, gaps = [], []
-    for name in FAMILIES:
-        for products in problems(name, count):
-            for kappa in KAPPAS:
-                matching = Matching(kappa=kappa)
-                times.append(1000 * seconds(lambda p=products, m=matching: solve(p, m)))
-                gaps.append(solve(products, matching).gap)
-    times.sort()
-    return f"exact solver, {count} rows", (
-        f"{statistics.median(times):.2f} ms, worst {times[-1]:.1f} ms; gap at most {max(gaps):.0e}"
-    )
+    match_gram(next(problems("a common part", count)), MatchingParams())  # warm-up
+    pairs = [
+        pair
+        for name in FAMILIES
+        for kappa in KAPPAS
+        for pair in solve_times(MatchingParams(kappa=kappa), name, count)
+    ]
+    times, gaps = zip(*pairs, strict=True)
+    worst = f"worst {max(times):.1f} ms; gap at most {max(gaps):.0e}"
+    return f"exact solver, {count} gradients", f"{statistics.median(times):.2f} ms, {worst}"
 
 
-def beside_the_public_code(name: str, count: int) -> Row:
-    """Gap and time of both solvers on the same rows, kappa 0.5."""
+def both_solvers(name: str, count: int) -> Row:
+    """Gap and time of both solvers on the same gradients, kappa 0.5."""
     parts = []
     for solver in ("exact", "authors"):
-        matching = Matching(solver=solver)
-        times, gaps = [], []
-        for products in problems(name, count):
-            times.append(1000 * seconds(lambda p=products, m=matching: solve(p, m)))
-            gaps.append(solve(products, matching).gap)
+        times, gaps = zip(*solve_times(MatchingParams(solver=solver), name, count), strict=True)
         parts.append(f"{statistics.median(gaps):.0e} in {statistics.median(times):.1f} ms")
-    return f"gap exact / public code, {count} rows, {name}", " / ".join(parts)
+    return f"gap exact / public code, {count} gradients, {name}", " / ".join(parts)
 
 
 def memory() -> Row:
-    """Peak memory of a match beyond its rows, in vectors of their length, in a fresh process."""
-    code = "from benchmarks.matching import extra; extra()"
+    """Peak memory of a match beyond its gradients, in a fresh process."""
+    code = "from benchmarks.matching import print_extra_memory; print_extra_memory()"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    return "memory of a match beyond its 10 rows", done.stdout.strip() or done.stderr[-300:]
+    return "memory of a match beyond its 10 gradients", done.stdout.strip() or done.stderr[-300:]
 
 
-def extra() -> None:
-    """Print how far the peak rises in a match, the result included."""
+def print_extra_memory() -> None:
+    """Print the rise of peak memory in a match, its result included, in gradients."""
     torch.set_num_threads(1)
-    match(torch.randn(10, 500_000, device=DEVICE), Matching())
-    rows = [torch.ones(LENGTH, device=DEVICE) for _ in range(10)]
-    before = peak()
-    match(rows, Matching())
-    print(f"{(peak() - before) / (4 * LENGTH):.2f} rows")
+    match(torch.randn(10, 500_000, device=DEVICE), MatchingParams())
+    gradients = [torch.ones(LENGTH, device=DEVICE) for _ in range(10)]
+    before = peak_bytes()
+    match(gradients, MatchingParams())
+    print(f"{(peak_bytes() - before) / (4 * LENGTH):.2f} gradients")
 
 
-def peak() -> int:
-    """The most bytes ever held where the rows are."""
+def peak_bytes() -> int:
+    """Peak memory of the device with the gradients."""
     if DEVICE == "cuda":
         return torch.cuda.max_memory_allocated()
     status = Path("/proc/self/status").read_text()  # getrusage would begin at the parent's peak
     return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
-def rows() -> Iterator[Row]:
-    """Everything measured here."""
+def measurements() -> Iterator[Row]:
+    """All rows of the table."""
     for count in (10, 50):
-        yield from passes(count)
+        yield from match_ratios(count)
     yield memory()
     for count in (3, 5, 10, 50, 500):
-        yield solvers(count)
+        yield exact_solver(count)
     for name in FAMILIES:
         for count in (10, 50):
-            yield beside_the_public_code(name, count)
+            yield both_solvers(name, count)
 
 
 def table() -> list[str]:
     """The section of benchmarks/results.md."""
-    torch.set_num_threads(1)
-    return [
-        "",
-        "## Gradient matching",
-        "",
-        f"On {DEVICE}, one thread. Gaps are relative to the squared length of the reference.",
-        "",
-        "| what | result |",
-        "|---|---|",
-        *(f"| {what} | {result} |" for what, result in rows()),
-    ]
+    note = f"On {DEVICE}, one thread. Gaps are relative to the squared norm of the reference."
+    return section("## Gradient matching", note, measurements())
 
 
 if __name__ == "__main__":

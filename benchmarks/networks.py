@@ -1,81 +1,64 @@
-"""The paper's networks: training steps in half precision, in parts, and by layout of pictures."""
+"""The paper's networks: SGD steps in bfloat16, in micro-batches, and by memory format."""
 
 import statistics
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks import spread
-from stamp_core.config import Network
-from stamp_core.executor import resolve_device
-from stamp_core.models import Classifier, Shape, build
+from benchmarks import Row, seconds, section, spread
+from stamp_core.config.schema import Network
+from stamp_core.engine.executor import resolve_device
+from stamp_core.models.encoders import Shape
+from stamp_core.models.networks import Classifier, build_network
 
-Row = tuple[str, str]
 REPEATS = 3
 RESNET = Network("resnet18", norm="batch", stem="small")
-SIZES: list[tuple[str, Network, Shape, int]] = [
+NETWORKS: list[tuple[str, Network, Shape, int]] = [  # name, network, images, batch size
     ("ResNet-18, 32 x 32", RESNET, (3, 32, 32), 64),
     ("Swin-T, 224 x 224", Network("swin_t"), (3, 224, 224), 4),
 ]
 
 
-def rows() -> Iterator[Row]:
-    """How much faster or slower a step is than one in float32 on the whole batch."""
+def measurements() -> Iterator[Row]:
+    """The speed of a step relative to one in float32 on the whole batch."""
     device = torch.device(resolve_device("auto"))
-    for name, network, shape, batch in SIZES:
-        plain = built(network, shape, device)
-        pictures = torch.randn(batch, *shape, device=device)
-        given = pictures.to(memory_format=torch.channels_last)
-        took = statistics.median(step(plain, given) for _ in range(REPEATS))
-        yield f"{name}: pictures/s, float32, batch {batch}", f"{batch / took:,.1f}"
-        half = built(replace(network, precision="bfloat16"), shape, device)
-        parts = built(replace(network, at_once=batch // 4), shape, device)
-        yield f"{name}: bfloat16, speed", ratio(plain, half, given, given)
-        yield (
-            f"{name}: channels last instead of first, speed",
-            ratio(plain, plain, pictures.contiguous(), given),
+    for name, network, shape, size in NETWORKS:
+        first = torch.randn(size, *shape, device=device)
+        last = first.to(memory_format=torch.channels_last)
+        plain, half, micro = (
+            build_network(each, shape, 100, seed=0).to(device).train()
+            for each in (
+                network,
+                replace(network, precision="bfloat16"),
+                replace(network, micro_batch_size=size // 4),
+            )
         )
-        yield f"{name}: a quarter at once, speed", ratio(plain, parts, given, given)
-
-
-def built(network: Network, shape: Shape, device: torch.device) -> Classifier:
-    """A network in training with fresh weights."""
-    return build(network, shape, 100, seed=0).to(device).train()
+        time = statistics.median(seconds(step, plain, last) for _ in range(REPEATS))
+        yield f"{name}: images/s, float32, batch {size}", f"{size / time:,.1f}"
+        yield f"{name}: bfloat16, speed", ratio(plain, half, last, last)
+        yield f"{name}: channels last, not first, speed", ratio(plain, plain, first, last)
+        yield f"{name}: four micro-batches, speed", ratio(plain, micro, last, last)
 
 
 def ratio(one: Classifier, other: Classifier, first: torch.Tensor, second: torch.Tensor) -> str:
-    """Time of a step of one network by that of another, in turn."""
-    found = [step(one, first) / step(other, second) for _ in range(REPEATS + 1)]
-    return spread(found[1:])
+    """The time of a step of `one` on `first` by that of `other` on `second`, in alternation."""
+    ratios = [seconds(step, one, first) / seconds(step, other, second) for _ in range(REPEATS + 1)]
+    return spread(ratios[1:])
 
 
-def step(network: Classifier, pictures: torch.Tensor) -> float:
-    """Seconds of a forward and a backward pass."""
-    labels = torch.zeros(len(pictures), dtype=torch.int64, device=pictures.device)
-    began = time.perf_counter()
-    F.cross_entropy(network(pictures), labels).backward()
-    if pictures.is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
+def step(network: Classifier, images: torch.Tensor) -> None:
+    """A forward and a backward pass."""
+    labels = torch.zeros(len(images), dtype=torch.int64, device=images.device)
+    F.cross_entropy(network(images), labels).backward()
 
 
 def table() -> list[str]:
     """The section of benchmarks/results.md."""
-    torch.set_num_threads(1)
-    on = torch.cuda.get_device_name() if torch.cuda.is_available() else "one thread of the CPU"
-    return [
-        "",
-        "## The paper's networks",
-        "",
-        f"Training steps on {on}; a speed is relative to float32, channels last, the whole batch.",
-        "",
-        "| what | result |",
-        "|---|---|",
-        *(f"| {what} | {result} |" for what, result in rows()),
-    ]
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "one thread of the CPU"
+    note = f"SGD steps on {device}; speeds are relative to float32, channels last, the whole batch."
+    return section("## The paper's networks", note, measurements())
 
 
 if __name__ == "__main__":

@@ -5,145 +5,134 @@ import platform
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from benchmarks import bare, coresets, matching, networks, spread
-from stamp_core import engine, split
-from stamp_core.executor import Executor, peak_memory, start
-from stamp_core.experiments import Experiment, experiment
-from stamp_core.paths import ROOT
-from stamp_core.workspace import Visit
+from benchmarks import Row, bare, coresets, matching, networks, seconds, section, spread
+from stamp_core.client.workspace import RoundId
+from stamp_core.core.paths import ROOT
+from stamp_core.data.split import make_plan
+from stamp_core.engine.executor import Executor, peak_memory, start_executor
+from stamp_core.engine.experiment import Experiment, load_experiment
+from stamp_core.engine.train import Run
 
-Row = tuple[str, str]
 REPEATS = 7
 
 
-def small(batch: int = 16, clients: int = 10, tasks: int = 2, width: int = 1) -> Experiment:
+def small(batch_size: int = 16, clients: int = 10, tasks: int = 2, width: int = 1) -> Experiment:
     """FedAvg on glyphs with a small convolutional network."""
-    cell = experiment("glyphs", "fedavg")
-    chosen = replace(
-        cell.setting,
-        split=replace(cell.setting.split, clients=clients, tasks=tasks),
-        training=replace(cell.setting.training, batch=batch, rounds=100),
-        network=replace(cell.setting.network, channels=(16 * width, 32 * width)),
+    experiment = load_experiment("glyphs", "fedavg")
+    setting = experiment.setting
+    setting = replace(
+        setting,
+        split=replace(setting.split, clients=clients, tasks=tasks),
+        training=replace(setting.training, batch_size=batch_size, rounds=100),
+        network=replace(setting.network, channels=(16 * width, 32 * width)),
     )
-    return replace(cell, setting=chosen)
+    return replace(experiment, setting=setting)
 
 
-def prepared(
-    cell: Experiment, workers: int = 1, seeds: int = 1
-) -> tuple[list[engine.Run], Executor]:
-    """Runs that have done one round already, so that nothing is first."""
-    images = cell.images()
-    plans = {seed: split.make(cell.setting.split, images, seed) for seed in range(seeds)}
-    here, executor = start(cell, plans, workers, "cpu")
-    runs = [engine.Run(cell, plan, here, executor, None) for plan in plans.values()]
+def started_runs(
+    experiment: Experiment, workers: int = 1, seeds: int = 1
+) -> tuple[list[Run], Executor]:
+    """Runs after their first round, which is slower than the others."""
+    dataset, split = experiment.dataset(), experiment.setting.split
+    plans = {seed: make_plan(split, dataset, seed) for seed in range(seeds)}
+    worker, executor = start_executor(experiment, plans, workers, "cpu")
+    runs = [Run(experiment, plan, worker, executor, None) for plan in plans.values()]
     for run in runs:
-        run.advance(0, 0)
+        run.train_round(0, 0)
     return runs, executor
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """How long a call takes."""
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
+def middle_round(run: Run) -> None:
+    """One round that is not the last of its experience."""
+    run.train_round(0, 1)
 
 
-def against_bare(batch: int) -> Row:
-    """Rounds of the engine and of the bare loop in turn: the median ratio of their times."""
-    (run,), _ = prepared(small(batch))
-    work = run.here.work
-    visits = [Visit(0, client, 0, 1) for client in range(10)]
-    data = [run.plan.train_indices(work.images, client, 0) for client in range(10)]
-    module = work.network(0)
-    bare.round_(work, module, visits, data)  # its first time
-    ratios, ours = [], []
+def relative_to_bare(batch_size: int) -> Row:
+    """The time of the engine's rounds by that of the bare loop's, in alternation."""
+    (run,), _ = started_runs(small(batch_size))
+    work = run.worker.work
+    round_ids = [RoundId(0, client, 0, 1) for client in range(10)]
+    data = [run.plan.train_indices(work.dataset, client, 0) for client in range(10)]
+    arguments = work, work.network(0), round_ids, data
+    bare.fedavg_round(*arguments)  # warm-up
+    ratios, times = [], []
     for _ in range(REPEATS):
-        plain = seconds(lambda: bare.round_(work, module, visits, data))
-        ours.append(seconds(lambda: advance(run)))
-        ratios.append(ours[-1] / plain)
-    pictures = sum(map(len, data)) * run.training.epochs
-    rate = pictures / statistics.median(ours)
-    return f"engine / bare loop, batch {batch}", f"{spread(ratios)}  ({rate:,.0f} pictures/s)"
+        reference = seconds(bare.fedavg_round, *arguments)
+        times.append(seconds(middle_round, run))
+        ratios.append(times[-1] / reference)
+    images = sum(map(len, data)) * run.training.epochs / statistics.median(times)
+    return f"engine / bare loop, batch {batch_size}", f"{spread(ratios)}  ({images:,.0f} images/s)"
 
 
 def two_workers(seeds: int) -> Row:
-    """The same rounds with one worker and with two, in turn: the median ratio of their times."""
-    one, _ = prepared(small(), 1, seeds)
-    two, pool = prepared(small(), 2, seeds)
+    """The time of rounds with one worker by that with two, in alternation."""
+    one, _ = started_runs(small(), 1, seeds)
+    two, pool = started_runs(small(), 2, seeds)
     threads = ThreadPoolExecutor(seeds)
     ratios = []
     for _ in range(REPEATS):
-        alone = seconds(lambda: [advance(run) for run in one])
-        ratios.append(alone / seconds(lambda: list(threads.map(advance, two))))
+        alone = seconds(lambda: [middle_round(run) for run in one])
+        ratios.append(alone / seconds(lambda: list(threads.map(middle_round, two))))
     pool.close()
     return f"one worker / two workers, {seeds} seed{'s' * (seeds > 1)}", spread(ratios)
 
 
 def growth() -> Iterator[Row]:
-    """Seconds and memory of a round as the setting grows; each in a process of its own."""
-    for name, cell in {
+    """Time and memory of a round as the setting grows; each in a process of its own."""
+    for name, experiment in {
         "10 clients, 2 tasks": "small()",
         "40 clients": "small(clients=40)",
         "160 clients": "small(clients=160)",
         "10 tasks": "small(tasks=10)",
         "4 x the channels": "small(width=4)",
     }.items():
-        code = f"from benchmarks.run import *; report({cell})"
+        code = f"from benchmarks.run import *; print_cost({experiment})"
         done = subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
         )
         yield name, done.stdout.strip() or done.stderr[-300:]
 
 
-def advance(run: engine.Run) -> None:
-    """One round, not the last of its step."""
-    run.advance(0, 1)
-
-
-def report(cell: Experiment) -> None:
-    """Print what one round of `cell` costs in this fresh process."""
-    (run,), _ = prepared(cell)
-    times = [seconds(lambda: advance(run)) for _ in range(3)]
+def print_cost(experiment: Experiment) -> None:
+    """Print the cost of a round in this fresh process."""
+    (run,), _ = started_runs(experiment)
+    times = [seconds(middle_round, run) for _ in range(3)]
     each = 1000 * statistics.median(times) / len(run.plan.clients)
-    parameters = len(run.here.work.model.parameters)
-    memory = peak_memory() / 1e6
+    parameters, memory = len(run.worker.work.model.parameters), peak_memory() / 1e6
     print(f"{each:.1f} ms a client and round, {parameters:,} parameters, peak {memory:.0f} MB")
 
 
 def no_op() -> Row:
-    """Seconds of a `dvc repro` that has nothing to do."""
-    took = seconds(lambda: subprocess.run(["dvc", "repro"], cwd=ROOT, capture_output=True))
+    """The time of a `dvc repro` that has nothing to do."""
+    time = seconds(lambda: subprocess.run(["dvc", "repro"], cwd=ROOT, capture_output=True))
     status = subprocess.run(["dvc", "status"], cwd=ROOT, capture_output=True, text=True).stdout
     state = "nothing to do" if "up to date" in status else "results were out of date"
-    return "dvc repro again", f"{took:.1f} s ({state})"
+    return "dvc repro again", f"{time:.1f} s ({state})"
+
+
+def measurements() -> Iterator[Row]:
+    """All rows of the first table."""
+    yield from (relative_to_bare(16), relative_to_bare(64), two_workers(1), two_workers(3))
+    yield from growth()
+    yield no_op()
 
 
 def main() -> None:
-    """Measure everything and write the table."""
+    """Measure everything and write the page."""
     machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, one thread"
-    rows = [against_bare(16), against_bare(64), two_workers(1), two_workers(3), *growth(), no_op()]
-    lines = [
-        "# Speed and memory",
-        "",
-        f"Measured on {machine} a process. A ratio is the median over paired repeats in one run.",
-        "",
-        "| what | result |",
-        "|---|---|",
-        *(f"| {what} | {result} |" for what, result in rows),
-        *coresets.table(),
-        *matching.table(),
-        *networks.table(),
-    ]
+    note = f"Measured on {machine} a process. A ratio is the median over paired repeats in one run."
+    lines = section("# Speed and memory", note, measurements())[1:]
+    for module in (coresets, matching, networks):
+        lines += module.table()
     Path(ROOT / "benchmarks" / "results.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines[6:]))
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -1,31 +1,35 @@
 """STAMP Workbench: federated continual learning, reproducible from params.yaml to the figures."""
 
-from stamp_core.loading import uncollected
+from stamp_core.core.loading import without_garbage_collection
 
-with uncollected():
-    from stamp_core.data import ImageSet, load
-    from stamp_core.engine import keep, train
-    from stamp_core.experiments import Experiment, experiment
-    from stamp_core.grid import gather, plans, run_folder, save_plans
-    from stamp_core.methods import Method
-    from stamp_core.paths import RESUME, ROOT
-    from stamp_core.records import Record
-    from stamp_core.split import Plan
+with without_garbage_collection():
+    from stamp_core.config.params import expand_grid, read_params, read_setting
+    from stamp_core.core.paths import RESUME, ROOT
+    from stamp_core.data.dataset import ImageDataset, load_dataset
+    from stamp_core.data.split import Plan
+    from stamp_core.engine.experiment import Experiment, load_experiment
+    from stamp_core.engine.train import save_records, train
+    from stamp_core.methods.base.method import Method
+    from stamp_core.pipeline.grid import load_grid, load_plans, run_folder, save_plans
+    from stamp_core.results.records import Record
 
 __all__ = [
     "RESUME",
     "ROOT",
     "Experiment",
-    "ImageSet",
+    "ImageDataset",
     "Method",
     "Plan",
     "Record",
-    "experiment",
-    "gather",
-    "keep",
-    "load",
-    "plans",
+    "expand_grid",
+    "load_dataset",
+    "load_experiment",
+    "load_grid",
+    "load_plans",
+    "read_params",
+    "read_setting",
     "run_folder",
     "save_plans",
+    "save_records",
     "train",
 ]

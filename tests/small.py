@@ -1,4 +1,4 @@
-"""Experiments that take a fraction of a second, and ways to look at what they leave behind."""
+"""Experiments that take a fraction of a second, and comparisons of their records."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -12,17 +12,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stamp_core import checkpoint, data, engine, methods, models, split
-from stamp_core.config import Setting, build
-from stamp_core.data import ImageSet
-from stamp_core.executor import Worker
-from stamp_core.experiments import Experiment
-from stamp_core.fingerprint import combined
-from stamp_core.methods import Turn
-from stamp_core.models import Classifier
-from stamp_core.records import Record
-from stamp_core.split import Plan
-from stamp_core.workspace import Visit
+from stamp_core.client.workspace import RoundId
+from stamp_core.config.decode import build
+from stamp_core.config.schema import Setting
+from stamp_core.core.fingerprint import combined_fingerprint
+from stamp_core.data import dataset as data
+from stamp_core.data import split
+from stamp_core.data.dataset import ImageDataset
+from stamp_core.data.split import Plan
+from stamp_core.engine import checkpoint
+from stamp_core.engine import train as engine
+from stamp_core.engine.executor import Worker
+from stamp_core.engine.experiment import Experiment
+from stamp_core.methods.base import registry
+from stamp_core.methods.base.method import ClientRound
+from stamp_core.models import networks as models
+from stamp_core.models.networks import Classifier
+from stamp_core.results.records import Record
 
 Some = Mapping[str, Any]
 
@@ -30,16 +36,16 @@ DATA = {"source": "digits"}
 NOTHING: Some = MappingProxyType({})
 SPLIT = {"kind": "classes", "clients": 4, "tasks": 3, "classes_per_task": 2}
 NETWORK = {"kind": "mlp", "features": 32}
-TRAINING = {"rounds": 2, "epochs": 1, "batch": 16, "rate": 0.1}
+TRAINING = {"rounds": 2, "epochs": 1, "batch_size": 16, "lr": 0.1}
 
 P = 64 * 32 + 32 + 32 * 10 + 10  # parameters of NETWORK on the digits
 ROUNDS = 6  # of SPLIT and TRAINING
 ALWAYS = 0.999999  # a probability that nobody has ever escaped
 
 PARTS: dict[str, Some] = {
-    "feddbe": {"kappa": 5.0, "refresh": "task"},
+    "feddbe": {"feddbe_kappa": 5.0, "refresh": "task"},
     "stamp": {
-        "memory": {"per_class": 5},
+        "memory": {"exemplars_per_class": 5},
         "ratio": 0.5,
         "spatial": {},
         "temporal": {"normalise": "current"},
@@ -47,18 +53,18 @@ PARTS: dict[str, Some] = {
     },
 }
 
-# A convolution with batch normalisation: 8 x 8 pictures become 4 channels of 4 x 4, then 2 x 2.
+# A convolution with batch normalisation: 8 x 8 images become 4 channels of 4 x 4, then 2 x 2.
 BATCH_NORM = {"kind": "cnn", "channels": [4], "features": 8, "norm": "batch"}
 BN_P = (25 * 4 + 4) + (4 + 4) + (16 * 8 + 8) + (8 * 10 + 10)
 BN_B = 4 + 4  # running means and variances
 
 
 class Quick(Experiment):
-    """An experiment that reads its pictures, and the code they depend on, once in a process."""
+    """An experiment that reads its images, and the fingerprint of its code, once per process."""
 
-    def images(self) -> ImageSet:
-        """The pictures of the setting."""
-        return images(json.dumps(self.setting.data))
+    def dataset(self) -> ImageDataset:
+        """The images of the setting."""
+        return dataset(json.dumps(self.setting.data))
 
     def code(self) -> str:
         """The fingerprint of the code."""
@@ -66,15 +72,15 @@ class Quick(Experiment):
 
 
 @cache
-def images(spec: str) -> ImageSet:
-    """The pictures that the JSON `spec` asks for."""
-    return data.load(json.loads(spec))
+def dataset(spec: str) -> ImageDataset:
+    """The data set of a JSON `spec`."""
+    return data.load_dataset(json.loads(spec))
 
 
 @cache
 def code(*files: Path) -> str:
     """The fingerprint of the code in some files and all they import."""
-    return combined(*files)
+    return combined_fingerprint(*files)
 
 
 def tiny(
@@ -83,31 +89,31 @@ def tiny(
     training: Some = NOTHING,
     network: Some = NETWORK,
     source: Some = DATA,
-    observe: Some = NOTHING,
+    diagnostics: Some = NOTHING,
     **params: Any,
 ) -> Experiment:
-    """The setting `tiny` of params.yaml with some changes, and a method with some parameters."""
+    """The setting `tiny` with some changes, and a method with some parameters."""
     blocks = {
         "name": "tiny",
         "data": dict(source),
         "split": {**SPLIT, **split},
         "network": network,
         "training": {**TRAINING, **training},
-        "observe": observe,
+        "diagnostics": diagnostics,
     }
-    method = methods.get(kind)
+    method = registry.get_method(kind)
     setting = build(Setting, blocks, "small")
     return Quick(setting, kind, method, build(method.Params, params, f"small: {kind}"))
 
 
 def whole(kind: str, **options: Any) -> Experiment:
-    """The same where a method whose parts are all off at its defaults has them all on."""
+    """The same with all parts of a method on, where its defaults have them off."""
     return tiny(kind, **{**PARTS.get(kind, NOTHING), **options})
 
 
-def plan(cell: Experiment, seed: int = 0) -> Plan:
+def plan(experiment: Experiment, seed: int = 0) -> Plan:
     """The plan of one seed."""
-    return split.make(cell.setting.split, cell.images(), seed)
+    return split.make_plan(experiment.setting.split, experiment.dataset(), seed)
 
 
 def first(whole: Plan, clients: int) -> Plan:
@@ -116,15 +122,17 @@ def first(whole: Plan, clients: int) -> Plan:
     return replace(whole, split=split_, clients=whole.clients[:clients])
 
 
-def plans(cell: Experiment, *seeds: int) -> dict[int, Plan]:
+def plans(experiment: Experiment, *seeds: int) -> dict[int, Plan]:
     """The plans of some seeds."""
-    return {seed: plan(cell, seed) for seed in seeds}
+    return {seed: plan(experiment, seed) for seed in seeds}
 
 
-def with_train(plan: Plan, cells: Mapping[tuple[int, int], tuple[int, ...]]) -> Plan:
-    """The plan with other training pictures for some clients and tasks."""
+def with_train(plan: Plan, indices: Mapping[tuple[int, int], tuple[int, ...]]) -> Plan:
+    """The plan with other training images for some clients and tasks."""
     clients = [
-        tuple(replace(task, train=cells.get((u, t), task.train)) for t, task in enumerate(sequence))
+        tuple(
+            replace(task, train=indices.get((u, t), task.train)) for t, task in enumerate(sequence)
+        )
         for u, sequence in enumerate(plan.clients)
     ]
     return replace(plan, clients=tuple(clients))
@@ -135,53 +143,53 @@ def everywhere(plan: Plan) -> list[tuple[int, int]]:
     return [(u, t) for u in range(len(plan.clients)) for t in range(plan.tasks)]
 
 
-def awkward(cell: Experiment, seed: int = 0) -> Plan:
-    """A plan in which client 0 has one picture of each task, 1 has one class, 2 has nothing."""
-    whole, images = plan(cell, seed), cell.images()
+def awkward(experiment: Experiment, seed: int = 0) -> Plan:
+    """A plan in which client 0 has one image of each task, 1 has one class, 2 has nothing."""
+    whole, dataset = plan(experiment, seed), experiment.dataset()
     few = {}
     for u, t in everywhere(whole)[: 3 * whole.tasks]:
-        own = whole.train_indices(images, u, t)
-        first = own[images.y_train[own] == whole.clients[u][t].classes[0]]
+        own = whole.train_indices(dataset, u, t)
+        first = own[dataset.y_train[own] == whole.clients[u][t].classes[0]]
         few[u, t] = tuple((own[:1], first, own[:0])[u].tolist())
     return with_train(whole, few)
 
 
-def run(cell: Experiment, plan_: Plan | None = None, **options: Any) -> Record:
+def run(experiment: Experiment, plan_: Plan | None = None, **options: Any) -> Record:
     """One seed trained in this process."""
-    plan_ = plan_ or plan(cell)
-    return engine.train(cell, {plan_.seed: plan_}, device="cpu", **options)[plan_.seed]
+    plan_ = plan_ or plan(experiment)
+    return engine.train(experiment, {plan_.seed: plan_}, device="cpu", **options)[plan_.seed]
 
 
-def worker(cell: Experiment, *plans: Plan) -> Worker:
+def worker(experiment: Experiment, *plans: Plan) -> Worker:
     """A worker in this process."""
     torch.set_num_threads(1)  # as in a training
-    return Worker(cell, {plan.seed: plan for plan in plans}, "cpu")
+    return Worker(experiment, {plan.seed: plan for plan in plans}, "cpu")
 
 
-def arrived(here: Worker, plan: Plan, step: int, client: int = 0) -> Turn:
-    """A client's turn in the only round of a step, after such a turn in every step before.
+def arrived(worker: Worker, plan: Plan, experience: int, client: int = 0) -> ClientRound:
+    """A client round in the only round of an experience, after one in every experience before.
 
-    In all of them it was sent the untrained model.
+    In all of them the client received the untrained model.
     """
-    server, states, *_ = here.begin(plan.seed)
-    state, sent = states[client], here.method.broadcast(server, client)
-    for earlier in range(step):
-        visit = Visit(plan.seed, client, earlier, 0, last=True)
-        state = here.attend(visit, state, sent).reply.state
-    return Turn(Visit(plan.seed, client, step, 0, last=True), plan, state, sent)
+    server, states, *_ = worker.initial_states(plan.seed)
+    state, sent = states[client], worker.method.broadcast(server, client)
+    for earlier in range(experience):
+        round_id = RoundId(plan.seed, client, earlier, 0, last=True)
+        state = worker.train_client(round_id, state, sent).reply.state
+    return ClientRound(RoundId(plan.seed, client, experience, 0, last=True), plan, state, sent)
 
 
-def network(cell: Experiment, parameters: Tensor) -> Classifier:
+def network(experiment: Experiment, parameters: Tensor) -> Classifier:
     """The network of an experiment on digits, with a vector of parameters."""
-    net = models.build(cell.setting.network, (1, 8, 8), 10, seed=0)
+    net = models.build_network(experiment.setting.network, (1, 8, 8), 10, seed=0)
     nn.utils.vector_to_parameters(parameters.clone(), net.parameters())
     return net
 
 
-def normalised(cell: Experiment, pictures: Tensor) -> Tensor:
-    """uint8 pictures with mean 0 and deviation 1."""
-    images = cell.images()
-    return (pictures.float() / 255 - images.mean) / images.std
+def normalised(experiment: Experiment, images: Tensor) -> Tensor:
+    """uint8 images with mean 0 and deviation 1."""
+    dataset = experiment.dataset()
+    return (images.float() / 255 - dataset.mean) / dataset.std
 
 
 def slope(net: nn.Module, loss: Tensor) -> Tensor:
@@ -189,9 +197,11 @@ def slope(net: nn.Module, loss: Tensor) -> Tensor:
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(net.parameters()))])
 
 
-def saved(cell: Experiment, folder: Path, seed: int = 0) -> dict[str, Any]:
+def saved(experiment: Experiment, folder: Path, seed: int = 0) -> dict[str, Any]:
     """The state in the checkpoint of a run."""
-    return checkpoint.read(folder / f"{cell.setting.name}-{cell.method}-{seed}.safetensors")[0]
+    return checkpoint.read_checkpoint(
+        folder / f"{experiment.setting.name}-{experiment.method}-{seed}.safetensors"
+    )[0]
 
 
 def counted(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -254,9 +264,14 @@ def assert_equal_trees(one: Any, other: Any, where: str = "tree") -> None:
         assert one == other or (one != one and other != other), where  # nan is itself here
 
 
-def kept(per_class: int, **changes: Any) -> dict[str, Any]:
-    """The memory of the control `replay`: so many pictures of a class, chosen at random."""
-    return {"rule": "uniform", "space": "off", "per_class": per_class, **changes}
+def kept(exemplars_per_class: int, **changes: Any) -> dict[str, Any]:
+    """The memory of the control `replay`: so many images of a class, chosen at random."""
+    return {
+        "selection": "uniform",
+        "space": "off",
+        "exemplars_per_class": exemplars_per_class,
+        **changes,
+    }
 
 
 def long() -> Experiment:

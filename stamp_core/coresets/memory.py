@@ -1,82 +1,85 @@
-"""What a client remembers: pictures of each class that it has met, and how many there were."""
+"""A client's exemplar memory: exemplars of each class, and the number of its images seen so far."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
-from stamp_core.config import above, at_least, wrong
-from stamp_core.coresets import Candidates, Proposal, get, options, proposes, prototype
-from stamp_core.coresets.mixstyle import mixstyle, shares
+from stamp_core.config.decode import invalid, require_above, require_at_least
+from stamp_core.coresets.mixstyle import mixing_weights, mixstyle_images
+from stamp_core.coresets.selection.base import (
+    Candidates,
+    Proposal,
+    choose_exemplars,
+    proposes,
+    rule_options,
+)
 
-# "pictures" uint8 [M, C, H, W], "labels" int64 [M], "tasks" int64 [M] where each came from,
-# "soft" float32 [M, classes] logits of a teacher, or [M, 0] where labels are all there is,
-# "seen" int64 [classes] training pictures of each class met so far
+# "images" uint8 [M, C, H, W], "labels" int64 [M], "tasks" int64 [M] the task of each exemplar,
+# "soft" float32 [M, classes] logits of a teacher, or [M, 0] without soft labels,
+# "seen" int64 [classes] training images of each class seen so far
 Memory = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Keep:
-    """What is kept of a class, and what becomes of it when the class is met again."""
+class MemoryParams:
+    """Which exemplars of a class are kept, and how they are merged with those of a later task."""
 
-    rule: str = "herding"  # a file of stamp_core/coresets
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the rule; then its Options
-    per_class: int = 20  # the most pictures kept of a class
-    # Old pictures take the style of new ones | new pictures replace them | the rule takes of both.
+    selection: str = "herding"  # the selection rule: a file of stamp_core/coresets/selection
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the rule, as its Options
+    exemplars_per_class: int = 20  # at most
+    # What a later task's images of the class do: transfer their style to old exemplars | replace
+    # them | become candidates together with them.
     merge: Literal["mixstyle", "replace", "reselect"] = "mixstyle"
-    alpha: float = 0.1  # of MixStyle's Beta
-    # Where MixStyle works: on the pictures at a merge | on features in training | nowhere.
+    mixstyle_alpha: float = 0.1  # of MixStyle's Beta distribution
+    # Where MixStyle is applied: to images at a merge | to features in training | nowhere.
     space: Literal["image", "feature", "off"] = "image"
 
     def __post_init__(self) -> None:
-        """Refuse unknown rules and impossible numbers."""
-        at_least(self, 0, "per_class")
-        above(self, 0, "alpha")
-        if self.merge == "reselect" and proposes(self.rule):
-            right = f"'mixstyle' or 'replace': {self.rule} looks at whole tasks"
-            raise wrong("merge", self.merge, right)
+        """Check the numbers, the rule and its options."""
+        require_at_least(self, 0, "exemplars_per_class")
+        require_above(self, 0, "mixstyle_alpha")
+        if self.merge == "reselect" and proposes(self.selection):
+            allowed = f"'mixstyle' or 'replace': {self.selection} selects from whole tasks"
+            raise invalid("merge", self.merge, allowed)
         if not is_dataclass(self.options):
-            object.__setattr__(self, "options", options(self.rule, self.options))
+            object.__setattr__(self, "options", rule_options(self.selection, self.options))
 
     @property
     def soft(self) -> bool:
-        """Whether the rule labels its pictures with logits of a teacher."""
+        """Whether the rule labels exemplars with a teacher's logits."""
         return bool(getattr(self.options, "soft", False))
 
 
 @dataclass(frozen=True, eq=False)
-class Stock:
-    """Pictures of one class, the tasks they came from, their soft labels and their features."""
+class ClassSamples:
+    """Images of one class with their tasks, soft labels and features."""
 
-    pictures: Tensor  # uint8 [n, C, H, W]
+    images: Tensor  # uint8 [n, C, H, W]
     tasks: Tensor  # int64 [n]
     soft: Tensor  # [n, classes or 0]
     features: Tensor  # [n, D]
 
     def __len__(self) -> int:
-        """How many pictures there are."""
+        """The number of images."""
         return len(self.tasks)
 
-    def __getitem__(self, places: Tensor | slice) -> "Stock":
-        """Some of the pictures."""
-        return Stock(*(part[places] for part in self.parts()))
+    def __getitem__(self, index: Tensor | slice) -> "ClassSamples":
+        """The samples at an index."""
+        return ClassSamples(*(part[index] for part in vars(self).values()))
 
-    def __add__(self, other: "Stock") -> "Stock":
-        """These pictures and then the others."""
-        pairs = zip(self.parts(), other.parts(), strict=True)
-        return Stock(*(torch.cat(pair) for pair in pairs))
-
-    def parts(self) -> tuple[Tensor, ...]:
-        """All that there is of the pictures."""
-        return self.pictures, self.tasks, self.soft, self.features
+    def __add__(self, other: "ClassSamples") -> "ClassSamples":
+        """These samples followed by the others."""
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return ClassSamples(*(torch.cat(pair) for pair in pairs))
 
 
-def empty(like_pictures: Tensor, classes: int, soft: bool = False) -> Memory:
-    """A memory of nothing, ready for pictures of this shape, and for soft labels."""
+def empty_memory(like_images: Tensor, classes: int, soft: bool = False) -> Memory:
+    """A memory without exemplars, for images of this shape and optionally soft labels."""
     return {
-        "pictures": like_pictures[:0].clone(),
+        "images": like_images[:0].clone(),
         "labels": torch.empty(0, dtype=torch.int64),
         "tasks": torch.empty(0, dtype=torch.int64),
         "soft": torch.empty(0, classes if soft else 0),
@@ -84,95 +87,96 @@ def empty(like_pictures: Tensor, classes: int, soft: bool = False) -> Memory:
     }
 
 
-def of_task(memory: Memory, task: int) -> Tensor:
-    """Which pictures came from one task.  # [m]"""
+def task_indices(memory: Memory, task: int) -> Tensor:
+    """Indices of the exemplars of one task.  # [m]"""
     return (memory["tasks"] == task).nonzero().flatten()
 
 
-def past(memory: Memory, task: int) -> list[int]:
-    """The tasks that pictures came from, rising, without `task`."""
-    found: list[int] = memory["tasks"].unique().tolist()
-    return [each for each in found if each != task]
+def past_tasks(memory: Memory, task: int) -> list[int]:
+    """The tasks of all exemplars in increasing order, without `task`."""
+    tasks: list[int] = memory["tasks"].unique().tolist()
+    return [past for past in tasks if past != task]
 
 
-def size(memory: Memory) -> int:
-    """The bytes of all pictures and soft labels: what remembering costs."""
-    return int(memory["pictures"].nbytes + memory["soft"].nbytes)
+def class_samples(proposal: Proposal, label: int, task: int, features: Tensor) -> ClassSamples:
+    """The images of one class in the proposal for a task; `features` are theirs."""
+    of_class = proposal.labels == label
+    tasks = torch.full_like(proposal.labels[of_class], task)
+    return ClassSamples(proposal.images[of_class], tasks, proposal.soft[of_class], features)
 
 
-def of_class(proposal: Proposal, label: int, task: int, features: Tensor) -> Stock:
-    """What a proposal has of one class of a task; `features` are those of its pictures."""
-    mine = proposal.labels == label
-    tasks = torch.full_like(proposal.labels[mine], task)
-    return Stock(proposal.pictures[mine], tasks, proposal.soft[mine], features)
+def class_prototype(features: Tensor, old_mean: Tensor, seen: int) -> Tensor:
+    """The mean of new features and of `seen` earlier ones with mean `old_mean`.  # float64 [D]
+
+    Features that are not finite are left out. The mean of no features is 0.
+    """
+    finite = features[features.isfinite().all(1)].double()  # [n, D]
+    return (seen * old_mean + finite.sum(0)) / max(seen + len(finite), 1)
 
 
-def update(
+def update_memory(
     memory: Memory,
     label: int,
-    new: Stock,
+    new: ClassSamples,
     met: int,
-    kept_features: Tensor,
-    options: Keep,
-    draw: torch.Generator,
+    old_features: Tensor,
+    params: MemoryParams,
+    generator: Generator,
 ) -> Memory:
-    """The memory after a visit with `met` pictures of the class `label`, all that the task has.
+    """The memory after a task that has `met` images of the class `label`.
 
-    `new` is what of them, or made from them, may be remembered; `kept_features` are those of the
-    pictures of the class that are remembered, in their order.
-    A class fills up while it has fewer than `per_class` pictures: later tasks add to what an
-    earlier, smaller one has left. Whatever is remembered is only ever dropped for something new.
+    `new` holds the candidates: these images, or those that a rule has proposed. `old_features`
+    are the features of the class's exemplars. A class with fewer than `exemplars_per_class`
+    exemplars is filled up by later tasks; an exemplar is dropped only for a new one.
     """
     if not len(new):
         return memory
-    mine = memory["labels"] == label
-    pictures, tasks, soft = (memory[name][mine] for name in ("pictures", "tasks", "soft"))
-    old = Stock(pictures, tasks, soft, kept_features)
-    revised = merged(old, new, int(memory["seen"][label]), options, draw)
-    labels = torch.full_like(revised.tasks, label)
+    of_class = memory["labels"] == label
+    images, tasks, soft = (memory[name][of_class] for name in ("images", "tasks", "soft"))
+    old = ClassSamples(images, tasks, soft, old_features)
+    merged = _merge(old, new, int(memory["seen"][label]), params, generator)
+    exemplars = {**vars(merged), "labels": torch.full_like(merged.tasks, label)}
+    names = ("images", "labels", "tasks", "soft")
+    updated = {name: torch.cat([memory[name][~of_class], exemplars[name]]) for name in names}
     seen = memory["seen"].clone()
     seen[label] += met
-    return {
-        "pictures": torch.cat([memory["pictures"][~mine], revised.pictures]),
-        "labels": torch.cat([memory["labels"][~mine], labels]),
-        "tasks": torch.cat([memory["tasks"][~mine], revised.tasks]),
-        "soft": torch.cat([memory["soft"][~mine], revised.soft]),
-        "seen": seen,
-    }
+    return {**updated, "seen": seen}
 
 
-def merged(old: Stock, new: Stock, seen: int, options: Keep, draw: torch.Generator) -> Stock:
-    """What is remembered of a class: at most `per_class` of its old and its new pictures.
+def _merge(
+    old: ClassSamples, new: ClassSamples, seen: int, params: MemoryParams, generator: Generator
+) -> ClassSamples:
+    """At most `exemplars_per_class` exemplars from a class's old exemplars and new candidates.
 
-    A task met again brings the same pictures, which are neither added nor chosen from twice.
+    A repeated task has the same images: they are neither added nor selected twice.
     """
-    nothing = torch.zeros(new.features.shape[1], dtype=torch.float64)
-    kept = prototype(old.features, nothing, 0)
-    target = prototype(new.features, kept, seen if len(old) else 0)
-    again = old.tasks == new.tasks[0]
-    if options.merge == "reselect":
-        return picked(old[~again] + new, target, nothing, options, draw)
-    if options.merge == "replace":
-        picks = picked(new, target, nothing, options, draw)
-        return (picks + old[~again])[: options.per_class]
-    picks = picked(new, target, kept, options, draw)
-    added = picks[:0] if again.any() else picks
-    return (restyled(old, picks, options, draw) + added)[: options.per_class]
+    zero = torch.zeros(new.features.shape[1], dtype=torch.float64)
+    old_mean = class_prototype(old.features, zero, 0)
+    prototype = class_prototype(new.features, old_mean, seen if len(old) else 0)
+    same_task = old.tasks == new.tasks[0]
+
+    def select(samples: ClassSamples, exemplar_mean: Tensor) -> ClassSamples:
+        count = params.exemplars_per_class
+        data = (samples.images, samples.features, prototype, exemplar_mean, count, generator)
+        return samples[choose_exemplars(params.selection, Candidates(*data))]
+
+    if params.merge == "reselect":
+        return select(old[~same_task] + new, zero)
+    if params.merge == "replace":
+        return (select(new, zero) + old[~same_task])[: params.exemplars_per_class]
+    selected = select(new, old_mean)
+    added = selected[:0] if same_task.any() else selected
+    restyled = _transfer_style(old, selected, params, generator)
+    return (restyled + added)[: params.exemplars_per_class]
 
 
-def picked(
-    stock: Stock, target: Tensor, beside: Tensor, options: Keep, draw: torch.Generator
-) -> Stock:
-    """What the rule chooses to stand for `target`, next to pictures whose mean is `beside`."""
-    among = (stock.pictures, stock.features)
-    return stock[get(options.rule)(Candidates(*among, target, beside, options.per_class, draw))]
-
-
-def restyled(old: Stock, picks: Stock, options: Keep, draw: torch.Generator) -> Stock:
-    """The old pictures, each in the style of a random pick; as they are unless space is "image"."""
-    if options.space != "image" or not len(old):
+def _transfer_style(
+    old: ClassSamples, selected: ClassSamples, params: MemoryParams, generator: Generator
+) -> ClassSamples:
+    """Each old exemplar in the style of a random new one; unchanged unless space is "image"."""
+    if params.space != "image" or not len(old):
         return old
-    pairs = torch.randperm(len(picks), generator=draw)
-    pairs = pairs[torch.arange(len(old)) % len(pairs)]  # all picks before one comes again
-    share = shares(len(pairs), draw, options.alpha)
-    return replace(old, pictures=mixstyle(old.pictures, picks.pictures[pairs], share))
+    order = torch.randperm(len(selected), generator=generator)
+    styles = order[torch.arange(len(old)) % len(order)]  # all are used before one is reused
+    weights = mixing_weights(len(styles), generator, params.mixstyle_alpha)
+    return replace(old, images=mixstyle_images(old.images, selected.images[styles], weights))

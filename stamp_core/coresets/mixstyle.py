@@ -1,4 +1,4 @@
-"""MixStyle (Zhou et al., 2021): the content of one picture in the colours of another."""
+"""MixStyle (Zhou et al., 2021): the content of one image with the channel statistics of another."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -7,75 +7,77 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stamp_core.models.networks import BEGIN
+from stamp_core.models.networks import MICRO_BATCH_START
 
-EPSILON = 1e-6  # under the root, as published: a constant channel can be divided by its deviation
+EPSILON = 1e-6  # added to variances, as published: the deviation of a constant channel is not 0
 
 
-def mixstyle(content: Tensor, style: Tensor, share: Tensor) -> Tensor:
-    """Pictures with the style of `content` and `style` mixed, clipped.  # uint8 [n, C, H, W]"""
-    mixed = restyle_features(content.double() / 255, style.double() / 255, share)
+def mixstyle_images(content: Tensor, style: Tensor, weights: Tensor) -> Tensor:
+    """Images of `content` in a mixture of both styles, clipped.  # uint8 [n, C, H, W]"""
+    mixed = mixstyle_features(content.double() / 255, style.double() / 255, weights)
     return (255 * mixed).round().clamp(0, 255).to(torch.uint8)
 
 
-def restyle_features(features: Tensor, style: Tensor, share: Tensor) -> Tensor:
-    """Maps whose mean and deviation are `share` of their own and the rest those of `style`.
+def mixstyle_features(features: Tensor, style: Tensor, weights: Tensor) -> Tensor:
+    """Features with a weighted mean of both channel means and deviations.  # [n, C, H, W]
 
-    Gradients flow through `features`, not through any mean or deviation, as published.
-    """  # [n, C, H, W], share [n]
-    mean, deviation = moments(features)
-    other_mean, other_deviation = moments(style)
-    own = share.to(features).view(-1, 1, 1, 1)
-    scale = torch.lerp(other_deviation, deviation, own)
-    return scale * (features - mean) / deviation + torch.lerp(other_mean, mean, own)
+    `weights` [n] are of the features' own style. As published, gradients flow through `features`
+    but not through means and deviations.
+    """
+    mean, deviation = _channel_statistics(features)
+    style_mean, style_deviation = _channel_statistics(style)
+    own = weights.to(features).view(-1, 1, 1, 1)
+    scale = torch.lerp(style_deviation, deviation, own)
+    return scale * (features - mean) / deviation + torch.lerp(style_mean, mean, own)
 
 
-def moments(maps: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of each map, apart from the gradient.  # [n, C, 1, 1]
+def _channel_statistics(maps: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each channel, without gradients.  # [n, C, 1, 1] each
 
-    The variance is that of the map itself (divided by H W), which a single pixel has as well;
-    dividing by H W - 1, as published, cancels out but for epsilon.
+    The variance is divided by H W, so that it exists for a single pixel. The published H W - 1
+    gives the same result up to epsilon, as the factor cancels out.
     """
     variance, mean = torch.var_mean(maps.detach(), (2, 3), correction=0, keepdim=True)
     return mean, (variance + EPSILON).sqrt()
 
 
-def shares(count: int, draw: torch.Generator, alpha: float = 0.1) -> Tensor:
-    """How much each picture keeps of its style: lambda ~ Beta(alpha, alpha).  # float64 [count]
+def mixing_weights(count: int, generator: torch.Generator, alpha: float = 0.1) -> Tensor:
+    """Weights of each image's own style, lambda ~ Beta(alpha, alpha).  # float64 [count]
 
-    Torch's own Beta knows no generator, and numpy's takes logarithms where small alphas underflow.
+    Drawn by numpy: torch's Beta takes no generator, and numpy's is stable for small alpha.
     """
-    seed = int(torch.randint(2**63 - 1, (), generator=draw))
+    seed = int(torch.randint(2**63 - 1, (), generator=generator))
     return torch.from_numpy(np.random.default_rng(seed).beta(alpha, alpha, count))
 
 
 @contextmanager
-def mixed_styles(
-    encoder: nn.Module, labels: Tensor, alpha: float, draw: torch.Generator
+def feature_mixstyle(
+    encoder: nn.Module, labels: Tensor, alpha: float, generator: torch.Generator
 ) -> Iterator[None]:
-    """While it lasts, every map of a batch takes on the style of another of its class.
+    """A context in which the encoder mixes the style of each image with another of its class.
 
-    Of its part of the batch, where a network takes fewer pictures at once.
+    Where a network takes micro-batches, styles are mixed within each of them.
     """
-    drawn: dict[int, tuple[Tensor, Tensor]] = {}  # partners and shares of each part
+    drawn: dict[int, tuple[Tensor, Tensor]] = {}  # partners and weights of each micro-batch
 
-    def mix(layer: nn.Module, given: object, maps: Tensor) -> Tensor:
-        begin = BEGIN.get()
-        if begin not in drawn:  # a part that is computed again takes on the same styles
+    def mix(layer: nn.Module, inputs: object, maps: Tensor) -> Tensor:
+        begin = MICRO_BATCH_START.get()
+        if begin not in drawn:  # a recomputed micro-batch uses the same draws
             own = labels[begin : begin + len(maps)]
-            drawn[begin] = same_class(own, draw), shares(len(own), draw, alpha)
-        partners, share = drawn[begin]
-        fine = maps.to(torch.promote_types(maps.dtype, torch.float32))  # bfloat16 is too coarse
-        return restyle_features(fine, fine[partners], share).to(maps)
+            partners = _same_class_partners(own, generator)
+            drawn[begin] = partners, mixing_weights(len(own), generator, alpha)
+        partners, weights = drawn[begin]
+        exact = maps.to(torch.promote_types(maps.dtype, torch.float32))  # bfloat16 is too coarse
+        return mixstyle_features(exact, exact[partners], weights).to(maps)
 
     with ExitStack() as hooks:
-        for layer in lower_layers(encoder):
+        for layer in mixstyle_layers(encoder):
             hooks.enter_context(layer.register_forward_hook(mix))
         yield
 
 
-def lower_layers(encoder: nn.Module) -> list[nn.Module]:
-    """Where styles are mixed: after the first two stages of a ResNet, else the first pooling."""
+def mixstyle_layers(encoder: nn.Module) -> list[nn.Module]:
+    """The layers whose outputs are mixed: two stages of a ResNet, else the first pooling."""
     stages = dict(encoder.named_children())
     if "layer1" in stages:
         return [stages["layer1"], stages["layer2"]]
@@ -83,11 +85,11 @@ def lower_layers(encoder: nn.Module) -> list[nn.Module]:
     return pooling[:1]
 
 
-def same_class(labels: Tensor, draw: torch.Generator) -> Tensor:
-    """For each picture of a batch a random one of its class, maybe itself.  # [n]"""
-    order = torch.randperm(len(labels), generator=draw).to(labels.device)
-    by_class = order[labels[order].argsort(stable=True)]  # shuffled inside each class
-    places = labels.argsort(stable=True)
-    partners = torch.empty_like(places)
-    partners[places] = by_class
+def _same_class_partners(labels: Tensor, generator: torch.Generator) -> Tensor:
+    """A random permutation of a batch within each class: the index of each partner.  # [n]"""
+    order = torch.randperm(len(labels), generator=generator).to(labels.device)
+    shuffled = order[labels[order].argsort(stable=True)]  # by class, random within each
+    by_class = labels.argsort(stable=True)
+    partners = torch.empty_like(by_class)
+    partners[by_class] = shuffled
     return partners

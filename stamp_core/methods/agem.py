@@ -1,65 +1,43 @@
-"""A-GEM (Chaudhry et al., 2019): no step leads up the mean loss of what is remembered."""
+"""A-GEM (Chaudhry et al., 2019): no step may increase the mean loss on the memory."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from stamp_core.config import at_least
-from stamp_core.methods import Group, Method, Turn
-from stamp_core.methods.replay import Rehearsal, Replay
-from stamp_core.projection import Correction, correction
-from stamp_core.vectors import flatten
+from stamp_core.config.decode import require_at_least
+from stamp_core.matching.projection import project_gradient
+from stamp_core.methods.base.method import ClientRound
+from stamp_core.methods.base.projection import apply_projection
+from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalParams
 
 
 @dataclass(frozen=True)
-class Reference(Rehearsal):
-    """What is kept, and how much of it a step looks at."""
+class AGemParams(RehearsalParams):
+    """What is kept in memory, and how much of it gives the reference gradient."""
 
-    ratio: float = 0.0  # no remembered picture is trained on
-    reference: int = 128  # pictures behind the reference gradient; published: 256
+    ratio: float = 0.0  # exemplars are not trained on
+    reference: int = 128  # exemplars for the reference gradient; published: 256
 
     def __post_init__(self) -> None:
         """Refuse an empty reference."""
         super().__post_init__()
-        at_least(self, 1, "reference")
+        require_at_least(self, 1, "reference")
 
 
-class AGem(Replay):
-    """FedAvg whose clients project a gradient that points against the past's."""
+class AGem(Rehearsal):
+    """FedAvg whose clients project a gradient that conflicts with the memory's."""
 
-    Params: ClassVar[type[Any]] = Reference
-    neutral: ClassVar[dict[str, Any]] = {"memory": {"per_class": 0}}
-    group: ClassVar[Group] = "continual"
+    Params: ClassVar = AGemParams
 
-    def correct(self, turn: Turn) -> None:
-        """Take from the gradient its part against that on some remembered pictures."""
-        past = (turn.state["memory"]["tasks"] != turn.task).nonzero().flatten()
-        if len(past):
-            draw = turn.notes.setdefault("reference", turn.visit.generator("reference"))
-            pick = past[torch.randperm(len(past), generator=draw)[: self.params.reference]]
-            with turn.log.clock("agem"):
-                found = correction(self.work.model.gradients, [self.slope(turn, pick)])
-            take(self, turn, found, "agem")
-
-    def slope(self, turn: Turn, places: Tensor) -> Tensor:
-        """The gradient on remembered pictures as they are stored; the live one stays.  # [P]
-
-        In evaluation mode: the past must not move batch normalisation's statistics.
-        """
-        kept, module = turn.state["memory"], self.work.model.module.eval()
-        pictures = self.work.normalise(kept["pictures"][places])
-        loss = F.cross_entropy(module(pictures), kept["labels"][places].to(self.work.device))
-        return flatten(torch.autograd.grad(loss, list(module.parameters())))
-
-
-def take(method: Method, turn: Turn, found: Correction, name: str) -> None:
-    """Correct the live gradient, and put the share of corrected steps into the record."""
-    corrected = turn.notes.setdefault("corrected", [])
-    corrected.append(found.added is not None)
-    turn.log.numbers[f"{name} corrected"] = sum(corrected) / len(corrected)
-    turn.log.events += [f"{name}: {trouble}, left as it was" for trouble in found.troubles]
-    if found.added is not None:
-        method.work.model.gradients.add_(found.added)
+    def correct_gradient(self, client_round: ClientRound) -> None:
+        """Remove the conflict with the gradient on a sample of exemplars of other tasks."""
+        past, scratch = self.past_indices(client_round), client_round.scratch
+        if not len(past):
+            return
+        generator = scratch.setdefault("reference", client_round.round_id.generator("reference"))
+        sample = past[torch.randperm(len(past), generator=generator)[: self.params.reference]]
+        with client_round.log.clock("agem"):
+            reference = self.memory_gradient(client_round, sample)
+            projection = project_gradient(self.work.model.gradients, [reference])
+        apply_projection(self, client_round, projection, "agem")

@@ -1,7 +1,6 @@
-"""FedALA (Zhang et al., 2023): every client mixes what it receives with its own last model."""
+"""FedALA (Zhang et al., 2023): adaptive local aggregation of the received and the own model."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -10,127 +9,123 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stamp_core.config import above, at_least, wrong
-from stamp_core.methods import Group, Method, ServerStep, State, Turn
-from stamp_core.vectors import flatten
-from stamp_core.workspace import Workspace
+from stamp_core.client.personalisation import plain_batches
+from stamp_core.client.workspace import Workspace
+from stamp_core.config.decode import invalid, require_above, require_at_least
+from stamp_core.methods.base.method import ClientRound, FedAvgParams, Method, State
+from stamp_core.models.flat import flatten
 
-RECENT = 10  # epochs whose losses say whether the mixing weights have settled
-UNSETTLED = "mixing: the weights had not settled when their first time was cut off"
+RECENT = 10  # epochs whose losses decide whether the weights have converged
+NOT_CONVERGED = "aggregation weights: not converged within max_epochs"
 
 
 @dataclass(frozen=True)
-class Mixture(ServerStep):
-    """What is mixed, and how the mixing weights are learnt."""
+class FedALAParams(FedAvgParams):
+    """Which tensors are aggregated locally, and how the weights W are learnt."""
 
-    rate: float = 1.0  # of the mixing weights
-    share: float = 0.8  # of the client's pictures: the window that they are learnt on
-    window: Literal["contiguous", "random"] = "contiguous"  # in a list by class that omits classes
-    tensors: int = 2  # from the end; in the paper layers, in the code tensors: weight and bias
-    threshold: float = 0.1  # deviation of recent losses; the code's: 0.01 as in the paper may fail
-    most: int = 50  # epochs of the first time, which in the published loop may never end
-    refresh: Literal["kept", "task"] = "kept"  # "task": a new task learns its weights afresh
+    lr: float = 1.0  # η: learning rate of W
+    share: float = 0.8  # s: W is learnt on a window of this share of the client's images
+    window: Literal["contiguous", "random"] = "contiguous"  # lists are by class: it omits classes
+    tensors: int = 2  # p, from the last; the paper counts layers, the public code tensors
+    threshold: float = 0.1  # of the deviation of recent losses; the paper's 0.01 may never be met
+    max_epochs: int = 50  # until W converges for the first time; the public code has no limit
+    refresh: Literal["kept", "task"] = "kept"  # "task": each new task starts from W = 1
 
     def __post_init__(self) -> None:
-        """Refuse a mixture of nothing, and a window without pictures or larger than the list."""
+        """Refuse an empty set of tensors and a window that is empty or larger than the list."""
         super().__post_init__()
-        at_least(self, 0, "rate")
-        above(self, 0, "share", "threshold")
-        at_least(self, 1, "tensors", "most")
+        require_at_least(self, 0, "lr")
+        require_above(self, 0, "share", "threshold")
+        require_at_least(self, 1, "tensors", "max_epochs")
         if self.share > 1:
-            raise wrong("share", self.share, "above 0 and at most 1")
+            raise invalid("share", self.share, "above 0 and at most 1")
 
 
 class FedALA(Method):
-    """FedAvg whose clients start from an element-wise mixture learnt on their own pictures."""
+    """FedAvg whose clients start from own + W * (received - own), W in [0, 1] per element.
 
-    Params: ClassVar = Mixture
-    models = ("global", "personal", "local")  # personal: the mixture, before training
-    neutral: ClassVar[dict[str, Any]] = {"rate": 0.0}
-    group: ClassVar[Group] = "personalised"
+    Where W is 1 this is exactly the received model.
+    """
 
-    def __init__(self, params: Mixture, work: Workspace) -> None:
+    Params: ClassVar = FedALAParams
+    models = ("global", "personal", "local")  # personal: after local aggregation, before training
+    neutral: ClassVar[dict[str, Any]] = {"lr": 0.0}
+    group = "personalised"
+
+    def __init__(self, params: FedALAParams, work: Workspace) -> None:
         super().__init__(params, work)
-        every = list(work.model.module.parameters())
-        if params.tensors > len(every):
-            raise wrong("tensors", params.tensors, f"at most {len(every)}: the model has no more")
-        self.mixed = every[-params.tensors :]
-        self.size = sum(tensor.numel() for tensor in self.mixed)  # M
+        tensors = list(work.model.module.parameters())
+        if params.tensors > len(tensors):
+            most = f"at most {len(tensors)}: the model has no more"
+            raise invalid("tensors", params.tensors, most)
+        self.tensors = tensors[-params.tensors :]
+        self.size = sum(tensor.numel() for tensor in self.tensors)  # M
 
-    def new_client(self, client: int, server: State) -> State:
-        """The initial model as its own, and weights that take all from the server."""
+    def init_client(self, client: int, server: State) -> State:
+        """The initial model as the own one, and W = 1: all is taken from the server."""
         own = server["parameters"][-self.size :].clone()
-        return {"own": own, "weights": torch.ones_like(own), "settled": False, "step": -1}
+        return {"own": own, "weights": torch.ones_like(own), "settled": False, "experience": -1}
 
-    def receive(self, turn: Turn) -> None:
-        """Put the mixture into the live model, and its weights into the notes."""
-        super().receive(turn)
-        device, state = self.work.device, turn.state
-        afresh = self.params.refresh == "task" and state["step"] != turn.visit.step
-        weights = torch.ones_like(state["weights"]) if afresh else state["weights"].clone()
-        turn.notes["settled"] = state["settled"] and not afresh
-        turn.notes["weights"] = weights.to(device)  # [M]
+    def receive(self, client_round: ClientRound) -> None:
+        """Load the received model, then aggregate its last tensors with the own ones."""
+        super().receive(client_round)
+        state, device = client_round.state, self.work.device
+        restart = self.params.refresh == "task" and state["experience"] != client_round.experience
+        weights = torch.ones_like(state["weights"]) if restart else state["weights"].clone()
+        client_round.scratch["weights"] = weights.to(device)  # [M]
+        client_round.scratch["settled"] = state["settled"] and not restart
         own, live = state["own"].to(device), self.work.model.parameters[-self.size :]
-        if not torch.equal(own, live):  # else there is nothing to mix
-            with turn.log.clock("mixing"):
-                self.mix(turn, own, live.clone())
+        if not torch.equal(own, live):  # equal tensors need no aggregation
+            with client_round.log.clock("mixing"):
+                self.learn_weights(client_round, own, live.clone())
 
-    def mix(self, turn: Turn, own: Tensor, received: Tensor) -> None:
-        """Learn the mixing weights on the window: one epoch, the first time until they settle."""
-        self.blend(own, received, turn.notes["weights"])
-        window, losses, first = self.window(turn), list[float](), not turn.notes["settled"]
+    def learn_weights(self, client_round: ClientRound, own: Tensor, received: Tensor) -> None:
+        """Learn W on the window: until it converges the first time, then one epoch per round."""
+        weights, first = client_round.scratch["weights"], not client_round.scratch["settled"]
+        self.work.model.parameters[-self.size :] = torch.lerp(own, received, weights)
+        window, losses = self.window(client_round), list[float]()
         if not len(window):
             return
-        most = self.params.most if first else 1
-        while len(losses) < most and not settled(losses, self.params.threshold):
-            losses.append(self.epoch(window, own, received, turn.notes["weights"]))
-        if first and not settled(losses, self.params.threshold):
-            turn.log.events.append(UNSETTLED)
-        turn.notes["settled"] = True
-        turn.log.numbers["mixing epochs"] = len(losses)
-        turn.log.numbers["mixing weight"] = float(turn.notes["weights"].mean())
+        epochs, threshold = self.params.max_epochs if first else 1, self.params.threshold
+        while len(losses) < epochs and not _converged(losses, threshold):
+            losses.append(self.epoch(window, own, received, weights))
+        if first and not _converged(losses, threshold):
+            client_round.log.events.append(NOT_CONVERGED)
+        client_round.scratch["settled"] = True
+        client_round.log.numbers["mixing epochs"] = len(losses)
+        client_round.log.numbers["mixing weight"] = float(weights.mean())
 
     def epoch(self, window: Tensor, own: Tensor, received: Tensor, weights: Tensor) -> float:
-        """Descend once over the window, in the weights alone; the loss of the last batch."""
-        for pictures, labels in self.look_at(window):
-            # In evaluation mode: what lies below the mixed tensors, running statistics too, stays.
-            loss = F.cross_entropy(self.work.model.module.eval()(pictures), labels)
-            slope = flatten(torch.autograd.grad(loss, self.mixed))  # [M]
-            weights.sub_(self.params.rate * slope * (received - own)).clamp_(0, 1)
-            self.blend(own, received, weights)
+        """One epoch of SGD on W alone; returns the loss of the last batch."""
+        work, batch_size = self.work, self.work.training.batch_size
+        for images, labels in plain_batches(work, window, batch_size):
+            loss = F.cross_entropy(work.model.module.eval()(images), labels)  # fixed statistics
+            gradient = flatten(torch.autograd.grad(loss, self.tensors))  # [M]
+            weights.sub_(self.params.lr * gradient * (received - own)).clamp_(0, 1)
+            work.model.parameters[-self.size :] = torch.lerp(own, received, weights)
         return float(loss.detach())
 
-    def blend(self, own: Tensor, received: Tensor, weights: Tensor) -> None:
-        """Put own + weights * (received - own) into the live model; 1 is exactly `received`."""
-        self.work.model.parameters[-self.size :] = torch.lerp(own, received, weights)
-
-    def window(self, turn: Turn) -> Tensor:
-        """Which of the client's pictures the weights are learnt on.  # [n]
-
-        Always of the current task: the public port to continual learning keeps those of the first.
-        """
-        own, draw = self.examples(turn), turn.visit.generator("window")
+    def window(self, client_round: ClientRound) -> Tensor:
+        """The training images of the current task on which W is learnt.  # [n]"""
+        indices, draw = self.train_indices(client_round), client_round.round_id.generator("window")
         if self.params.window == "random":
-            own = own[torch.randperm(len(own), generator=draw)]
-        count = min(len(own), max(1, math.floor(self.params.share * len(own))))
-        start = int(torch.randint(len(own) - count + 1, (1,), generator=draw))
-        return own[start : start + count]
+            indices = indices[torch.randperm(len(indices), generator=draw)]
+        count = min(len(indices), max(1, math.floor(self.params.share * len(indices))))
+        start = int(torch.randint(len(indices) - count + 1, (1,), generator=draw))
+        return indices[start : start + count]
 
-    def look_at(self, window: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The pictures of the window as they are, in order, in batches."""
-        work = self.work
-        for batch in window.split(work.setting.training.batch):
-            pictures, labels = work.examples(batch)
-            yield work.normalise(pictures), labels
-
-    def remember(self, turn: Turn) -> State:
-        """The mixed tensors after training, and the weights; the rest comes from the server."""
-        own = self.work.model.parameters[-self.size :].cpu().clone()
-        kept = {"own": own, "weights": turn.notes["weights"].cpu().clone()}
-        now = {"settled": turn.notes["settled"], "step": turn.visit.step}
-        return {**super().remember(turn), **kept, **now}
+    def update_state(self, client_round: ClientRound) -> State:
+        """The last tensors after training, and W."""
+        scratch, own = client_round.scratch, self.work.model.parameters[-self.size :]
+        return {
+            **super().update_state(client_round),
+            "own": own.cpu().clone(),
+            "weights": scratch["weights"].cpu().clone(),
+            "settled": scratch["settled"],
+            "experience": client_round.experience,
+        }
 
 
-def settled(losses: list[float], threshold: float) -> bool:
-    """Whether more than `RECENT` epochs are over and the losses of the last ones hardly differ."""
+def _converged(losses: list[float], threshold: float) -> bool:
+    """Whether there are more than `RECENT` losses and the last ones hardly differ."""
     return len(losses) > RECENT and bool(np.std(losses[-RECENT:]) < threshold)

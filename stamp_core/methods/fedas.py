@@ -1,8 +1,5 @@
-"""FedAS (Yang et al., 2024): the received encoder aligned with the own, clients weighted by Fisher
-information, heads that stay at home.
-"""
+"""FedAS (Yang et al., 2024): parameter alignment, client synchronisation, local heads."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -10,194 +7,189 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stamp_core.config import above, at_least, wrong
-from stamp_core.methods import Group, Log, Message, Method, Reply, ServerStep, State, Turn
-from stamp_core.temporal import class_means
-from stamp_core.vectors import average
-from stamp_core.workspace import Workspace
+from stamp_core.client.by_class import class_means
+from stamp_core.client.personalisation import BatchIterator, plain_batches
+from stamp_core.client.workspace import Workspace
+from stamp_core.config.decode import invalid, require_above, require_at_least
+from stamp_core.methods.base.method import (
+    ClientRound,
+    FedAvgParams,
+    Log,
+    Message,
+    Method,
+    Reply,
+    State,
+)
+from stamp_core.models.flat import weighted_average
 
 
 @dataclass(frozen=True)
-class Synchronised(ServerStep):
-    """What a client does with the received encoder, and what the server does with the clients'."""
+class FedASParams(FedAvgParams):
+    """How clients align the received encoder, and how the server weights the clients."""
 
     align: bool = True
-    align_rate: float = 0.01
-    align_batch: int = 16
-    align_on_new_task: bool = True  # false: not where the own encoder has never seen the task
+    align_lr: float = 0.01
+    align_batch_size: int = 16
+    align_on_new_task: bool = True  # false: only once the own encoder was trained on the task
     weights: Literal["fisher", "samples"] = "fisher"
-    # "reported" averages the heads as well, for the accuracy of a global model, and no client uses
-    # it; the published code sends them for nothing. "shared": clients do use it.
+    # "reported": heads are averaged for the accuracy of a global model but used by no client, as
+    # in the published code. "shared": clients use the averaged head.
     head: Literal["local", "reported", "shared"] = "local"
 
     def __post_init__(self) -> None:
-        """Refuse steps that go nowhere and empty batches."""
+        """Refuse a learning rate of zero and empty batches."""
         super().__post_init__()
-        above(self, 0, "align_rate")
-        at_least(self, 1, "align_batch")
+        require_above(self, 0, "align_lr")
+        require_at_least(self, 1, "align_batch_size")
 
 
 class FedAS(Method):
-    """FedAvg of encoders, each aligned with its client's old one before it is trained."""
+    """FedAvg of encoders; each client aligns the received one with its own before training."""
 
-    Params: ClassVar = Synchronised
+    Params: ClassVar = FedASParams
     models: tuple[str, ...] = ("personal", "local")
     neutral: ClassVar[dict[str, Any]] = {"align": False, "weights": "samples", "head": "shared"}
-    group: ClassVar[Group] = "personalised"
+    group = "personalised"
 
-    def __init__(self, params: Synchronised, work: Workspace) -> None:
+    def __init__(self, params: FedASParams, work: Workspace) -> None:
         super().__init__(params, work)
         if params.head != "local":
             self.models = ("global", "personal", "local")
 
-    # --- the server
-
     def broadcast(self, server: State, client: int) -> Message:
-        """The encoder; the head as well where clients use it."""
+        """The encoder, and the head where it is shared."""
         message = super().broadcast(server, client)
-        if self.params.head == "shared":
-            return message
-        return {"base": message.pop("parameters")[: self.work.base], **message}
+        if self.params.head != "shared":
+            message["base"] = message.pop("parameters")[: self.work.encoder_size]
+        return message
 
     def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
-        """The weighted average of what came back; a head that nobody sends stays as it was."""
-        replies = [reply for reply in replies if reply.samples]
+        """The weighted average of the replies; a head that is not sent stays."""
+        replies, lr = [reply for reply in replies if reply.samples], self.params.server_lr
         if not replies:
             return server
-        weights = self.shares(replies, log)
-        sent = [name for name in replies[0].message if name != "trace"]
-        mean = {name: average([r.message[name] for r in replies], weights) for name in sent}
+        weights = self.client_weights(replies, log)
+        names = [name for name in replies[0].message if name != "trace"]
+        mean = {n: weighted_average([r.message[n] for r in replies], weights) for n in names}
         if "base" in mean:
-            head = server["parameters"][self.work.base :]
+            head = server["parameters"][self.work.encoder_size :]
             mean["parameters"] = torch.cat([mean.pop("base"), head])
-        if self.params.step != 1:
-            mean["parameters"] = torch.lerp(
-                server["parameters"], mean["parameters"], self.params.step
-            )
+        if lr != 1:
+            mean["parameters"] = torch.lerp(server["parameters"], mean["parameters"], lr)
         return {**server, **mean}
 
-    def shares(self, replies: list[Reply], log: Log) -> list[float]:
-        """A weight for each client: its trace, or its samples."""
+    def client_weights(self, replies: list[Reply], log: Log) -> list[float]:
+        """The Fisher trace of each client, or its number of samples."""
         samples = [float(reply.samples) for reply in replies]
         if self.params.weights == "samples":
             return samples
         traces = torch.cat([reply.message["trace"] for reply in replies]).double()
         if not traces.isfinite().all() or not traces.any():
-            what = "a trace is not finite" if traces.any() else "all traces are zero"
-            log.events.append(f"synchronisation: {what}, so samples weigh")
+            reason = "a trace is not finite" if traces.any() else "all traces are zero"
+            log.events.append(f"synchronisation: {reason}, weighted by samples")
             return samples
         log.numbers["trace, largest share"] = float(traces.max() / traces.sum())
-        found: list[float] = traces.tolist()
-        return found
+        return [float(trace) for trace in traces]
 
-    # --- a client
+    def init_client(self, client: int, server: State) -> State:
+        """The parts of the initial model that will be used."""
+        return {**self.own_parts(server["parameters"], server["buffers"]), "experience": -1}
 
-    def new_client(self, client: int, server: State) -> State:
-        """The initial model, which all know: the parts of it that will be read."""
-        return {**self.own(server["parameters"], server["buffers"]), "step": -1}
-
-    def own(self, parameters: Tensor, buffers: Tensor) -> State:
-        """What a client keeps of a model of its own."""
-        base, head = parameters[: self.work.base], parameters[self.work.base :]
-        kept: State = {}
+    def own_parts(self, parameters: Tensor, buffers: Tensor) -> State:
+        """The parts of its own model that a client keeps for its next round."""
+        parts: State = {}
         if self.params.align:
-            kept |= {"base": base.cpu().clone(), "base buffers": buffers.cpu().clone()}
+            parts["base"] = parameters[: self.work.encoder_size].cpu().clone()
+            parts["base buffers"] = buffers.cpu().clone()
         if self.params.head != "shared":
-            kept["head"] = head.cpu().clone()
-        return kept
+            parts["head"] = parameters[self.work.encoder_size :].cpu().clone()
+        return parts
 
-    def receive(self, turn: Turn) -> None:
-        """Put the received encoder, aligned, and the client's head into the live model."""
-        met = turn.state["step"] == turn.visit.step
-        asked = self.params.align and (met or self.params.align_on_new_task)
-        if asked and len(self.examples(turn)):
-            with turn.log.clock("alignment"):
-                prototypes = self.prototypes(turn)
-                self.take_up(turn)
-                self.align(turn, prototypes)
-        else:
-            self.take_up(turn)
+    def receive(self, client_round: ClientRound) -> None:
+        """Load the received encoder, aligned, with the client's head."""
+        known = client_round.state["experience"] == client_round.experience
+        wanted = self.params.align and (known or self.params.align_on_new_task)
+        if not wanted or not len(self.train_indices(client_round)):
+            self.load_unaligned(client_round)
+            return
+        with client_round.log.clock("alignment"):
+            prototypes = self.prototypes(client_round)
+            self.load_unaligned(client_round)
+            self.align(client_round, prototypes)
 
-    def take_up(self, turn: Turn) -> None:
-        """Put the received encoder, as it is, and the client's head into the live model."""
-        start = {**turn.message, "parameters": self.start(turn)}
-        super().receive(replace(turn, message=start))
+    def load_unaligned(self, client_round: ClientRound) -> None:
+        """Load the received encoder unchanged, with the client's head unless heads are shared."""
+        message = client_round.message
+        if self.params.head != "shared":
+            model = torch.cat([message["base"], client_round.state["head"]])
+            message = {**message, "parameters": model}
+        super().receive(replace(client_round, message=message))
 
-    def start(self, turn: Turn) -> Tensor:
-        """The received model, with the client's own head unless heads are shared.  # [P]"""
-        if self.params.head == "shared":
-            return turn.message["parameters"]
-        return torch.cat([turn.message["base"], turn.state["head"]])
-
-    def prototypes(self, turn: Turn) -> Tensor:
+    def prototypes(self, client_round: ClientRound) -> Tensor:
         """Mean features of the classes present, by the client's own encoder.  # [classes, F]"""
-        work, indices = self.work, self.examples(turn)
-        work.model.parameters[: work.base] = turn.state["base"]
-        work.model.buffers.copy_(turn.state["base buffers"])
-        features = work.outputs(work.images.x_train[indices], work.classifier.encode)
-        means, present = class_means(features, work.images.y_train[indices])
+        work, indices = self.work, self.train_indices(client_round)
+        work.model.parameters[: work.encoder_size] = client_round.state["base"]
+        work.model.buffers.copy_(client_round.state["base buffers"])
+        features = work.outputs(work.dataset.x_train[indices], work.classifier.encode)
+        means, present = class_means(features, work.dataset.y_train[indices])
         table = torch.zeros(work.classes, means.shape[1])
         return table.index_copy(0, present, means).to(work.device)
 
-    def align(self, turn: Turn, prototypes: Tensor) -> None:
-        """One epoch of SGD that brings the live encoder's features to their class's prototype."""
-        model, rate = self.work.model, self.params.align_rate
-        for pictures, labels in self.once(turn, "alignment", self.params.align_batch):
+    def align(self, client_round: ClientRound, prototypes: Tensor) -> None:
+        """One epoch of SGD on the encoder: features approach the prototype of their class."""
+        model, lr = self.work.model, self.params.align_lr
+        size = self.params.align_batch_size
+        for images, labels in self.batches_of(client_round, "alignment", size):
             model.gradients.zero_()
-            features = self.work.classifier.encode(pictures)
-            away = (features - prototypes[labels]).square().mean(1)  # [N]
-            _, own, counts = labels.unique(return_inverse=True, return_counts=True)
-            (away / counts[own]).sum().backward()  # a mean for each class, added up
-            model.parameters.add_(model.gradients, alpha=-rate)  # those of the head are zero
+            features = self.work.classifier.encode(images)
+            errors = (features - prototypes[labels]).square().mean(1)  # [N]
+            _, classes, counts = labels.unique(return_inverse=True, return_counts=True)
+            (errors / counts[classes]).sum().backward()  # the sum of the means of the classes
+            model.parameters.add_(model.gradients, alpha=-lr)  # the head's gradients are zero
         if not model.parameters.isfinite().all():
-            raise wrong("align_rate", rate, "smaller: an aligned encoder is no longer finite")
+            raise invalid("align_lr", lr, "smaller: an aligned encoder is no longer finite")
 
-    def once(self, turn: Turn, purpose: str, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The client's pictures in mixed batches, unchanged; the model is in evaluation mode.
+    def batches_of(self, client_round: ClientRound, purpose: str, size: int) -> BatchIterator:
+        """The client's images in random order; the live model is put into evaluation mode.
 
-        So a batch of one is defined and no running statistic moves.
+        So a batch of one image is defined and no running statistics change.
         """
-        indices, work = self.examples(turn), self.work
-        mixed = indices[torch.randperm(len(indices), generator=turn.visit.generator(purpose))]
-        work.model.module.eval()
-        for batch in mixed.split(size) if len(mixed) else ():
-            pictures, labels = work.examples(batch)
-            yield work.normalise(pictures), labels
+        indices, draw = self.train_indices(client_round), client_round.round_id.generator(purpose)
+        self.work.model.module.eval()
+        return plain_batches(self.work, indices[torch.randperm(len(indices), generator=draw)], size)
 
-    def remember(self, turn: Turn) -> State:
-        """The model as training left it: the parts of it that will be read."""
-        model = self.work.model
-        own = self.own(model.parameters, model.buffers)
-        return {**super().remember(turn), **own, "step": turn.visit.step}
+    def update_state(self, client_round: ClientRound) -> State:
+        """The parts of the trained model that the client's next round uses."""
+        parts = self.own_parts(self.work.model.parameters, self.work.model.buffers)
+        state = super().update_state(client_round)
+        return {**state, **parts, "experience": client_round.experience}
 
-    def upload(self, turn: Turn) -> Message:
-        """The encoder, the head where the server averages it, and what weighs the client."""
-        message = super().upload(turn)
+    def upload(self, client_round: ClientRound) -> Message:
+        """The encoder, the head where the server averages it, and the Fisher trace."""
+        message = super().upload(client_round)
         if self.params.head == "local":
-            message["base"] = message.pop("parameters")[: self.work.base].clone()
+            message["base"] = message.pop("parameters")[: self.work.encoder_size].clone()
         if self.params.weights == "fisher":
-            with turn.log.clock("trace"):
-                message["trace"] = self.trace(turn)
-            turn.log.numbers["trace"] = float(message["trace"])
+            with client_round.log.clock("trace"):
+                message["trace"] = self.trace(client_round)
+            client_round.log.numbers["trace"] = float(message["trace"])
         return message
 
-    def trace(self, turn: Turn) -> Tensor:
-        """The sum over batches of |gradient of the mean cross-entropy|^2 as trained.  # [1]"""
-        model, total = self.work.model, 0.0  # published: also of clients not asked, for nobody
-        for pictures, labels in self.once(turn, "trace", self.work.setting.training.batch):
+    def trace(self, client_round: ClientRound) -> Tensor:
+        """The sum over batches of |gradient of the mean cross-entropy|^2, after training.  # [1]"""
+        model, size, total = self.work.model, self.work.training.batch_size, 0.0
+        for images, labels in self.batches_of(client_round, "trace", size):
             model.gradients.zero_()
-            F.cross_entropy(model.module(pictures), labels).backward()
+            F.cross_entropy(model.module(images), labels).backward()
             total += float(model.gradients.square().sum())
         return torch.tensor([total])
 
-    # --- evaluation
+    def load_personal_model(self, client_round: ClientRound) -> None:
+        """Load the aligned encoder with the client's head, before training.
 
-    def receive_personal(self, turn: Turn) -> None:
-        """Put the aligned encoder with the client's head into the live model.
-
-        As it is before training; of a client never visited, whose head is untrained, nothing moves.
+        Without alignment for a client that was never selected: its head is untrained.
         """
-        if turn.state["step"] < 0:
-            self.take_up(turn)
+        if client_round.state["experience"] < 0:
+            self.load_unaligned(client_round)
         else:
-            self.receive(turn)
+            self.receive(client_round)

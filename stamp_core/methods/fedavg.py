@@ -1,7 +1,7 @@
-"""Federated averaging; with `step` other than 1 a server that walks further (or less far)."""
+"""Federated averaging; its only parameter is the server's learning rate."""
 
-from stamp_core.methods import Method
+from stamp_core.methods.base.method import Method
 
 
 class FedAvg(Method):
-    """The base class under its own name."""
+    """FedAvg is the base class without changes."""

@@ -1,4 +1,4 @@
-"""FedDBE (Zhang et al., 2023): the features' bias as a client's own offset, their mean held."""
+"""FedDBE (Zhang et al., 2023): a personal feature offset and mean regularisation."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -7,174 +7,168 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stamp_core.config import at_least, wrong
-from stamp_core.methods import (
-    Beginning,
-    Group,
+from stamp_core.client.workspace import RoundId
+from stamp_core.config.decode import invalid, require_at_least
+from stamp_core.data.split import Plan
+from stamp_core.methods.base.method import (
+    ClientRound,
+    FedAvgParams,
+    InitialStates,
     Log,
     Message,
     Method,
     Reply,
-    ServerStep,
     State,
-    Turn,
 )
-from stamp_core.split import Plan
-from stamp_core.vectors import average
-from stamp_core.workspace import Visit
+from stamp_core.models.flat import weighted_average
 
 
 @dataclass(frozen=True)
-class Bias(ServerStep):
-    """The two halves: an offset that stays with the client, a mean that all features keep to."""
+class FedDBEParams(FedAvgParams):
+    """The two parts: the personalised representation bias (offset) and the mean regularisation."""
 
-    kappa: float = 0.0  # weight of the mean's regulariser; the published default leaves it off
-    momentum: float = 0.1  # share of a batch in the running mean of the features
-    trained: bool = True  # the offset; false leaves it at zero
-    refresh: Literal["never", "task"] = "never"  # published: the mean is that of task 0 for ever
+    # κ of FedDBE: weight of mean regularisation; off by default, as published.
+    feddbe_kappa: float = 0.0
+    momentum: float = 0.1  # μ: share of a batch in the running mean of the features
+    trained: bool = True  # train the offset; otherwise there is none
+    refresh: Literal["never", "task"] = "never"  # published: the global mean is that of task 0
 
     def __post_init__(self) -> None:
-        """Refuse a negative weight and what is no share."""
+        """Refuse a negative weight and a momentum outside [0, 1]."""
         super().__post_init__()
-        at_least(self, 0, "kappa", "momentum")
+        require_at_least(self, 0, "feddbe_kappa", "momentum")
         if self.momentum > 1:
-            raise wrong("momentum", self.momentum, "at most 1")
+            raise invalid("momentum", self.momentum, "at most 1")
 
 
 class FedDBE(Method):
-    """FedAvg whose clients learn head(encoder(x) + z), with z their own (F numbers)."""
+    """FedAvg whose clients train head(encoder(x) + offset) with an offset of their own (F numbers).
 
-    Params: ClassVar = Bias
+    The regulariser keeps each client's running mean of the features near the global mean.
+    """
+
+    Params: ClassVar = FedDBEParams
     models = ("global", "personal", "local")
-    neutral: ClassVar[dict[str, Any]] = {"kappa": 0.0, "trained": False}
-    group: ClassVar[Group] = "personalised"
+    neutral: ClassVar[dict[str, Any]] = {"feddbe_kappa": 0.0, "trained": False}
+    group = "personalised"
 
-    # --- the server
+    def initial_states(self, plan: Plan) -> InitialStates:
+        """The initial states, with the global mean from a warm-up where it is used."""
+        initial = super().initial_states(plan)
+        if not self.params.feddbe_kappa:
+            return initial
+        rounds = [self.warm_up(plan, u, initial.server) for u in range(len(initial.clients))]
+        rounds = [client_round for client_round in rounds if "mean" in client_round.scratch]
+        if not rounds:
+            return initial
+        means = [client_round.scratch["mean"].cpu() for client_round in rounds]
+        mean = weighted_average(means, [float(len(r.indices)) for r in rounds])
+        clients = [{**state, "shared": mean.clone()} for state in initial.clients]
+        down, up = mean.nbytes * len(clients), mean.nbytes * len(rounds)
+        return InitialStates(initial.server, clients, down, up)
 
-    def begin(self, plan: Plan) -> Beginning:
-        """The first states; all are given the mean feature of the clients' warm-ups, if read."""
-        begun = super().begin(plan)
-        if not self.params.kappa:
-            return begun
-        ends = [self.warm_up(plan, client, begun.server) for client in range(len(begun.clients))]
-        ends = [turn for turn in ends if "mean" in turn.notes]
-        if not ends:  # nobody has a picture
-            return begun
-        mean = average([t.notes["mean"].cpu() for t in ends], [float(len(t.indices)) for t in ends])
-        clients = [{**state, "shared": mean.clone()} for state in begun.clients]
-        each = mean.nbytes
-        return Beginning(begun.server, clients, down=each * len(clients), up=each * len(ends))
+    def warm_up(self, plan: Plan, client: int, server: State) -> ClientRound:
+        """A client round without offset and regulariser, of which only the mean is used.
 
-    def warm_up(self, plan: Plan, client: int, server: State) -> Turn:
-        """A client's turn before all others, without an offset; only its mean is taken up.
-
-        The running statistics of published warm-ups stay behind; here they go with the weights.
+        In the published code the running statistics of the warm-up persist; here they do not.
         """
-        visit = Visit(plan.seed, client, 0, -1)  # a round of its own, so with draws of its own
-        turn = Turn(visit, plan, {}, self.broadcast(server, client))
-        super().local(turn)
-        return turn
+        round_id = RoundId(plan.seed, client, 0, -1)  # a round of its own: its own random draws
+        client_round = ClientRound(round_id, plan, {}, self.broadcast(server, client))
+        super().train_client(client_round)
+        return client_round
 
     def broadcast(self, server: State, client: int) -> Message:
-        """The model, with the mean for whoever has not answered since it was renewed."""
+        """The model, and a renewed mean until the client has replied."""
         message = super().broadcast(server, client)
         if "mean" in server and client not in server["informed"]:
             message["mean"] = server["mean"]
         return message
 
     def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
-        """The average of the models and, after the last round of a task, of the means."""
-        after = super().aggregate(server, replies, log)
-        told = [reply for reply in replies if "mean" in reply.message]
-        if told:
-            samples = [float(reply.samples) for reply in told]
-            mean = average([reply.message["mean"] for reply in told], samples)
-            return {**after, "mean": mean, "informed": []}
+        """The averages of the models and, after the last round of a task, of the means."""
+        averaged = super().aggregate(server, replies, log)
+        senders = [reply for reply in replies if "mean" in reply.message]
+        if senders:
+            samples = [float(reply.samples) for reply in senders]
+            mean = weighted_average([reply.message["mean"] for reply in senders], samples)
+            return {**averaged, "mean": mean, "informed": []}
         if "mean" not in server:
-            return after
+            return averaged
         informed = {*server["informed"], *(reply.client for reply in replies)}
-        return {**after, "informed": sorted(informed)}
+        return {**averaged, "informed": sorted(informed)}
 
-    # --- a client
-
-    def new_client(self, client: int, server: State) -> State:
+    def init_client(self, client: int, server: State) -> State:
         """An offset of zero."""
-        features = self.head()[0].shape[1]
-        return {"offset": torch.zeros(features)} if self.params.trained else {}
+        weight, _ = self.work.classifier.head.parameters()  # [classes, F]
+        return {"offset": torch.zeros(weight.shape[1])} if self.params.trained else {}
 
-    def local(self, turn: Turn) -> Reply:
-        """The turn; what is scored afterwards has the offset, what was sent has not."""
-        reply = super().local(turn)
-        self.shift(reply.state)
+    def train_client(self, client_round: ClientRound) -> Reply:
+        """The client round; afterwards the live model has the offset, the sent one does not."""
+        reply = super().train_client(client_round)
+        self.add_offset(reply.state)
         return reply
 
-    def receive(self, turn: Turn) -> None:
-        """Put the received model into the live one, with the offset beside it."""
-        super().receive(turn)
-        shared = turn.message.get("mean", turn.state.get("shared"))
+    def receive(self, client_round: ClientRound) -> None:
+        """Load the received model; store the offset and the global mean."""
+        super().receive(client_round)
+        shared = client_round.message.get("mean", client_round.state.get("shared"))
         if shared is not None:
-            turn.notes["shared"] = shared.to(self.work.device)
-        if "offset" in turn.state:
-            offset = turn.state["offset"].clone().to(self.work.device)
-            turn.notes["offset"] = offset.requires_grad_()
+            client_round.scratch["shared"] = shared.to(self.work.device)
+        if "offset" in client_round.state:
+            offset = client_round.state["offset"].clone().to(self.work.device)
+            client_round.scratch["offset"] = offset.requires_grad_()
 
-    def loss(self, turn: Turn, pictures: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy beside the offset, and the distance of the running mean from the global."""
-        features = self.work.classifier.encode(pictures)
-        offset = turn.notes.get("offset")
+    def loss(self, client_round: ClientRound, images: Tensor, labels: Tensor) -> Tensor:
+        """Cross-entropy with the offset, and the mean regularisation."""
+        features = self.work.classifier.encode(images)
+        offset = client_round.scratch.get("offset")
         logits = self.work.classifier.head(features if offset is None else features + offset)
         loss = F.cross_entropy(logits, labels)
-        if self.params.kappa:
-            loss = loss + self.params.kappa * self.away(turn, features)
+        if self.params.feddbe_kappa:
+            loss = loss + self.params.feddbe_kappa * self.regulariser(client_round, features)
         return loss
 
-    def away(self, turn: Turn, features: Tensor) -> Tensor:
+    def regulariser(self, client_round: ClientRound, features: Tensor) -> Tensor:
         """The mean over j of (m_j - shared_j)^2 / 2, where m is the running mean of features.
 
-        m takes this batch in and is noted; 0 in the warm-up, which knows no shared mean.
+        It updates m. It is 0 in the warm-up, where there is no global mean yet.
         """
-        share = self.params.momentum  # m starts at 0 in every round and is not corrected for it
-        before = turn.notes.get("mean", torch.zeros_like(features[0]))
-        mean = (1 - share) * before + share * features.mean(0)  # [F]
-        turn.notes["mean"] = mean.detach()
-        away = mean - turn.notes.get("shared", mean)
-        distance: Tensor = away.square().mean() / 2
-        return distance
+        mu = self.params.momentum  # m starts at 0 in every round, without bias correction
+        before = client_round.scratch.get("mean", torch.zeros_like(features[0]))
+        mean = (1 - mu) * before + mu * features.mean(0)  # [F]
+        client_round.scratch["mean"] = mean.detach()
+        gap = mean - client_round.scratch.get("shared", mean)
+        result: Tensor = gap.square().mean() / 2
+        return result
 
-    def correct(self, turn: Turn) -> None:
-        """Take the offset's own step, by plain SGD whatever the network's."""
-        if "offset" in turn.notes:
-            offset = turn.notes["offset"]
-            offset.data.add_(offset.grad, alpha=-self.work.setting.training.rate)
+    def correct_gradient(self, client_round: ClientRound) -> None:
+        """Take an SGD step on the offset, without momentum or weight decay."""
+        if "offset" in client_round.scratch:
+            offset = client_round.scratch["offset"]
+            offset.data.add_(offset.grad, alpha=-self.work.training.lr)
             offset.grad = None
 
-    def remember(self, turn: Turn) -> State:
-        """The offset as training left it and the mean as it was last heard of."""
-        names = [name for name in ("shared", "offset") if name in turn.notes]
-        kept: State = {name: turn.notes[name].detach().cpu().clone() for name in names}
-        return {**super().remember(turn), **kept}
+    def update_state(self, client_round: ClientRound) -> State:
+        """The trained offset and the latest global mean."""
+        scratch = client_round.scratch
+        names = [name for name in ("shared", "offset") if name in scratch]
+        state: State = {name: scratch[name].detach().cpu().clone() for name in names}
+        return {**super().update_state(client_round), **state}
 
-    def upload(self, turn: Turn) -> Message:
+    def upload(self, client_round: ClientRound) -> Message:
         """The model and, in the last round of a task, the running mean."""
-        message = super().upload(turn)
-        if self.params.refresh == "task" and turn.visit.last and "mean" in turn.notes:
-            message["mean"] = turn.notes["mean"].cpu()
+        message = super().upload(client_round)
+        if self.params.refresh == "task" and client_round.last and "mean" in client_round.scratch:
+            message["mean"] = client_round.scratch["mean"].cpu()
         return message
 
-    # --- evaluation
+    def load_personal_model(self, client_round: ClientRound) -> None:
+        """Load the received model with the client's offset."""
+        super().receive(client_round)
+        self.add_offset(client_round.state)
 
-    def receive_personal(self, turn: Turn) -> None:
-        """Put the received model with the client's offset into the live one."""
-        super().receive(turn)
-        self.shift(turn.state)
-
-    def shift(self, state: State) -> None:
-        """Move the live model's bias by what its linear head makes of the offset."""
+    def add_offset(self, state: State) -> None:
+        """Add the offset to the live model: to its bias, as the head is linear."""
         if "offset" in state:
-            weight, bias = self.head()
-            bias.add_(weight @ state["offset"].to(bias.device))
-
-    def head(self) -> tuple[Tensor, Tensor]:
-        """The live head's weight and bias, as views.  # [classes, F], [classes]"""
-        vector, classes = self.work.model.parameters[self.work.base :], self.work.classes
-        return vector[:-classes].view(classes, -1), vector[-classes:]
+            weight, bias = self.work.classifier.head.parameters()
+            bias.data.add_(weight.data @ state["offset"].to(bias.device))

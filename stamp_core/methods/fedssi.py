@@ -1,144 +1,135 @@
 """FedSSI (Li et al., 2025): synaptic intelligence, measured along a personalised surrogate."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from stamp_core.config import above, at_least, fraction, wrong
-from stamp_core.methods import DivergedError, Group, Method, ServerStep, State, Turn
-from stamp_core.workspace import Workspace, augment
+from stamp_core.client.personalisation import endless_batches
+from stamp_core.client.workspace import Workspace
+from stamp_core.config.decode import invalid, require_above, require_at_least, require_fraction
+from stamp_core.methods.base.method import ClientRound, DivergedError, FedAvgParams, Method, State
 
-UNVERIFIED = "importance: its constants could not be verified against the paper"
-MISSED = "importance: the last round of a task was missed, nothing is held of it"
-OVERSHOT = "importance: the penalty overshoots, training.rate x alpha x importance is above 1"
+UNVERIFIED = "importance: the constants could not be verified against the paper"
+MISSED = "importance: the last round of a task was missed, the task has no importance"
+OVERSHOT = "importance: the penalty overshoots, training.lr x fedssi_alpha x importance is above 1"
 
 
 @dataclass(frozen=True)
-class Synapses(ServerStep):
-    """How what a task needed is measured, and how strongly it is held."""
+class FedSSIParams(FedAvgParams):
+    """How the importance of parameters is measured, and how strongly changes are penalised.
 
-    # Not one of these numbers is verified: the authors published no code, third parties disagree.
-    lam: float = 0.1  # of third parties: the surrogate is pulled by (1 - lam) / (2 lam)
-    alpha: float = 0.1  # of third parties: weight of the penalty
-    steps: int | None = None  # of the surrogate; no source says how many. null: one epoch
-    epsilon: float = 0.1  # beside the squared way of a parameter, as in synaptic intelligence
+    No default is verified: the authors published no code, and third parties disagree.
+    """
+
+    lam: float = 0.1  # λ, from third parties: the surrogate's proximal weight is (1 - λ) / (2 λ)
+    fedssi_alpha: float = 0.1  # α of FedSSI, from third parties: weight of the penalty
+    steps: int | None = None  # SGD steps of the surrogate, in no source; null: one epoch
+    epsilon: float = 0.1  # damping of the importance, as in synaptic intelligence
 
     def __post_init__(self) -> None:
-        """Refuse what would measure nothing or divide by it."""
+        """Refuse parameters that measure nothing or divide by zero."""
         super().__post_init__()
-        above(self, 0, "lam", "epsilon")
-        fraction(self, "lam")
-        at_least(self, 0, "alpha")
+        require_above(self, 0, "lam", "epsilon")
+        require_fraction(self, "lam")
+        require_at_least(self, 0, "fedssi_alpha")
         if self.steps is not None:
-            at_least(self, 1, "steps")
+            require_at_least(self, 1, "steps")
 
     @property
     def pull(self) -> float:
-        """q(lam), how strongly the surrogate is tied to the global model."""
+        """q(λ), the proximal weight that ties the surrogate to the global model."""
         return (1 - self.lam) / (2 * self.lam)
 
 
 class FedSSI(Method):
-    """FedAvg whose clients hold each parameter by how much it has mattered to their past tasks."""
+    """FedAvg with a penalty on each parameter by its importance Ω for the client's past tasks."""
 
-    Params: ClassVar = Synapses
-    neutral: ClassVar[dict[str, Any]] = {"alpha": 0.0}
-    group: ClassVar[Group] = "continual"
+    Params: ClassVar = FedSSIParams
+    neutral: ClassVar[dict[str, Any]] = {"fedssi_alpha": 0.0}
+    group = "continual"
 
-    def __init__(self, params: Synapses, work: Workspace) -> None:
+    def __init__(self, params: FedSSIParams, work: Workspace) -> None:
         super().__init__(params, work)
-        rate = work.setting.training.rate
-        if rate * params.pull >= 2:  # the surrogate would leave the global model behind, swinging
-            least = f"above {rate / (4 + rate):.4g}, so that training.rate x (1 - lam) / (2 lam)"
-            raise wrong("lam", params.lam, f"{least} is below 2")
+        lr = work.training.lr
+        if lr * params.pull >= 2:  # SGD on the surrogate would diverge
+            least = f"above {lr / (4 + lr):.4g}, so that training.lr x (1 - lam) / (2 lam)"
+            raise invalid("lam", params.lam, f"{least} is below 2")
 
-    def new_client(self, client: int, server: State) -> State:
-        """No importance yet, and nothing missed."""
-        return {"step": -1, "measured": True}
+    def init_client(self, client: int, server: State) -> State:
+        """No importance yet, and none missed."""
+        return {"experience": -1, "measured": True}
 
-    def receive(self, turn: Turn) -> None:
-        """Take up the received model; the first one of a task is what the task is held to."""
-        super().receive(turn)
-        state, anchor = turn.state, turn.state.get("anchor")
-        if state["step"] != turn.visit.step:
-            anchor = turn.message["parameters"].clone()
-            missed = turn.visit.step - 1 - state["step"] + (not state["measured"])
-            turn.log.events += [MISSED] * missed
-            if self.overshoots(turn):
-                turn.log.events.append(OVERSHOT)
+    def receive(self, client_round: ClientRound) -> None:
+        """Load the received model; the first one of a task is the anchor of the penalty."""
+        super().receive(client_round)
+        state, anchor = client_round.state, client_round.state.get("anchor")
+        if state["experience"] != client_round.experience:
+            anchor = client_round.message["parameters"].clone()
+            missed = client_round.experience - 1 - state["experience"] + (not state["measured"])
+            client_round.log.events += [MISSED] * missed
+            largest = state["omega"].max() if "omega" in state else 0
+            if self.work.training.lr * self.params.fedssi_alpha * largest > 1:
+                client_round.log.events.append(OVERSHOT)
         if "omega" in state:
             held = {"omega": state["omega"], "anchor": anchor}
-            turn.notes |= {name: value.to(self.work.device) for name, value in held.items()}
+            client_round.scratch |= {name: held[name].to(self.work.device) for name in held}
 
-    def overshoots(self, turn: Turn) -> bool:
-        """Whether a step of the penalty alone leads further away from the anchor than it was."""
-        largest = turn.state["omega"].max() if "omega" in turn.state else 0
-        return bool(self.work.setting.training.rate * self.params.alpha * largest > 1)
+    def correct_gradient(self, client_round: ClientRound) -> None:
+        """Add the gradient of fedssi_alpha * sum(omega * (theta - anchor)^2)."""
+        omega, model = client_round.scratch.get("omega"), self.work.model
+        if omega is not None:
+            drift = model.parameters - client_round.scratch["anchor"]
+            model.gradients.addcmul_(omega, drift, value=2 * self.params.fedssi_alpha)
 
-    def correct(self, turn: Turn) -> None:
-        """Add the slope of alpha * sum(omega * (theta - anchor)^2) to the gradient."""
-        if "omega" in turn.notes:
-            away = self.work.model.parameters - turn.notes["anchor"]
-            strength = 2 * self.params.alpha
-            self.work.model.gradients.addcmul_(turn.notes["omega"], away, value=strength)
-
-    def remember(self, turn: Turn) -> State:
-        """The anchor and, at the end of a task, the importance with that of the task."""
-        state = {**super().remember(turn), "step": turn.visit.step, "measured": turn.visit.last}
-        if "anchor" in turn.notes:
-            state["anchor"] = turn.notes["anchor"].cpu()
-        if turn.visit.last and len(turn.indices):  # now, while the task's pictures are at hand
-            with turn.log.clock("importance"):
-                state["omega"] = state.get("omega", 0) + self.importance(turn).cpu()
-            turn.log.numbers["importance mean"] = float(state["omega"].mean())
-            turn.log.numbers["importance largest"] = float(state["omega"].max())
-            turn.log.events.append(UNVERIFIED)
+    def update_state(self, client_round: ClientRound) -> State:
+        """The anchor and, after the last round of a task, Ω with the importance of the task."""
+        log = client_round.log
+        state = {**super().update_state(client_round), "measured": client_round.last}
+        state["experience"] = client_round.experience
+        if "anchor" in client_round.scratch:
+            state["anchor"] = client_round.scratch["anchor"].cpu()
+        if client_round.last and len(client_round.indices):  # the last access to the task's images
+            with log.clock("importance"):
+                state["omega"] = state.get("omega", 0) + self.importance(client_round).cpu()
+            log.numbers["importance mean"] = float(state["omega"].mean())
+            log.numbers["importance largest"] = float(state["omega"].max())
+            log.events.append(UNVERIFIED)
         return state
 
-    def importance(self, turn: Turn) -> Tensor:
-        """What each parameter did for the task, by the way it went for it.  # [P]
+    def importance(self, client_round: ClientRound) -> Tensor:
+        """The path integral of each parameter over its squared displacement; the model is restored.
 
-        The live model is left as it was, with its buffers.
+        Below the bound on lam no path integral is negative (up to rounding): whether to clamp at
+        0, which the sources leave open, makes no difference.
         """
         model = self.work.model
         trained, buffers = model.parameters.clone(), model.buffers.clone()
-        super().receive(turn)
+        super().receive(client_round)
         start = model.parameters.clone()
-        gained = self.descend(turn, start)
-        moved = model.parameters - start
+        integral = self.train_surrogate(client_round, start)
+        displacement = model.parameters - start
         model.load(trained, buffers)
-        # Below the bound on lam no sum of plain steps is negative, rounding apart: whether to cut
-        # off at 0, which the sources leave open, makes no difference.
-        found: Tensor = gained.clamp(min=0) / (moved.square() + self.params.epsilon)
-        if not found.isfinite().all():
-            raise DivergedError(turn.visit, self.work.setting)
-        return found
+        omega: Tensor = integral.clamp(min=0) / (displacement.square() + self.params.epsilon)
+        if not omega.isfinite().all():
+            raise DivergedError(client_round.round_id, self.work.setting)
+        return omega  # [P]
 
-    def descend(self, turn: Turn, start: Tensor) -> Tensor:
-        """Train the surrogate in the live model; by how much each parameter lowered the loss."""
-        model, gained = self.work.model, torch.zeros_like(start)
-        for pictures, labels in self.again(turn):
-            self.work.train_mode(len(labels))
+    def train_surrogate(self, client_round: ClientRound, start: Tensor) -> Tensor:
+        """Train the surrogate in the live model; returns the path integral, -sum g * dv.  # [P]"""
+        work, model, indices = self.work, self.work.model, client_round.indices
+        training, integral = work.training, torch.zeros_like(start)
+        steps = self.params.steps or math.ceil(len(indices) / training.batch_size)
+        batches = endless_batches(work, client_round.round_id, indices, "surrogate")
+        for images, labels in islice(batches, steps):
+            work.train_mode(len(labels))
             model.gradients.zero_()
-            self.loss(turn, pictures, labels).backward()
-            way = model.gradients.add(model.parameters - start, alpha=self.params.pull)
-            way.mul_(-self.work.setting.training.rate)  # the pull too: as it is, it would diverge
-            gained.addcmul_(model.gradients, way, value=-1)
-            model.parameters.add_(way)
-        return gained
-
-    def again(self, turn: Turn) -> Iterator[tuple[Tensor, Tensor]]:
-        """The task's pictures in batches, as often as the surrogate takes steps."""
-        work, training = self.work, self.work.setting.training
-        draw = turn.visit.generator("surrogate")
-        left = self.params.steps or math.ceil(len(turn.indices) / training.batch)
-        while left:
-            shuffled = turn.indices[torch.randperm(len(turn.indices), generator=draw)]
-            for batch in shuffled.split(training.batch)[:left]:
-                pictures, labels = work.examples(batch)
-                yield work.normalise(augment(pictures, training, draw)), labels
-                left -= 1
+            self.loss(client_round, images, labels).backward()
+            step = model.gradients.add(model.parameters - start, alpha=self.params.pull)
+            step.mul_(-training.lr)  # of the proximal term too, which would diverge without lr
+            integral.addcmul_(model.gradients, step, value=-1)
+            model.parameters.add_(step)
+        return integral

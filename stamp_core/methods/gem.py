@@ -1,50 +1,51 @@
-"""GEM (Lopez-Paz and Ranzato, 2017): no step leads up the loss of any past task."""
+"""GEM (Lopez-Paz and Ranzato, 2017): no step may increase the loss of any past task."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from stamp_core.config import at_least
-from stamp_core.coresets.memory import of_task, past
-from stamp_core.methods import Turn
-from stamp_core.methods.agem import AGem, take
-from stamp_core.methods.replay import Rehearsal
-from stamp_core.projection import correction
+from stamp_core.config.decode import require_at_least
+from stamp_core.coresets.memory import past_tasks, task_indices
+from stamp_core.matching.projection import project_gradient
+from stamp_core.methods.base.method import ClientRound
+from stamp_core.methods.base.projection import apply_projection
+from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalParams
 
 
 @dataclass(frozen=True)
-class Constraints(Rehearsal):
-    """What is kept, and how the program over the past tasks is softened."""
+class GemParams(RehearsalParams):
+    """What is kept in memory, and how the quadratic program over past tasks is relaxed."""
 
-    ratio: float = 0.0  # no remembered picture is trained on
-    margin: float = 0.0  # the least multiplier; published: 0.5, which adds agreeing tasks as well
-    # Added to the Gram matrix as it is, as published: the shorter the past's gradients, the less
-    # of a conflict is taken away.
+    ratio: float = 0.0  # exemplars are not trained on
+    margin: float = 0.0  # least multiplier; published: 0.5, which also adds tasks without conflict
+    # Added to the diagonal of the Gram matrix, as published: the shorter the gradients of past
+    # tasks, the less of a conflict is removed.
     ridge: float = 1e-3
 
     def __post_init__(self) -> None:
-        """Refuse what has no meaning in the program."""
+        """Refuse negative numbers."""
         super().__post_init__()
-        at_least(self, 0, "margin", "ridge")
+        require_at_least(self, 0, "margin", "ridge")
 
 
-class Gem(AGem):
-    """FedAvg whose clients project a gradient that points against a past task's.
+class Gem(Rehearsal):
+    """FedAvg whose clients project a gradient that conflicts with that of a past task.
 
-    The published code keeps the last pictures of a task and masks all classes of others; here the
-    memory has so many of each class and the head is one. A step costs a backward pass more for
-    every past task, on all that is kept of it.
+    The published code keeps the last images of a task and masks the classes of other tasks; here
+    the memory holds exemplars of each class and there is one head. A step costs an additional
+    backward pass for every past task, on all of its exemplars.
     """
 
-    Params: ClassVar = Constraints
+    Params: ClassVar = GemParams
 
-    def correct(self, turn: Turn) -> None:
-        """Add to the gradient what it takes to agree with those of all past tasks."""
-        kept, softness = turn.state["memory"], self.params
-        tasks = past(kept, turn.task)
-        if tasks:
-            with turn.log.clock("gem"):
-                rows = [self.slope(turn, of_task(kept, task)) for task in tasks]
-                found = correction(
-                    self.work.model.gradients, rows, ridge=softness.ridge, margin=softness.margin
-                )
-            take(self, turn, found, "gem")
+    def correct_gradient(self, client_round: ClientRound) -> None:
+        """Add the smallest change that removes all conflicts with the gradients of past tasks."""
+        memory, params = client_round.state["memory"], self.params
+        tasks = past_tasks(memory, client_round.task)
+        if not tasks:
+            return
+        with client_round.log.clock("gem"):
+            past = [self.memory_gradient(client_round, task_indices(memory, t)) for t in tasks]
+            projection = project_gradient(
+                self.work.model.gradients, past, ridge=params.ridge, margin=params.margin
+            )
+        apply_projection(self, client_round, projection, "gem")

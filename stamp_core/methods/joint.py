@@ -1,35 +1,35 @@
-"""Upper bound: one learner that holds the pictures of all clients and tasks at once."""
+"""Upper bound: joint training of one learner on the images of all clients and tasks."""
 
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from stamp_core.methods import Group, Method, Turn
+from stamp_core.methods.base.method import ClientRound, Method
 
 
 class Joint(Method):
-    """Plain SGD on the union of all data, for as many rounds and epochs as the others have."""
+    """Plain SGD on the union of all data, for as many rounds and epochs as the other methods."""
 
     models = ("global",)
     neutral: ClassVar = None
-    group: ClassVar[Group] = "control"
+    group: ClassVar = "control"
 
     def participants(self, chosen: list[int]) -> list[int]:
-        """One learner stands for everybody."""
+        """The one learner, as client 0."""
         return [0]
 
-    def examples(self, turn: Turn) -> Tensor:
-        """Every training picture that any client meets in any task, once."""
-        plan = turn.plan
-        cells = [
-            plan.train_indices(self.work.images, client, task)
+    def train_indices(self, client_round: ClientRound) -> Tensor:
+        """Every training image of any client and task, once."""
+        plan = client_round.plan
+        parts = [
+            plan.train_indices(self.work.dataset, client, task)
             for client in range(len(plan.clients))
             for task in range(plan.tasks)
         ]
-        every: Tensor = torch.cat(cells).unique()
-        return every
+        union: Tensor = torch.cat(parts).unique()
+        return union
 
     def shares_buffers(self) -> bool:
-        """Whether the server takes up batch normalisation's buffers: there is one learner."""
-        return self.work.setting.training.buffers != "frozen" and len(self.work.model.buffers) > 0
+        """Whether buffers are sent: also local ones, as the learner is client and server in one."""
+        return self.work.training.buffers != "frozen" and len(self.work.model.buffers) > 0

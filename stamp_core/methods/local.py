@@ -1,42 +1,39 @@
-"""Control: no federation. Every client keeps a model of its own and sends nothing."""
+"""Control: local training. Every client keeps its own model and sends nothing."""
 
 from typing import ClassVar
 
-from stamp_core.methods import Group, Log, Message, Method, Nothing, Reply, State, Turn
+from stamp_core.methods.base.method import ClientRound, Log, Message, Method, NoParams, Reply, State
 
 
 class Local(Method):
-    """Each client fine-tunes its own model along its own tasks."""
+    """Each client fine-tunes its own model on its sequence of tasks."""
 
-    Params: ClassVar = Nothing
+    Params: ClassVar = NoParams
     models = ("personal",)
     neutral: ClassVar = None
-    group: ClassVar[Group] = "control"
+    group: ClassVar = "control"
 
-    def new_client(self, client: int, server: State) -> State:
-        """The initial weights, the same for everybody."""
-        return {"parameters": server["parameters"].clone(), "buffers": server["buffers"].clone()}
+    def init_client(self, client: int, server: State) -> State:
+        """The initial weights, the same for all clients."""
+        return {name: server[name].clone() for name in ("parameters", "buffers")}
 
     def broadcast(self, server: State, client: int) -> Message:
         """Nothing."""
         return {}
 
-    def receive(self, turn: Turn) -> None:
-        """Take up the own model where it was left."""
-        self.work.model.load(turn.state["parameters"], turn.state["buffers"])
+    def receive(self, client_round: ClientRound) -> None:
+        """Load the client's own model."""
+        self.work.model.load(client_round.state["parameters"], client_round.state["buffers"])
 
-    def remember(self, turn: Turn) -> State:
-        """The own model as training left it."""
-        model = self.work.model
-        return {
-            "parameters": model.parameters.cpu().clone(),
-            "buffers": model.buffers.cpu().clone(),
-        }
+    def update_state(self, client_round: ClientRound) -> State:
+        """The client's own model after training."""
+        vectors = {"parameters": self.work.model.parameters, "buffers": self.work.model.buffers}
+        return {name: vector.cpu().clone() for name, vector in vectors.items()}
 
-    def upload(self, turn: Turn) -> Message:
+    def upload(self, client_round: ClientRound) -> Message:
         """Nothing."""
         return {}
 
     def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
-        """The server as it was."""
+        """The unchanged server."""
         return server

@@ -1,130 +1,138 @@
-"""STAMP: gradients matched in space and in time, past tasks remembered by prototypes."""
+"""STAMP: spatio-temporal gradient matching, with past tasks remembered by prototypical coresets."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
-from stamp_core.config import at_least, wrong
-from stamp_core.coresets.memory import Keep, of_task, past
-from stamp_core.coresets.mixstyle import lower_layers, mixed_styles
-from stamp_core.methods import Group, Log, Reply, State, Turn
-from stamp_core.methods.fedomg import Spatial, matched_server, note
-from stamp_core.methods.replay import Rehearsal, Replay
-from stamp_core.prototypes import prototype_loss
-from stamp_core.temporal import Mixing, Past, Stored, Temporal, drawn
-from stamp_core.vectors import Descent
-from stamp_core.workspace import Workspace
+from stamp_core.client.temporal import (
+    StepContext,
+    StoredImages,
+    TemporalMatcher,
+    TemporalParams,
+    sample_tasks,
+)
+from stamp_core.client.workspace import Workspace
+from stamp_core.config.decode import invalid, require_at_least
+from stamp_core.coresets.memory import MemoryParams, past_tasks, task_indices
+from stamp_core.coresets.mixstyle import feature_mixstyle, mixstyle_layers
+from stamp_core.methods.base.method import ClientRound, Log, Reply, State
+from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalParams
+from stamp_core.methods.base.server_matching import SpatialParams, log_match, match_server
+from stamp_core.models.flat import FlatSGD
+from stamp_core.models.prototypes import prototype_loss
 
 
 @dataclass(frozen=True)
-class Components(Rehearsal):
+class StampParams(RehearsalParams):
     """The parts of STAMP; null or 0 turns one off, and with all off it is FedAvg."""
 
-    memory: Keep = field(default_factory=Keep)  # the prototypical coreset, PCS
-    ratio: float = 0.0  # remembered pictures mixed into batches: not in the paper
-    spatial: Spatial | None = None  # matching on the server, SAM
-    temporal: Temporal | None = None  # matching on the client, TAM
-    prototype: float = 0.0  # weight of the prototypical loss beside cross-entropy
+    memory: MemoryParams = field(default_factory=MemoryParams)  # prototypical coresets, PCS
+    ratio: float = 0.0  # exemplars mixed into batches: not in the paper
+    spatial: SpatialParams | None = None  # matching on the server, SAM
+    temporal: TemporalParams | None = None  # matching on the client, TAM
+    prototype: float = 0.0  # weight of the prototypical loss, added to cross-entropy
     alternate: bool = False  # as the public code: encoder by prototypes, then head by cross-entropy
 
     def __post_init__(self) -> None:
         """Refuse a negative weight."""
         super().__post_init__()
-        at_least(self, 0, "prototype")
+        require_at_least(self, 0, "prototype")
         if self.alternate and not self.prototype:
-            raise wrong("prototype", self.prototype, "above 0, as alternate is true")
+            raise invalid("prototype", self.prototype, "above 0, as alternate is true")
 
 
-class Stamp(Replay):
+class Stamp(Rehearsal):
     """Spatio-temporal gradient matching with network-free prototypes."""
 
-    Params: ClassVar = Components
-    neutral: ClassVar[dict[str, Any]] = {}
-    group: ClassVar[Group] = "continual"
+    Params: ClassVar = StampParams
+    neutral: ClassVar = {}
 
-    def __init__(self, params: Components, work: Workspace) -> None:
+    def __init__(self, params: StampParams, work: Workspace) -> None:
         super().__init__(params, work)
-        if params.memory.space == "feature" and not lower_layers(work.classifier.encoder):
-            raise wrong("memory.space", "feature", "'image' or 'off': this network has no maps")
-        if params.alternate and work.setting.training.weight_decay:  # of both steps of a batch
-            raise wrong("alternate", True, "false where training.weight_decay is set")
+        if params.memory.space == "feature" and not mixstyle_layers(work.classifier.encoder):
+            raise invalid("memory.space", "feature", "'image' or 'off': this network has no maps")
+        if params.alternate and work.training.weight_decay:  # a batch takes two steps
+            raise invalid("alternate", True, "false, as training.weight_decay is set")
 
     # --- the server
 
     def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
-        """The server's model a step along the matched updates; buffers are averaged."""
+        """The server's model moved along the matched update; buffers are averaged."""
         averaged = super().aggregate(server, replies, log)
-        return matched_server(self, averaged, server, replies, log)
+        return match_server(self, averaged, server, replies, log)
 
     # --- a client
 
-    def train(self, turn: Turn) -> list[Tensor]:
-        """Local SGD, then its whole way matched with where the past tasks point."""
-        losses = super().train(turn)
-        finite = bool(
-            self.work.model.parameters.isfinite().all()
-        )  # else it must be seen, not mended
+    def train(self, client_round: ClientRound) -> list[Tensor]:
+        """Local SGD, then its update matched with gradients of past tasks."""
+        losses = super().train(client_round)
+        finite = bool(self.work.model.parameters.isfinite().all())  # else matching would hide it
         if self.params.temporal and losses and finite:
-            with turn.log.clock("temporal"):
-                self.match(turn, len(losses))
+            with client_round.log.clock("temporal"):
+                self.match_past(client_round, len(losses))
         return losses
 
-    def match(self, turn: Turn, steps: int) -> None:
-        """Replace the way of the visit by the matched one, if there is a past to match with."""
-        temporal, stored = self.params.temporal, partial(self.stored, turn)
-        every = self.past_tasks(turn)
-        if turn.visit.step and not every:
-            turn.log.events.append("temporal matching: nothing is remembered")
-        if every or temporal.alone:
-            received = turn.message["parameters"].to(self.work.device)
-            mixing = partial(self.mixing, turn)
-            way = Past(self.work, turn.visit, temporal, received, stored, mixing)
-            tasks = drawn(every, temporal.tasks, turn.visit)
-            note(turn.log, "temporal", way.match(tasks, steps))
+    def match_past(self, client_round: ClientRound, sgd_steps: int) -> None:
+        """Replace the client round's update by the matched one, if there are past tasks."""
+        params, past = self.params.temporal, self.past_tasks(client_round)
+        if client_round.experience and not past:
+            client_round.log.events.append("temporal matching: nothing is remembered")
+        if past or params.alone:
+            matcher = TemporalMatcher(
+                self.work,
+                client_round.round_id,
+                params,
+                client_round.message["parameters"].to(self.work.device),
+                partial(self.stored, client_round),
+                partial(self.step_context, client_round),
+            )
+            tasks = sample_tasks(past, params.tasks, client_round.round_id)
+            log_match(client_round.log, "temporal", matcher.match(tasks, sgd_steps))
 
-    def past_tasks(self, turn: Turn) -> list[int]:
-        """The other tasks that there are pictures of."""
+    def past_tasks(self, client_round: ClientRound) -> list[int]:
+        """The other tasks of which images are stored, ascending."""
         if self.params.temporal.source != "all data":
-            return past(turn.state["memory"], turn.task)
-        met = range(min(turn.visit.step, turn.plan.tasks))
-        return [task for task in met if task != turn.task and len(self.stored(turn, task)[2])]
+            return past_tasks(client_round.state["memory"], client_round.task)
+        met = set(range(min(client_round.experience, client_round.plan.tasks)))
+        others = sorted(met - {client_round.task})
+        return [task for task in others if len(self.stored(client_round, task)[2])]
 
-    def stored(self, turn: Turn, task: int) -> Stored:
-        """Pictures, labels, and which of them are those of a past task."""
+    def stored(self, client_round: ClientRound, task: int) -> StoredImages:
+        """Images and labels, and the indices of those of a past task."""
         if self.params.temporal.source == "all data":
-            indices = turn.plan.train_indices(self.work.images, turn.visit.client, task)
+            indices = client_round.plan.train_indices(self.work.dataset, client_round.client, task)
             return self.work.x_train, self.work.y_train, indices
-        kept = turn.state["memory"]
-        return kept["pictures"], kept["labels"], of_task(kept, task)
+        memory = client_round.state["memory"]
+        return memory["images"], memory["labels"], task_indices(memory, task)
 
-    def mixing(self, turn: Turn, task: int) -> Mixing:
-        """What a step on pictures of a past task is within: MixStyle, if it is on features."""
-        keep = self.params.memory
-        if keep.space != "feature":
+    def step_context(self, client_round: ClientRound, task: int) -> StepContext:
+        """The context of SGD steps on images of a past task: MixStyle on features, or nothing."""
+        memory, encoder = self.params.memory, self.work.classifier.encoder
+        if memory.space != "feature":
             return lambda labels: nullcontext()
-        draw, encoder = turn.visit.generator(f"styles of {task}"), self.work.classifier.encoder
-        return lambda labels: mixed_styles(encoder, labels, keep.alpha, draw)
+        generator = client_round.round_id.generator(f"styles of {task}")
+        return lambda labels: feature_mixstyle(encoder, labels, memory.mixstyle_alpha, generator)
 
-    def loss(self, turn: Turn, pictures: Tensor, labels: Tensor) -> Tensor:
-        """The loss of replay with the prototypical loss."""
+    def loss(self, client_round: ClientRound, images: Tensor, labels: Tensor) -> Tensor:
+        """The rehearsal loss and the prototypical loss."""
         if not self.params.prototype:
-            return super().loss(turn, pictures, labels)
+            return super().loss(client_round, images, labels)
         encode, head = self.work.classifier.encode, self.work.classifier.head
         if self.params.alternate:
-            self.step_encoder(turn, pictures, labels)
-            return self.error(turn, head(encode(pictures).detach()), labels)
-        features = encode(pictures)
-        weighted: Tensor = self.params.prototype * prototype_loss(features, labels)
-        return weighted + self.error(turn, head(features), labels)
+            self.step_encoder(client_round, images, labels)
+            return self.weighted_loss(client_round, head(encode(images).detach()), labels)
+        features = encode(images)
+        prototypical: Tensor = self.params.prototype * prototype_loss(features, labels)
+        return prototypical + self.weighted_loss(client_round, head(features), labels)
 
-    def step_encoder(self, turn: Turn, pictures: Tensor, labels: Tensor) -> None:
-        """One step of the encoder alone along the prototypical loss."""
+    def step_encoder(self, client_round: ClientRound, images: Tensor, labels: Tensor) -> None:
+        """One SGD step of the encoder alone on the prototypical loss."""
         model = self.work.model
-        descent = turn.notes.setdefault("encoder", Descent(model, self.work.setting.training))
-        loss = prototype_loss(self.work.classifier.encode(pictures), labels)
+        sgd = client_round.scratch.setdefault("encoder", FlatSGD(model, self.work.training))
+        loss = prototype_loss(self.work.classifier.encode(images), labels)
         (self.params.prototype * loss).backward()
-        descent.step()
+        sgd.step()
         model.gradients.zero_()

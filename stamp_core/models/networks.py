@@ -1,8 +1,7 @@
 """Networks as an encoder and a linear head over all classes."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from contextvars import ContextVar
 from itertools import accumulate, count
 
@@ -11,17 +10,17 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-from stamp_core.config import Network
-from stamp_core.models.plain import Shape, cnn, lenet, mlp
-from stamp_core.models.pretrained import load
-from stamp_core.models.published import resnet18, swin_t
-from stamp_core.seeding import address
+from stamp_core.config.schema import Network
+from stamp_core.core.seeding import address
+from stamp_core.models.encoders import ENCODERS, Shape
+from stamp_core.models.pretrained import load_weights
 
-BEGIN: ContextVar[int] = ContextVar("begin", default=0)  # of the part that passes, in its batch
+# The place in its batch of the first image of the current micro-batch; hooks on layers read it.
+MICRO_BATCH_START: ContextVar[int] = ContextVar("micro_batch_start", default=0)
 
 
 class Classifier(nn.Module):
-    """Logits = head(encoder(pictures)); the encoder's output is what a prototype is made of."""
+    """Logits = head(encoder(images)); the encoder's outputs are the features."""
 
     def __init__(
         self,
@@ -29,110 +28,90 @@ class Classifier(nn.Module):
         features: int,
         classes: int,
         precision: str = "float32",
-        at_once: int | None = None,
+        micro_batch_size: int | None = None,
     ) -> None:
         super().__init__()
-        self.precision, self.at_once = precision, at_once
+        self.precision, self.micro_batch_size = precision, micro_batch_size
         self.encoder: nn.Module = encoder
         self.head: nn.Module = nn.Linear(features, classes)
-        # its batch normalisations, the first one first
+        # the encoder's batch normalisations in order
         self.norms = tuple(m for m in encoder.modules() if isinstance(m, _BatchNorm))
 
-    def forward(self, pictures: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Tensor:
         """Logits over all classes of the data."""  # [N, C, H, W] -> [N, classes]
-        logits: Tensor = self.head(self.encode(pictures))
+        logits: Tensor = self.head(self.encode(images))
         return logits
 
-    def encode(self, pictures: Tensor) -> Tensor:
-        """Features, so many pictures at once as the network says.  # float32 [N, D]
+    def encode(self, images: Tensor) -> Tensor:
+        """Features, computed in micro-batches of at most `micro_batch_size`.  # float32 [N, D]
 
-        What the layers of one part keep for its gradient is forgotten before the next part and
-        computed again when its turn comes: less memory (but for a gradient in which parts add up),
-        a third more work, the same gradient (of batch normalisation: that of smaller batches,
-        which are gathered once). Weights that are computed themselves are gone by then, as are
-        hooks beside them: there a batch passes whole.
+        The activations of a micro-batch are freed before the next one and computed again in the
+        backward pass: less memory, a third more work, the same gradient (with batch normalisation
+        that of smaller batches, whose statistics are updated once). Parameters that functional_call
+        replaces for one pass, and their hooks, no longer exist then: such a batch is not divided.
         """
-        if self.at_once is None or len(pictures) <= self.at_once or not self.lasts():
-            return self.computed(pictures)
-        parts = pictures.tensor_split(math.ceil(len(pictures) / self.at_once))
-        begins = accumulate((len(part) for part in parts[:-1]), initial=0)
+        size = self.micro_batch_size
+        own_weights = all(weight.is_leaf for weight in self.encoder.parameters())
+        if size is None or len(images) <= size or not own_weights:
+            return self._features(images)
+        parts = images.tensor_split(math.ceil(len(images) / size))
+        starts = accumulate((len(part) for part in parts[:-1]), initial=0)
         features = [
-            checkpoint(self.part, part, begin, count(), use_reentrant=False)
-            for part, begin in zip(parts, begins, strict=True)
+            checkpoint(self._micro_batch, part, start, count(), use_reentrant=False)
+            for part, start in zip(parts, starts, strict=True)
         ]
         return torch.cat(features)
 
-    def lasts(self) -> bool:
-        """Whether the encoder's weights are its own, not put in for one pass (functional_call)."""
-        return all(weight.is_leaf for weight in self.encoder.parameters())
+    def _micro_batch(self, images: Tensor, start: int, passes: Iterator[int]) -> Tensor:
+        """Features of the images of a batch from `start` on; `passes` counts the computations.
 
-    def part(self, pictures: Tensor, begin: int, times: Iterator[int]) -> Tensor:
-        """Features of the pictures of a batch from `begin` on.
-
-        Of all `times` the first one alone is gathered by batch normalisation, and a single picture
-        never, as `train_mode` says: with at_once 1 it stays what it was at first.
+        Only the first pass updates the statistics of batch normalisation. A single image never
+        does (see set_train_mode): with micro_batch_size 1 the statistics never change.
         """
-        again = next(times) > 0
-        changes = {"training": False} if len(pictures) == 1 else {"momentum": 0.0} if again else {}
-        with part_from(begin), having(self.norms, changes):
-            return self.computed(pictures)
+        recomputed = next(passes) > 0
+        name, value = ("training", False) if len(images) == 1 else ("momentum", 0.0)
+        norms = self.norms if len(images) == 1 or recomputed else ()
+        before = [getattr(norm, name) for norm in norms]
+        token = MICRO_BATCH_START.set(start)
+        for norm in norms:
+            setattr(norm, name, value)
+        try:
+            return self._features(images)
+        finally:
+            for norm, own in zip(norms, before, strict=True):
+                setattr(norm, name, own)
+            MICRO_BATCH_START.reset(token)
 
-    def computed(self, pictures: Tensor) -> Tensor:
-        """Features in the network's precision; loss, head and weights stay as they are."""
+    def _features(self, images: Tensor) -> Tensor:
+        """Features in the network's precision; loss, head and weights stay in float32."""
         if self.precision == "float32":
-            features: Tensor = self.encoder(pictures)
+            features: Tensor = self.encoder(images)
             return features
-        with torch.autocast(pictures.device.type, torch.bfloat16):
-            features = self.encoder(pictures)
+        with torch.autocast(images.device.type, torch.bfloat16):
+            features = self.encoder(images)
         return features.float()
 
 
-def build(network: Network, shape: Shape, classes: int, seed: int) -> Classifier:
-    """The network of a setting with the initial weights of `seed`, those in its file over them.
+def build_network(network: Network, shape: Shape, classes: int, seed: int) -> Classifier:
+    """The network of a setting with the initial weights of `seed`, or those of its file.
 
-    Global draws stay untouched.
+    The global generator is left unchanged.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(address(seed, "weights"))
         encoder, features = ENCODERS[network.kind](network, shape)
-        how = network.precision, network.at_once
-        classifier = Classifier(encoder, features, classes, *how)
-    load(network, classifier.encoder, classifier.head)
+        options = network.precision, network.micro_batch_size
+        classifier = Classifier(encoder, features, classes, *options)
+    load_weights(network, classifier.encoder, classifier.head)
     return classifier
 
 
-def train_mode(network: Classifier, gathers: bool) -> None:
-    """Make a network ready for a training step; batch normalisation only if it `gathers`.
+def set_train_mode(network: Classifier, update_norms: bool) -> None:
+    """Prepare a network for a training step; batch normalisation only if `update_norms`.
 
-    Else it uses what it has gathered: a single picture has no spread of its own.
+    Otherwise the running statistics are used: a single image has no variance of its own.
     """
-    if not network.training:  # to walk through a small network takes a tenth of its step
+    if not network.training:  # train() takes a tenth of the time of a small network's step
         network.train()
     for norm in network.norms:
-        norm.train(gathers)
-
-
-@contextmanager
-def having(norms: Sequence[nn.Module], values: Mapping[str, float]) -> Iterator[None]:
-    """While it lasts, these batch normalisations have these values of their attributes."""
-    before = [{name: getattr(norm, name) for name in values} for norm in norms]
-    for norm in norms:
-        vars(norm).update(values)
-    try:
-        yield
-    finally:
-        for norm, own in zip(norms, before, strict=True):
-            vars(norm).update(own)
-
-
-@contextmanager
-def part_from(begin: int) -> Iterator[None]:
-    """While it lasts, hooks on layers can read in BEGIN where in its batch a part begins."""
-    token = BEGIN.set(begin)
-    try:
-        yield
-    finally:
-        BEGIN.reset(token)
-
-
-ENCODERS = {"mlp": mlp, "cnn": cnn, "lenet": lenet, "resnet18": resnet18, "swin_t": swin_t}
+        norm.train(update_norms)

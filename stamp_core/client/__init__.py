@@ -1,0 +1,2 @@
+"""One client's work in one process: workspace (live model, batches, scores), temporal matching,
+personalisation, diagnostics. May import core, config, results, data, models, matching, coresets."""

@@ -1,0 +1,36 @@
+"""Images by class: the first ones, a balanced sample, class means."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def first_per_class(labels: Tensor, count: int) -> Tensor:
+    """Indices of the first `count` images of each class, ascending.  # [n]"""
+    firsts = [(labels == label).nonzero().flatten()[:count] for label in labels.unique()]
+    indices: Tensor = torch.cat([labels[:0], *firsts]).sort().values
+    return indices
+
+
+def sample_balanced(labels: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Indices of at most `count` images, evenly over classes as far as possible.  # [n]
+
+    Every class gives one image, then every class that has another one gives a second.
+    """
+    if len(labels) <= count:
+        return torch.arange(len(labels))
+    shuffled = torch.randperm(len(labels), generator=generator)
+    by_class = shuffled[labels[shuffled].argsort(stable=True)]  # shuffled inside each class
+    sizes = labels.unique(return_counts=True)[1]
+    rank = torch.empty_like(shuffled)  # in its class, in shuffled order
+    rank[by_class] = torch.arange(len(labels)) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    chosen: Tensor = shuffled[rank[shuffled].argsort(stable=True)[:count]]
+    return chosen
+
+
+def class_means(values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean of each class present, and these classes, ascending.  # [L, ...], [L]"""
+    classes, own = labels.unique(return_inverse=True)
+    members = F.one_hot(own).to(values.dtype).T  # [L, N]
+    means = (members / members.sum(1, keepdim=True)) @ values.flatten(1)
+    return means.view(-1, *values.shape[1:]), classes

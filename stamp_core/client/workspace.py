@@ -1,0 +1,199 @@
+"""What one process works with: the images, the live model, batches and scores."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stamp_core.config.schema import Setting, Training
+from stamp_core.core.seeding import generator
+from stamp_core.data.dataset import ImageDataset
+from stamp_core.data.split import Plan
+from stamp_core.matching.gram import layer_blocks
+from stamp_core.models.encoders import Shape
+from stamp_core.models.flat import FlatModel, FlatSGD
+from stamp_core.models.networks import Classifier, build_network, set_train_mode
+from stamp_core.results.records import SCORINGS
+
+# Images of up to 32 x 32 pixels per forward pass in evaluation; fewer of larger ones.
+EVALUATION_BATCH = 512
+SHARE = 4  # training images are stored on the GPU if they take at most 1/4 of its free memory
+
+Batches = Iterable[tuple[Tensor, Tensor]]  # images, float32 and normalised, and labels
+
+
+@dataclass(frozen=True)
+class RoundId:
+    """The address of a client round: run, client, experience, round of the experience."""
+
+    seed: int
+    client: int
+    experience: int
+    round: int
+    last: bool = False  # whether it is the experience's last round
+
+    def generator(self, purpose: str) -> torch.Generator:
+        """A fresh random generator for one purpose of this client round."""
+        return generator(self.seed, self.client, self.experience, self.round, purpose)
+
+
+class Workspace:
+    """The images and the live model of one setting on one device, shared by all seeds' rounds."""
+
+    def __init__(self, setting: Setting, dataset: ImageDataset, device: str = "cpu") -> None:
+        self.setting, self.dataset, self.device = setting, dataset, torch.device(device)
+        self.training = setting.training
+        self.shape: Shape = tuple(dataset.x_train.shape[1:])
+        self.classes = len(dataset.classes)
+        self.classifier = self.network(seed=0).to(self.device)
+        self.model = FlatModel(self.classifier)  # the same network as flat vectors
+        # The encoder's parameters come first in the flat vector, then the head's.
+        self.encoder_size = sum(p.numel() for p in self.classifier.encoder.parameters())
+        self.untrained = self.model.buffers.clone()  # batch normalisation's initial statistics
+        self.chunk = evaluation_batch_size(self.shape, setting.network.micro_batch_size)
+        storage = storage_device(dataset.x_train, self.device)
+        self.x_train, self.y_train = dataset.x_train.to(storage), dataset.y_train.to(storage)
+        self.scale = (1 / (255 * dataset.std)).view(-1, 1, 1).to(self.device)
+        self.offset = (dataset.mean / dataset.std).view(-1, 1, 1).to(self.device)
+        self._tests: dict[tuple[str, int, int], Tensor] = {}  # by plan, client and task
+
+    def network(self, seed: int) -> Classifier:
+        """The setting's network with the initial weights of `seed`."""
+        return build_network(self.setting.network, self.shape, self.classes, seed)
+
+    def layers(self) -> list[int]:
+        """The sizes of the parameter blocks for layer-wise matching."""
+        return layer_blocks([p.numel() for p in self.model.module.parameters()])
+
+    def normalise(self, images: Tensor) -> Tensor:
+        """uint8 images as float32 with mean 0 and deviation 1 per channel.  # [N, C, H, W]"""
+        floats = images.to(self.device, torch.float32, memory_format=torch.channels_last)
+        return floats.mul_(self.scale).sub_(self.offset)
+
+    def train_images(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Training images and their labels, on the device.  # uint8 [n, C, H, W], [n]"""
+        return self._gather(self.x_train, self.y_train, indices)
+
+    def _gather(self, images: Tensor, labels: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Some of `images` and their labels, on the device."""
+        indices = indices.to(images.device)
+        return images[indices].to(self.device), labels[indices].to(self.device)
+
+    # --- training
+
+    def batches(self, round_id: RoundId, indices: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The local epochs of a client round over some training images, in batches."""
+        return self.epochs(round_id, self.x_train, self.y_train, indices)
+
+    def epochs(
+        self, round_id: RoundId, images: Tensor, labels: Tensor, indices: Tensor, of: str = ""
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The local epochs over some of `images`; `of` gives them randomness of their own."""
+        training = self.training
+        if not len(indices):  # `split` would return one empty batch
+            return
+        order, change = round_id.generator("order" + of), round_id.generator("augment" + of)
+        for _ in range(training.epochs):
+            shuffled = indices[torch.randperm(len(indices), generator=order)].to(images.device)
+            for batch in shuffled.split(training.batch_size):
+                batch_images, batch_labels = self._gather(images, labels, batch)
+                yield self.normalise(augment(batch_images, training, change)), batch_labels
+
+    def fit(
+        self,
+        batches: Batches,
+        context: Callable[[Tensor], AbstractContextManager[None]] = lambda labels: nullcontext(),
+    ) -> None:
+        """Local SGD on the live model with cross-entropy, each step within `context(labels)`."""
+        sgd = FlatSGD(self.model, self.training)
+        for images, labels in batches:
+            self.train_mode(len(labels))
+            self.model.gradients.zero_()
+            with context(labels):
+                F.cross_entropy(self.model.module(images), labels).backward()
+            sgd.step()
+
+    def train_mode(self, images: int) -> None:
+        """Prepare the live module for a training step on a batch of this many images.
+
+        Batch normalisation uses its running statistics if they are frozen and for a single image,
+        which has no variance.
+        """
+        gathers = images > 1 and self.training.buffers != "frozen"
+        set_train_mode(self.classifier, gathers)
+
+    # --- evaluation
+
+    @torch.no_grad()
+    def outputs(self, images: Tensor, layer: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """The outputs of the live model (or of `layer`) for uint8 images, in evaluation mode."""
+        module = self.model.module.eval()
+        chunks = [(layer or module)(self.normalise(part)) for part in images.split(self.chunk)]
+        return torch.cat(chunks).cpu()  # [N, classes]
+
+    def score(self, plan: Plan, clients: list[int], experience: int) -> Tensor:
+        """The live model's accuracies.  # [scorings, U, T], NaN where undefined"""
+        tests = {
+            (place, task): self.tests(plan, client, task)
+            for place, client in enumerate(clients)
+            for task in range(plan.tasks)
+        }
+        needed = torch.cat(list(tests.values())).unique()
+        logits = torch.empty(len(self.dataset.y_test), self.classes)
+        for part in needed.split(self.chunk):  # never all images of a large data set at once
+            logits[part] = self.outputs(self.dataset.x_test[part])
+        scores = torch.full((len(SCORINGS), len(clients), plan.tasks), torch.nan)
+        for (place, task), test in tests.items():
+            own = plan.clients[clients[place]][task].classes
+            seen = plan.seen(clients[place], experience)
+            for scoring, allowed in enumerate((range(self.classes), seen, own)):  # as in SCORINGS
+                if len(test) and set(own) <= set(allowed):  # a future task's classes are not seen
+                    scores[scoring, place, task] = self._accuracy(logits, test, allowed)
+        return scores
+
+    def tests(self, plan: Plan, client: int, task: int) -> Tensor:
+        """Indices of the test images of a client's task, computed once.  # [n]"""
+        key = (plan.hash, client, task)
+        if key not in self._tests:
+            self._tests[key] = plan.test_indices(self.dataset, client, task)
+        return self._tests[key]
+
+    def _accuracy(self, logits: Tensor, test: Tensor, classes: Sequence[int]) -> float:
+        """The accuracy on `test` where only `classes` may be predicted."""
+        allowed = torch.tensor(classes)
+        predicted = allowed[logits[test][:, allowed].argmax(1)]
+        return float((predicted == self.dataset.y_test[test]).double().mean())
+
+
+def evaluation_batch_size(shape: Shape, micro_batch_size: int | None) -> int:
+    """How many images of a shape are evaluated at once."""
+    size = max(1, min(EVALUATION_BATCH, EVALUATION_BATCH * 32 * 32 // (shape[1] * shape[2])))
+    return min(size, micro_batch_size or size)
+
+
+def storage_device(images: Tensor, device: torch.device) -> torch.device:
+    """Where training images are stored: on the GPU if there is room, else where they are."""
+    if device.type != "cuda":
+        return device
+    free, _ = torch.cuda.mem_get_info(device)
+    return device if SHARE * images.numel() <= free else images.device
+
+
+def augment(images: Tensor, training: Training, generator: torch.Generator) -> Tensor:
+    """Images, each randomly shifted (with edges repeated) and mirrored."""
+    n, _, height, width = images.shape
+    if training.flip:
+        mirrored = torch.randint(2, (n, 1, 1, 1), generator=generator).bool().to(images.device)
+        images = torch.where(mirrored, images.flip(3), images)
+    if training.shift:
+        shifts = torch.randint(-training.shift, training.shift + 1, (2, n, 1), generator=generator)
+        shifts = shifts.to(images.device)
+        ys = (torch.arange(height, device=images.device) + shifts[0]).clamp(0, height - 1)  # [N, H]
+        xs = (torch.arange(width, device=images.device) + shifts[1]).clamp(0, width - 1)  # [N, W]
+        each = torch.arange(n, device=images.device)[:, None, None]
+        shifted = images.permute(0, 2, 3, 1)[each, ys[:, :, None], xs[:, None, :]]
+        images = shifted.permute(0, 3, 1, 2)
+    return images

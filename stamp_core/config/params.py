@@ -1,0 +1,139 @@
+"""The parameter files: what runs (a profile), settings and presets of methods.
+
+params.yaml says what runs by default; params/quick.yaml and params/paper.yaml are other profiles of
+the same form. All of them use params/settings.yaml and params/methods.yaml.
+"""
+
+import copy
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from stamp_core.config.decode import ParameterError, build, invalid, unknown_name
+from stamp_core.config.schema import Setting
+from stamp_core.core.paths import PARAMS
+
+Params = Mapping[str, Any]
+FILES = {"settings": "params/settings.yaml", "methods": "params/methods.yaml"}
+# The blocks of a profile, and whether each is required.
+BLOCKS = {"grid": True, "tour": False, "ablation": True, "sweeps": True}
+AXES = ("setting", "method", "seeds")  # of a grid
+DEFAULT, QUICK, PAPER = "default", "quick", "paper"
+PROFILES = {DEFAULT: "params.yaml", QUICK: "params/quick.yaml", PAPER: "params/paper.yaml"}
+PAGES = ("grid", "comparison", "ablation", "tour")  # parts of a profile's grid
+
+
+def read_params(profile: str = DEFAULT, root: Path = PARAMS.parent) -> dict[str, Any]:
+    """The blocks of a profile with all settings and methods, as plain values.
+
+    The key "file" names the profile's file, for messages.
+    """
+    if profile not in PROFILES:
+        raise unknown_name("profile", profile, PROFILES)
+    file = PROFILES[profile]
+    blocks = read_yaml(root / file)
+    for key in blocks:
+        if key in FILES:
+            raise ParameterError(f"{file}: {key} belongs into {FILES[key]}")
+        if key not in BLOCKS:
+            raise unknown_name(f"{file}:", key, BLOCKS)
+    for key, required in BLOCKS.items():
+        if not isinstance(blocks.get(key, None if required else {}), dict):
+            raise invalid(f"{file}: {key}", blocks.get(key), "a block of keys")
+    shared = {section: read_yaml(root / name) for section, name in FILES.items()}
+    return {**blocks, **shared, "file": file}
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML file as plain values, read by the parser that DVC uses (YAML 1.2)."""
+    try:
+        values = copy.deepcopy(_parse(path.read_bytes()))
+    except FileNotFoundError:
+        raise ParameterError(f"{path} does not exist; every parameter file is needed") from None
+    except YAMLError as error:
+        raise ParameterError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ParameterError(f"{path} must hold a block of keys, not {values!r}")
+    return values
+
+
+@lru_cache(maxsize=8)  # a figure looks up every method that it shows
+def _parse(content: bytes) -> Any:
+    return YAML(typ="safe").load(content)
+
+
+def read_block(params: Params, section: str, name: str) -> dict[str, Any]:
+    """A named block of settings, methods or sweeps."""
+    known, where = params.get(section) or {}, file_of(params, section)
+    if not isinstance(name, str) or name not in known:
+        raise unknown_name(where, name, known)
+    if not isinstance(known[name], Mapping | None):
+        raise invalid(f"{where} {name}", known[name], "a block of keys")
+    return dict(known[name] or {})
+
+
+def file_of(params: Params, section: str) -> str:
+    """How messages name a section: its file, and the section where a file has several."""
+    return f"{FILES[section]}:" if section in FILES else f"{params.get('file')}: {section}."
+
+
+def read_setting(name: str, params: Params | None = None) -> Setting:
+    """The setting `name`, with all values checked."""
+    block = read_block(params or read_params(), "settings", name)
+    where = f"{FILES['settings']}: {name}"
+    if "name" in block:
+        raise invalid(f"{where}.name", block["name"], "absent: a setting's key is its name")
+    return build(Setting, {"name": name, **block}, where)
+
+
+def parse_seeds(text: str) -> list[int]:
+    """The seeds of a range: '3' is [3], '0to2' is [0, 1, 2]."""
+    bounds = re.fullmatch(r"(\d+)(?:to(\d+))?", str(text))
+    if not bounds or int(bounds[2] or bounds[1]) < int(bounds[1]):
+        raise invalid("seeds", text, "a number such as '3' or a rising range such as '0to2'")
+    return list(range(int(bounds[1]), int(bounds[2] or bounds[1]) + 1))
+
+
+def expand_grid(page: str, params: Params) -> Iterator[tuple[str, str, str]]:
+    """Setting, method and range of seeds of every experiment of a page.
+
+    "grid" is all that is trained, "comparison" the grid without the variants of the ablation,
+    "ablation" its baselines and variants, "tour" the block of that name. "comparison.digits" is one
+    setting of a page.
+    """
+    page, _, only = page.partition(".")
+    if page not in PAGES:
+        raise unknown_name("page", page, PAGES)
+    grid = _check_axes(params, "grid", AXES)
+    if page == "tour":
+        grid = _check_axes(params, "tour", AXES)
+    elif page != "grid":
+        variants = _check_axes(params, "ablation", ("baselines", "method"))
+        grid["method"] = (
+            [*variants["baselines"], *variants["method"]]
+            if page == "ablation"
+            else [method for method in grid["method"] if method not in variants["method"]]
+        )
+    if only and only not in grid["setting"]:
+        raise unknown_name(f"{params['file']}: {page}.setting", only, grid["setting"])
+    settings = [only] if only else grid["setting"]
+    yield from itertools.product(settings, grid["method"], map(str, grid["seeds"]))
+
+
+def _check_axes(params: Params, name: str, axes: tuple[str, ...]) -> dict[str, list[str]]:
+    """The block `name`, checked: a list of names for each axis."""
+    where, block = f"{params['file']}: {name}", params.get(name) or {}
+    for key in block:
+        if key not in axes:
+            raise unknown_name(f"{where}:", key, axes)
+    for axis in axes:
+        values = block.get(axis)
+        if not isinstance(values, list) or not all(isinstance(v, str | int) for v in values):
+            raise invalid(f"{where}.{axis}", values, "a list of names")
+    return dict(block)

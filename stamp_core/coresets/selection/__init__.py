@@ -1,0 +1,1 @@
+"""Selection rules, one file per rule; base.py is the interface they implement. Part of coresets."""

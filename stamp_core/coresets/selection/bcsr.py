@@ -1,0 +1,202 @@
+"""BCSR: bilevel coreset selection by image weights on the simplex (Hao, Ji and Liu, 2023)."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor
+from torch.autograd import grad
+
+from stamp_core.config.decode import require_above, require_at_least
+from stamp_core.coresets.learner import Learner
+from stamp_core.coresets.selection.base import Proposal, TaskData
+from stamp_core.matching.simplex import project_simplex
+
+NEUMANN_TERMS = 4
+DIVERGENCE = 10  # times its first loss, above which the proxy has diverged
+MAX_HALVINGS = 30  # of the proxy's learning rate
+Inputs = tuple[Tensor, Tensor]  # normalised images, or their features, and labels
+Tensors = Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the weights of images are optimised, and how the weights select."""
+
+    batch_size: int = 250  # candidates whose weights sum to 1, at most; also of past exemplars
+    outer_steps: int = 5  # of the weights
+    inner_steps: int = 1  # of the proxy before each of them
+    # In these units the published values, for a mean of p_i l_i over 50 images and for softmax(p),
+    # are 0.1 and 1. At 1 all weights stay equal: the network was trained on the images already.
+    proxy_lr: float = 0.1
+    weights_lr: float = 10.0  # for weights in units of their mean, 1 / n
+    beta: float = 0.1  # of the regulariser, which concentrates weight on as many images as selected
+    smoothing: float = 1e-3  # deviation of the noise that smooths the regulariser
+    past_weight: float = 0.1  # of past exemplars' loss in the outer loss
+    direct_term: bool = True  # False: without the regulariser's gradient, as in the released code
+    softmax: bool = False  # True: softmax(p) in the hypergradient, p in training, as released
+    space: Literal["all", "head"] = "all"  # the proxy's parameters; "head" is far cheaper
+    choice: Literal["sample", "top"] = "sample"  # with the weights as probabilities | the largest
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        require_at_least(self, 1, "batch_size", "outer_steps", "inner_steps")
+        require_above(self, 0, "proxy_lr", "weights_lr", "smoothing")
+        require_at_least(self, 0, "beta", "past_weight")
+
+
+def propose(task: TaskData) -> Proposal:
+    """All images of the task in order of selection; those without a finite loss come last."""
+    task.learner.load_client_weights()
+    finite = task.learner.losses(*task.inputs()).isfinite().cpu()
+    order = torch.randperm(len(finite), generator=task.generator)
+    valid, invalid = order[finite[order]], order[~finite[order]]
+    if len(invalid):
+        task.events.append("bcsr: a loss is not finite")
+    weights = torch.zeros(len(finite), dtype=torch.float64)
+    parts = math.ceil(len(valid) / task.options.batch_size)
+    for batch in valid.tensor_split(parts) if parts else ():
+        weights[batch] = len(batch) * _optimise_weights(task, batch)  # mean 1 in every batch
+    order = torch.cat([valid, invalid])
+    return task.proposal(order[_rank(weights[order], task)])
+
+
+def _rank(weights: Tensor, task: TaskData) -> Tensor:
+    """Indices by weight: the largest first, or sampled without replacement; weight 0 last.  # [N]
+
+    Sampling by exponential times with the weights as rates: the shortest time is the first draw.
+    """
+    if task.options.choice == "top":
+        return weights.argsort(descending=True, stable=True)
+    times = torch.empty_like(weights).exponential_(generator=task.generator)
+    return (times / weights).argsort(stable=True)
+
+
+def _optimise_weights(task: TaskData, batch: Tensor) -> Tensor:
+    """Weights on the simplex; those before their last step if the proxy diverges.  # float64 [n]"""
+    options, proxy = task.options, _Proxy(task.learner, task.options.space)
+    inputs = proxy.inputs(task.images[batch], task.labels[batch])
+    sample = torch.randperm(len(task.past[1]), generator=task.generator)[: options.batch_size]
+    past = proxy.inputs(*(part[sample] for part in task.past))
+    total = task.exemplars_per_class * len(task.labels.unique())
+    share = min(len(batch), math.ceil(total * len(batch) / len(task.labels)))  # will be selected
+    lr, max_loss = _stable_lr(proxy, inputs, options.proxy_lr)
+    if lr < options.proxy_lr:
+        task.events.append("bcsr: the proxy's learning rate was lowered")
+    weights = before = torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
+    for _ in range(options.outer_steps):
+        for _ in range(options.inner_steps):
+            proxy.step(proxy.gradient(inputs, weights), lr)
+        loss, gradient = _hypergradient(proxy, inputs, past, weights, lr, options)
+        if not (loss <= max_loss and gradient.isfinite().all()):
+            task.events.append("bcsr: the proxy diverged")
+            return before
+        if options.direct_term:
+            inclusion = _inclusion_probabilities(weights, share, options.smoothing, task.generator)
+            gradient -= options.beta * inclusion
+        moved = weights - options.weights_lr / len(batch) * gradient
+        before, weights = weights, torch.from_numpy(project_simplex(moved.numpy()))
+    return weights
+
+
+class _Proxy:
+    """The model trained on weighted images: the network, or its head on fixed features.
+
+    In evaluation mode: with the statistics of a batch no image has a loss of its own.
+    """
+
+    def __init__(self, learner: Learner, space: Literal["all", "head"]) -> None:
+        learner.load_client_weights()
+        self.learner, self.head_only = learner, space == "head"
+        self.module = learner.network.head if self.head_only else learner.network
+        self.parameters = list(self.module.parameters())
+
+    @torch.no_grad()
+    def inputs(self, images: Tensor, labels: Tensor) -> Inputs:
+        """The module's inputs, normalised images or their features, with labels."""
+        inputs, labels = self.learner.inputs(images, labels)
+        return self.learner.network.encode(inputs) if self.head_only else inputs, labels
+
+    def losses(self, inputs: Inputs) -> Tensor:
+        """The cross-entropy of each image, with its graph.  # [n]"""
+        return F.cross_entropy(self.module(inputs[0]), inputs[1], reduction="none")
+
+    def gradient(self, inputs: Inputs, weights: Tensor) -> tuple[Tensor, ...]:
+        """The gradient of the inner loss sum_i p_i l_i (released: the mean, n times less)."""
+        losses = self.losses(inputs)
+        return grad(weights.to(losses) @ losses, self.parameters)
+
+    @torch.no_grad()
+    def step(self, gradient: Tensors, lr: float) -> None:
+        """One step of gradient descent."""
+        for parameter, part in zip(self.parameters, gradient, strict=True):
+            parameter.sub_(part, alpha=lr)
+
+
+def _stable_lr(proxy: _Proxy, inputs: Inputs, lr: float) -> tuple[float, float]:
+    """The learning rate, halved until a first step does not diverge, and the largest valid loss."""
+    count = len(inputs[1])
+    gradient = proxy.gradient(inputs, torch.full((count,), 1 / count, dtype=torch.float64))
+    with torch.no_grad():
+        max_loss = DIVERGENCE * float(proxy.losses(inputs).mean())
+        for _ in range(MAX_HALVINGS):
+            proxy.step(gradient, lr)
+            loss = float(proxy.losses(inputs).mean())
+            proxy.learner.load_client_weights()
+            if loss <= max_loss:
+                break
+            lr /= 2
+    return lr, max_loss
+
+
+def _hypergradient(
+    proxy: _Proxy, inputs: Inputs, past: Inputs, weights: Tensor, lr: float, options: Options
+) -> tuple[float, Tensor]:
+    """The proxy's mean loss, and the outer loss's gradient w.r.t. the weights.  # float64 [n]"""
+    losses = proxy.losses(inputs)
+    p = weights.to(losses, copy=True).requires_grad_()
+    inner = (p.softmax(0) if options.softmax else p) @ losses
+    outer = mean = losses.mean()
+    if len(past[1]) and options.past_weight:
+        outer = mean + options.past_weight * proxy.losses(past).mean()
+    gradient = _implicit_gradient(inner, outer, p, proxy.parameters, lr, NEUMANN_TERMS)
+    return float(mean.detach()), gradient.cpu().double()
+
+
+def _implicit_gradient(
+    inner: Tensor, outer: Tensor, weights: Tensor, parameters: Tensors, lr: float, terms: int
+) -> Tensor:
+    """The gradient of `outer` w.r.t. the weights where the parameters minimise `inner`.  # [n]
+
+    By the implicit function theorem H dtheta/dp = -dg/dp with g the inner gradient, so the
+    result is -<dg/dp, H^-1 v> with v the outer gradient. H^-1 is the truncated Neumann series
+    lr * sum_k (I - lr H)^k; the released code omits its factor lr.
+    """
+    v = _flat(grad(outer, parameters, retain_graph=True))
+    inner_gradient = _flat(grad(inner, parameters, create_graph=True))
+    total = v
+    for _ in range(terms - 1):
+        v = v - lr * _flat(grad(inner_gradient, parameters, v, retain_graph=True))
+        total = total + v
+    return -lr * grad(inner_gradient, weights, total)[0]
+
+
+def _inclusion_probabilities(
+    weights: Tensor, count: int, smoothing: float, generator: Generator
+) -> Tensor:
+    """How likely each of weights + smoothing * z, z normal, is among the `count` largest.  # [n]
+
+    This is the gradient of the smoothed sum of the largest weights. The expectation is over all
+    rotations of one z: equal weights are equally likely.
+    """
+    z = torch.randn(len(weights), generator=generator, dtype=torch.float64)
+    rotations = z.repeat(2).unfold(0, len(z), 1)[1:]  # [n, n]
+    largest = (weights + smoothing * rotations).topk(count).indices
+    return largest.flatten().bincount(minlength=len(z)).double() / len(z)
+
+
+def _flat(tensors: Tensors) -> Tensor:  # [P]
+    return torch.cat([tensor.flatten() for tensor in tensors])

@@ -1,0 +1,110 @@
+"""CSReL: coreset selection by reducible loss (Tong et al., 2025)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stamp_core.config.decode import require_above, require_at_least
+from stamp_core.coresets.selection.base import Proposal, TaskData
+
+LOWEST = -1e300  # below every float32 score
+NOT_FINITE = "csrel: losses that are not finite"
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the reference model and the selection model are trained, as published for CIFAR-100."""
+
+    # The model of the irreducible loss: an untrained network trained on the whole task, as
+    # published | the client's model, which needs no training.
+    reference: Literal["fresh", "client"] = "fresh"
+    reference_epochs: int = 10
+    reference_lr: float = 3e-3
+    selection_steps: int = 40  # in which the coreset grows to its size
+    train_steps: int = 7  # SGD steps on the coreset after each of them, from initial weights
+    train_lr: float = 5e-3
+    batch_size: int = 32
+    # Classes with the fewest images in the coreset first. The published runs on task sequences
+    # rank all classes together; here every class keeps its own first images.
+    balanced: bool = True
+
+    def __post_init__(self) -> None:
+        """Check that both models can learn."""
+        require_at_least(self, 1, "reference_epochs", "selection_steps", "train_steps")
+        require_at_least(self, 1, "batch_size")
+        require_above(self, 0, "reference_lr", "train_lr")
+
+
+def propose(task: TaskData) -> Proposal:
+    """The task's images in order of selection, then the others by their last score.
+
+    A score is the loss after training on the coreset minus the loss after training on the whole
+    task. Unlike in the paper, past tasks are not selected again: quotas never shrink.
+    """
+    options, learner = task.options, task.learner
+    inputs, labels = task.inputs()
+    reference = _reference_losses(task)
+    total = int(task.labels.bincount().clamp(max=task.exemplars_per_class).sum())
+    share = max(total // options.selection_steps, 1)
+    selected = torch.empty(0, dtype=torch.int64)
+    learner.load_initial_weights()
+    while True:
+        scores = _finite_scores(learner.losses(inputs, labels).cpu() - reference, task)
+        rest = _rank(scores, task.labels, selected, options.balanced)
+        if len(selected) + share >= total:
+            return task.proposal(torch.cat([selected, rest]))
+        selected = torch.cat([selected, rest[:share]])
+        learner.load_initial_weights()
+        learner.train(inputs, labels, _sample_batches(selected, task), options.train_lr)
+
+
+def _reference_losses(task: TaskData) -> Tensor:
+    """The loss of each image under the reference model.  # [N]"""
+    options, learner, (inputs, labels) = task.options, task.learner, task.inputs()
+    if options.reference == "client":
+        learner.load_client_weights()
+    else:
+        learner.load_initial_weights()
+        schedule = options.reference_epochs, options.batch_size, options.reference_lr
+        learner.train_epochs(inputs, labels, *schedule, task.generator)
+    return learner.losses(inputs, labels).cpu()
+
+
+def _sample_batches(selected: Tensor, task: TaskData) -> Sequence[Tensor]:
+    """Batches of indices drawn from the coreset with replacement.
+
+    A single image is not repeated: copies have no variance for batch normalisation.
+    """
+    size = (task.options.train_steps, task.options.batch_size if len(selected) > 1 else 1)
+    return selected[torch.randint(len(selected), size, generator=task.generator)].unbind()
+
+
+def _finite_scores(scores: Tensor, task: TaskData) -> Tensor:
+    """The scores; those that are not finite become the lowest, in random order.  # [N]"""
+    finite = scores.isfinite()
+    if finite.all():
+        return scores
+    if NOT_FINITE not in task.events:
+        task.events.append(NOT_FINITE)
+    order = 1 + torch.rand(len(scores), generator=task.generator, dtype=torch.float64)
+    return torch.where(finite, scores, LOWEST * order)
+
+
+def _rank(scores: Tensor, labels: Tensor, selected: Tensor, balanced: bool) -> Tensor:
+    """Indices of the images not selected yet, the highest score first.
+
+    If balanced, in rounds over the classes: no class has another image selected before a class
+    with fewer. Within a round the class with the higher score comes first.
+    """
+    order = scores.argsort(descending=True, stable=True)
+    rest = order[~torch.isin(order, selected)]
+    if not balanced:
+        return rest
+    queue = torch.cat([selected, rest])
+    counts = F.one_hot(labels[queue]).cumsum(0)  # [N, classes] of each class up to this image
+    rounds = counts.gather(1, labels[queue, None]).flatten()[len(selected) :]
+    return rest[rounds.argsort(stable=True)]

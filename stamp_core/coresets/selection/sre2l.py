@@ -1,0 +1,153 @@
+"""SRe2L (Yin, Xing and Shen, 2023): synthetic images, optimised from noise against a teacher."""
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from stamp_core.config.decode import require_above, require_at_least
+from stamp_core.coresets.selection.base import Proposal, TaskData
+from stamp_core.models.networks import Classifier
+
+FIRST_LAYER = 10.0  # weight of the first batch normalisation's statistics; the others have 1
+FALLBACK_LOGIT = 10.0  # of the label where the teacher's logits are not finite
+
+NormInputs = dict[_BatchNorm, Tensor]  # the last input of each layer, in order of execution
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the teacher is trained (squeeze) and images are optimised against it (recover)."""
+
+    soft: bool = True  # label images with the teacher's logits (relabel)
+    squeeze_epochs: int = 20  # from the client's model (published: 200 from scratch)
+    squeeze_lr: float = 0.1
+    batch_size: int = 128  # of the squeeze
+    iterations: int = 1000
+    lr: float = 0.25  # of Adam, decayed to 0 along a cosine
+    statistics_weight: float = 0.01  # of matching batch normalisation's running statistics
+    roll: int = 4  # pixels, at most an eighth of the side
+    group_size: int = 256  # images optimised together, at most
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        require_at_least(self, 0, "squeeze_epochs", "squeeze_lr", "statistics_weight", "roll")
+        require_at_least(self, 1, "batch_size", "iterations", "group_size")
+        require_above(self, 0, "lr")
+
+
+def propose(task: TaskData) -> Proposal:
+    """`exemplars_per_class` synthetic images of each class, even if it has fewer real ones."""
+    _squeeze(task)
+    labels = task.labels.unique().repeat(task.exemplars_per_class)  # every group mixes classes
+    network, group_size = task.learner.network, task.options.group_size
+    if network.norms:  # statistics are those of a forward pass, so a group must fit into one
+        group_size = min(group_size, network.micro_batch_size or group_size)
+    elif task.options.statistics_weight:
+        task.events.append("sre2l: no batch normalisation, no statistics to match")
+    groups = labels.tensor_split(math.ceil(len(labels) / group_size))
+    pixels = torch.cat([_recover(task, group) for group in groups])
+    images, labels = _replace_invalid(task, pixels, labels)
+    return Proposal(images, labels, _relabel(task, images, labels))
+
+
+def _squeeze(task: TaskData) -> None:
+    """Train the learner, from the client's weights, into the teacher of the task.
+
+    Without the published augmentation, momentum and weight decay. If training does not lower the
+    loss, the client's model is the teacher.
+    """
+    options, learner, (inputs, labels) = task.options, task.learner, task.inputs()
+    learner.load_client_weights()
+    before = learner.losses(inputs, labels).mean()
+    schedule = options.squeeze_epochs, options.batch_size, options.squeeze_lr
+    learner.train_epochs(inputs, labels, *schedule, task.generator)
+    if not learner.losses(inputs, labels).mean() <= before:  # also if it is nan
+        task.events.append("sre2l: the squeeze did not lower the loss")
+        learner.load_client_weights()
+
+
+def _recover(task: TaskData, labels: Tensor) -> Tensor:
+    """Images with pixels in [0, 1] that the teacher classifies as `labels`.  # [n, C, H, W]"""
+    options, learner, dark = task.options, task.learner, torch.zeros_like(task.images[:1])
+    low, high = learner.normalise(dark), learner.normalise(dark + 255)  # [1, C, H, W]
+    noise = torch.randn(len(labels), *low.shape[1:], generator=task.generator)
+    x, labels = noise.to(low.device).requires_grad_(), labels.to(low.device)
+    adam = torch.optim.Adam([x], lr=options.lr, betas=(0.5, 0.9))
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(adam, options.iterations)
+    with _record_norm_inputs(learner.network) as norm_inputs:
+        for shifts in _random_rolls(task):
+            loss = F.cross_entropy(learner.network(x.roll(shifts, (2, 3))), labels)
+            loss = loss + options.statistics_weight * _statistics_loss(norm_inputs)
+            (x.grad,) = torch.autograd.grad(loss, x)  # none for the teacher's parameters
+            adam.step()
+            cosine.step()
+            with torch.no_grad():
+                x.clamp_(low, high)
+    return ((x.detach() - low) / (high - low)).cpu()
+
+
+def _random_rolls(task: TaskData) -> Iterator[tuple[int, int]]:
+    """By how many pixels images are rolled down and right in each iteration.
+
+    At most an eighth of the side, as the published 4 of 32 pixels.
+    """
+    size = (task.options.iterations,)
+    limits = [min(task.options.roll, side // 8) for side in task.images.shape[2:]]
+    down, right = (torch.randint(m + 1, size, generator=task.generator).tolist() for m in limits)
+    yield from zip(down, right, strict=True)
+
+
+@contextmanager
+def _record_norm_inputs(network: Classifier) -> Iterator[NormInputs]:
+    """A context that records the inputs of batch normalisation layers."""
+    inputs: NormInputs = {}
+    with ExitStack() as hooks:
+        for norm in network.norms:
+            hook = norm.register_forward_pre_hook(lambda m, x: inputs.update({m: x[0]}))
+            hooks.enter_context(hook)
+        yield inputs
+
+
+def _statistics_loss(inputs: NormInputs) -> Tensor:
+    """Weighted distances of the inputs' means and variances to the running statistics."""
+    total = torch.zeros(())
+    for layer, (norm, x) in enumerate(inputs.items()):
+        assert norm.running_mean is not None and norm.running_var is not None
+        axes = [axis for axis in range(x.dim()) if axis != 1]  # all but the channels
+        variance, mean = torch.var_mean(x.float(), axes, correction=0)
+        gap = (variance - norm.running_var).norm() + (mean - norm.running_mean).norm()
+        total = total + (1 if layer else FIRST_LAYER) * gap
+    return total
+
+
+def _replace_invalid(task: TaskData, pixels: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The images as uint8 with their labels; random real ones in place of nan and infinity."""
+    finite = pixels.flatten(1).isfinite().all(1)
+    images, labels = pixels[finite].mul(255).round().to(torch.uint8), labels[finite]
+    if finite.all():
+        return images, labels
+    task.events.append("sre2l: real images in place of synthetic ones that are not finite")
+    order = torch.randperm(len(task.labels), generator=task.generator)
+    images = torch.cat([images, task.images[order]])
+    labels = torch.cat([labels, task.labels[order]])
+    first = [(labels == c).nonzero().flatten()[: task.exemplars_per_class] for c in labels.unique()]
+    indices = torch.cat(first)
+    return images[indices], labels[indices]
+
+
+@torch.no_grad()
+def _relabel(task: TaskData, images: Tensor, labels: Tensor) -> Tensor:
+    """The teacher's logits on the uint8 images.  # [n, classes], or [n, 0] without soft labels"""
+    network = task.learner.network.eval()
+    if not task.options.soft:
+        return torch.empty(len(images), 0)
+    batches = images.split(task.options.group_size)
+    logits = torch.cat([network(task.learner.normalise(batch)) for batch in batches]).cpu()
+    fallback = FALLBACK_LOGIT * F.one_hot(labels, logits.shape[1])
+    return torch.where(logits.isfinite().all(1, keepdim=True), logits, fallback)

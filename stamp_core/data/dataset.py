@@ -1,0 +1,175 @@
+"""Data sets of labelled images: what a source returns, what all other code uses, and loading.
+
+How to write a source: stamp_core/data/sources/__init__.py.
+"""
+
+import hashlib
+import importlib
+import json
+import pkgutil
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from stamp_core.config.decode import ParameterError, build, to_plain, unknown_name
+from stamp_core.core import fingerprint, paths
+from stamp_core.data import sources
+from stamp_core.data.store import cache, decoding
+from stamp_core.data.store.cache import ARRAYS, SUBSETS, Bytes, NamedArrays, Numbers
+
+
+@dataclass(frozen=True, eq=False)
+class ImageArrays:
+    """What `make(options)` of a source returns; without domains, all images belong to one."""
+
+    x_train: Bytes  # [N, C, H, W]
+    y_train: Numbers  # [N]
+    x_test: Bytes
+    y_test: Numbers
+    classes: tuple[str, ...]
+    domains: tuple[str, ...] = ("all",)
+    domain_train: Numbers | None = None  # [N], indices into `domains`
+    domain_test: Numbers | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ImageDataset:
+    """A data set as all other code uses it; its tensors are shared and must not be written to."""
+
+    name: str
+    x_train: Tensor  # uint8 [N, C, H, W]
+    y_train: Tensor  # int64 [N]
+    x_test: Tensor
+    y_test: Tensor
+    classes: tuple[str, ...]
+    domains: tuple[str, ...]
+    domain_train: Tensor  # int64 [N]
+    domain_test: Tensor
+    digest: str  # sha256 over all arrays and names
+    mean: Tensor  # float32 [C], of the training pixels in 0..1
+    std: Tensor  # 1 for a constant channel, so that dividing by it is safe
+
+    def __repr__(self) -> str:
+        """The numbers of images, their shape, the classes and domains."""
+        shape = " x ".join(map(str, self.x_train.shape[1:]))
+        return (
+            f"{self.name}: {len(self.y_train)} training and {len(self.y_test)} test images of "
+            f"{shape}, {len(self.classes)} classes, domains {', '.join(self.domains)}"
+        )
+
+
+def load_dataset(spec: Mapping[str, Any]) -> ImageDataset:
+    """The data set of the block `data` of a setting: made once, then memory-mapped from the cache.
+
+    A damaged copy in the cache is made again, with a warning.
+    """
+    module, options = _find_source(spec)
+    name = str(spec["source"])
+    listing = module.listing(options) if hasattr(module, "listing") else None
+    key = decoding.listing_key(listing) if listing else _make_key(module, options)
+    folder = paths.CACHE / f"{name}-{key[:12]}"
+    if folder.exists():
+        try:
+            return _open(folder, name)
+        except cache.READ_ERRORS as error:
+            warnings.warn(f"{folder} is damaged and is made again: {error}", stacklevel=2)
+            shutil.rmtree(folder, ignore_errors=True)
+    if listing:
+        cache.create(folder, partial(decoding.write_listing, listing))
+    else:
+        arrays, names = _make_arrays(module, options, name)
+        cache.create(folder, lambda draft: cache.complete(draft, arrays, names))
+    return _open(folder, name)
+
+
+def source_options(spec: Mapping[str, Any], where: str = "params.yaml: data") -> object:
+    """The checked `Options` of the source that `spec` names; `where` is the place in errors."""
+    return _find_source(spec, where)[1]
+
+
+def array_error(where: object, name: str, array: npt.NDArray[Any], expected: str) -> ValueError:
+    """The error for an array of the wrong type or shape."""
+    return ValueError(f"{where}: {name} is {array.dtype} {[*array.shape]}; it must be {expected}")
+
+
+def _find_source(
+    spec: Mapping[str, Any], where: str = "params.yaml: data"
+) -> tuple[ModuleType, object]:
+    """The module of the source that `spec` names, and its checked options."""
+    if "source" not in spec:
+        raise ParameterError(f"{where}.source is missing")
+    known = [module.name for module in pkgutil.iter_modules(sources.__path__)]
+    if spec["source"] not in known:
+        raise unknown_name(f"{where}.source", spec["source"], known)
+    module = importlib.import_module(f"{sources.__name__}.{spec['source']}")
+    rest = {key: value for key, value in spec.items() if key != "source"}
+    return module, build(module.Options, rest, where)
+
+
+def _make_key(module: ModuleType, options: object) -> str:
+    """A hash of all that decides the arrays: options, code, packages, input files."""
+    packages = {name: version(name) for name in module.PACKAGES}
+    parts = [to_plain(options), fingerprint.combined_fingerprint(str(module.__file__)), packages]
+    if hasattr(module, "inputs"):
+        parts += [_file_key(path) for path in module.inputs(options)]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _file_key(path: Path) -> object:
+    """The content of a file; of a large file, or of those in a folder: names, sizes and times."""
+    if path.is_file() and not cache.is_large(path):
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    files = sorted(each for each in path.rglob("*") if each.is_file()) or [path]
+    stats = [(each.relative_to(path).as_posix(), each.stat()) for each in files]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+
+
+def _make_arrays(module: ModuleType, options: object, name: str) -> tuple[NamedArrays, cache.Names]:
+    """The arrays of a source, checked and completed, and the names of its classes and domains."""
+    images: ImageArrays = module.make(options)
+    arrays = {key: getattr(images, key) for key in ARRAYS if hasattr(images, key)}
+    for subset in SUBSETS:
+        if arrays[f"domain_{subset}"] is None:
+            arrays[f"domain_{subset}"] = np.zeros(len(arrays[f"x_{subset}"]), np.int64)
+    _check_arrays(arrays, images, name)
+    x = images.x_train
+    arrays |= cache.channel_moments(cache.channel_sums(x), x[:, 0].size)
+    return arrays, [list(images.classes), list(images.domains)]
+
+
+def _check_arrays(arrays: NamedArrays, images: ImageArrays, name: str) -> None:
+    """Refuse arrays that do not fit together, with the names of source and array."""
+    for subset in SUBSETS:
+        x = arrays[f"x_{subset}"]
+        if x.dtype != np.uint8 or x.ndim != 4 or not x.size:
+            raise array_error(name, f"x_{subset}", x, "uint8 [N, C, H, W]")
+        for key, names in ((f"y_{subset}", images.classes), (f"domain_{subset}", images.domains)):
+            y = arrays[key]
+            if y.dtype != np.int64 or y.shape != x.shape[:1]:
+                raise array_error(name, key, y, f"int64 [{len(x)}]")
+            if y.min() < 0 or y.max() >= len(names):
+                raise ValueError(f"{name}: {key} must be in 0..{len(names) - 1}, as for its names")
+    if images.x_train.shape[1:] != images.x_test.shape[1:]:
+        raise array_error(name, "x_test", images.x_test, f"like x_train {images.x_train.shape}")
+
+
+def _open(folder: Path, name: str) -> ImageDataset:
+    """The data set in `folder`; all processes that map its files share the memory."""
+    arrays, meta = cache.read_arrays(folder)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
+    classes, domains = tuple(meta["classes"]), tuple(meta["domains"])
+    return ImageDataset(name, classes=classes, domains=domains, digest=meta["digest"], **tensors)

@@ -1,0 +1,56 @@
+"""Digit-10: the ten digits from several data sets, each a domain, 28 x 28 in grey.
+
+The paper states four tasks and 110,000 images, but neither the data sets nor their order. These
+four are a guess; together they have more images.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from stamp_core.config.decode import invalid, require_at_least, unknown_name
+from stamp_core.data.dataset import ImageArrays
+from stamp_core.data.sources import emnist_digits, mnist, svhn, usps
+from stamp_core.data.store.cache import Numbers
+from stamp_core.data.store.downloads import ImageOptions, join_domains
+
+PACKAGES = svhn.PACKAGES
+SETS = {"mnist": mnist, "emnist": emnist_digits, "usps": usps, "svhn": svhn}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Parameters of the source."""
+
+    sets: tuple[str, ...] = ("mnist", "emnist", "usps", "svhn")  # the domains, in this order
+    per_class: int | None = None  # the first images of each class and domain, train and test each
+
+    def __post_init__(self) -> None:
+        """Refuse unknown sets, no sets, and a set that is named twice."""
+        for name in self.sets:
+            if name not in SETS:
+                raise unknown_name("sets:", name, SETS)
+        if not self.sets or len(set(self.sets)) < len(self.sets):
+            raise invalid("sets", list(self.sets), "at least one set, and none twice")
+        if self.per_class is not None:
+            require_at_least(self, 1, "per_class")
+
+
+def make(options: Options) -> ImageArrays:
+    """The images of all sets, one set after the other."""
+    parts = [SETS[name].make(ImageOptions(size=28, grey=True)) for name in options.sets]
+    if options.per_class is not None:
+        parts = [_take_first(part, options.per_class) for part in parts]
+    return replace(join_domains(parts, options.sets), classes=tuple("0123456789"))
+
+
+def _take_first(part: ImageArrays, count: int) -> ImageArrays:
+    """The first `count` images of each class, for training and for testing."""
+    train, test = _first_places(part.y_train, count), _first_places(part.y_test, count)
+    x_train, y_train = part.x_train[train], part.y_train[train]
+    return ImageArrays(x_train, y_train, part.x_test[test], part.y_test[test], part.classes)
+
+
+def _first_places(y: Numbers, count: int) -> Numbers:
+    """The sorted indices of the first `count` images of each class."""
+    return np.sort(np.concatenate([np.flatnonzero(y == label)[:count] for label in range(10)]))

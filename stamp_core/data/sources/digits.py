@@ -1,0 +1,35 @@
+"""Handwritten digits, 8 x 8, from scikit-learn: no download, learnt in seconds."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from stamp_core.data.dataset import ImageArrays
+from stamp_core.data.sources.folder import check_test_share, held_out_places
+
+PACKAGES = ("numpy", "scikit-learn")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Parameters of the source."""
+
+    test_share: float = 0.25  # of each class
+
+    def __post_init__(self) -> None:
+        """Refuse a share with which training or testing has no images."""
+        check_test_share(self.test_share)
+
+
+def make(options: Options) -> ImageArrays:
+    """All 1797 images; those for testing are evenly spaced, so that all writers occur."""
+    from sklearn.datasets import load_digits  # only here: a slow import, not needed when cached
+
+    digits = load_digits()
+    y = digits.target.astype(np.int64)
+    x = ((digits.images[:, None].astype(np.int64) * 255 + 8) // 16).astype(np.uint8)  # in 0..255
+    test = np.zeros(len(y), bool)
+    for label in range(10):
+        (places,) = np.nonzero(y == label)
+        test[places[held_out_places(len(places), options.test_share)]] = True
+    return ImageArrays(x[~test], y[~test], x[test], y[test], tuple("0123456789"))

@@ -1,0 +1,148 @@
+"""Any folder of images, as torchvision's ImageFolder reads it: one folder per class.
+
+The layout is train/<class>/* and test/<class>/* (or val/). With test_share, which divides each
+class, it is <class>/* or <domain>/<class>/*. Images in subfolders of a class belong to the class.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from stamp_core.config.decode import invalid, require_at_least
+from stamp_core.core import paths
+from stamp_core.data.store.cache import Numbers
+from stamp_core.data.store.decoding import ImageFiles, Listing
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+ClassFiles = dict[str, list[str]]  # the images of each class, as paths below the root
+
+
+@dataclass(frozen=True)
+class Options:
+    """Parameters of the source."""
+
+    root: str  # in data/raw, or an absolute path
+    size: int  # pixels per side: the shorter side is resized to it, then the centre is cropped
+    grey: bool = False  # one channel
+    test_share: float | None = None  # of each class; None: there are folders train and test
+    domains: tuple[str, ...] = ()  # folders above those of the classes, in this order
+
+    def __post_init__(self) -> None:
+        """Refuse images without pixels, an empty train or test set, and equal domains."""
+        require_at_least(self, 1, "size")
+        if self.test_share is not None or self.domains:
+            check_test_share(self.test_share)
+            check_domains(self.domains or ("all",))
+
+
+def listing(options: Options) -> Listing:
+    """All images below the root."""
+    root, share = paths.RAW / options.root, options.test_share
+    if share is not None:
+        layout = "<domain>/<class>/*" if options.domains else "<class>/*"
+        train, test = divide(root, find_images(root, options.domains or (".",), layout), share)
+    else:
+        held_out = "val" if (root / "val").is_dir() and not (root / "test").is_dir() else "test"
+        layout = "train/<class>/* and test/<class>/* (or val/), unless test_share is set"
+        train, test = ([found] for found in find_images(root, ("train", held_out), layout))
+    domains = options.domains or ("all",)
+    return make_listing(root, train, test, domains, options.size, options.grey)
+
+
+def check_test_share(share: float | None) -> None:
+    """Refuse a share with which training or testing has no images."""
+    if share is None or not 0 < share < 1:
+        raise invalid("test_share", share, "above 0 and below 1")
+
+
+def check_domains(domains: Sequence[str]) -> None:
+    """Refuse an empty list of domains, and a domain that is named twice."""
+    if not domains or len(set(domains)) < len(domains):
+        raise invalid("domains", list(domains), "at least one folder, each named once")
+
+
+def find_images(root: Path, folders: Sequence[str], layout: str) -> list[ClassFiles]:
+    """The images in folders below `root`, each with the same classes; `layout` is for errors."""
+    for path in (root, *(root / folder for folder in folders)):
+        if not path.is_dir():
+            raise FileNotFoundError(f"{path} does not exist; {root} must hold {layout}")
+    found = {folder: _find_classes(root, folder) for folder in folders}
+    holders = {name: folder for folder, classes in found.items() for name in classes}
+    if not holders:
+        raise FileNotFoundError(f"{root} holds no folders of classes; it must hold {layout}")
+    for name in sorted(holders):
+        for folder, classes in found.items():
+            if name not in classes:
+                other = root / holders[name] / name
+                raise FileNotFoundError(f"{root / folder / name} does not exist, but {other} does")
+    return list(found.values())
+
+
+def divide(
+    root: Path, found: Sequence[ClassFiles], share: float
+) -> tuple[list[ClassFiles], list[ClassFiles]]:
+    """The images for training and those for testing, a share of each class in each domain."""
+    train, test = [ClassFiles() for _ in found], [ClassFiles() for _ in found]
+    for domain, classes in enumerate(found):
+        for name, files in classes.items():
+            if len(files) < 2:
+                where = (root / files[0]).parent
+                raise ValueError(f"{where} holds 1 image; to be divided it must hold 2")
+            places = set(held_out_places(len(files), share).tolist())
+            train[domain][name] = [file for k, file in enumerate(files) if k not in places]
+            test[domain][name] = [file for k, file in enumerate(files) if k in places]
+    return train, test
+
+
+def held_out_places(images: int, share: float) -> Numbers:
+    """The indices of the test images of a class: evenly spaced, at least one, but not all."""
+    count = min(max(round(share * images), 1), images - 1)
+    return (2 * np.arange(count) + 1) * images // (2 * count)
+
+
+def make_listing(
+    root: Path,
+    train: Sequence[ClassFiles],
+    test: Sequence[ClassFiles],
+    domains: tuple[str, ...],
+    size: int,
+    grey: bool = False,
+) -> Listing:
+    """The listing of images for training and for testing, given by domain and class."""
+    return Listing(root, _label(train), _label(test), tuple(train[0]), domains, size, grey)
+
+
+def _label(found: Sequence[ClassFiles]) -> ImageFiles:
+    """The images with labels and domains: domain after domain, class after class."""
+    counts = np.array([[len(files) for files in classes.values()] for classes in found])  # [D, C]
+    domains, labels = np.indices(counts.shape).reshape(2, -1).repeat(counts.ravel(), axis=1)
+    files = [file for classes in found for files in classes.values() for file in files]
+    return ImageFiles(files, labels, domains)
+
+
+def _find_classes(root: Path, folder: str) -> ClassFiles:
+    """The images in each folder inside a folder, classes and images sorted by name."""
+    names = sorted(path.name for path in (root / folder).iterdir() if path.is_dir())
+    found = {name: sorted(_walk(root, root / folder / name)) for name in names if name[0] != "."}
+    for name, files in found.items():
+        if not files:
+            kinds = ", ".join(SUFFIXES)
+            raise FileNotFoundError(f"{root / folder / name} holds no images ({kinds})")
+    return found
+
+
+def _walk(root: Path, folder: Path) -> Iterator[str]:
+    """The images in a folder and its subfolders, as paths below the root."""
+    for where, _, names in os.walk(folder, onerror=_raise, followlinks=True):
+        within = Path(where).relative_to(root).as_posix()
+        for name in names:
+            if name.lower().endswith(SUFFIXES) and name[0] != ".":
+                yield f"{within}/{name}"
+
+
+def _raise(error: OSError) -> None:
+    """Raise what os.walk ignores by default: a folder that cannot be read."""
+    raise error

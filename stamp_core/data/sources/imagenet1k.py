@@ -1,0 +1,63 @@
+"""ImageNet-1K as torchvision lays it out: <root>/train/<wnid>/*.JPEG and <root>/val/<wnid>/*.JPEG.
+
+The subset of the paper's public code is `size: 32, per_class_train: 600, per_class_test: 100,
+test: train`. Where the number of images is limited, the first by name are used.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from stamp_core.config.decode import invalid, require_at_least
+from stamp_core.core import paths
+from stamp_core.data.sources.folder import ClassFiles, find_images, make_listing
+from stamp_core.data.store.decoding import Listing
+
+
+@dataclass(frozen=True)
+class Options:
+    """Parameters of the source."""
+
+    root: str = "imagenet1k"  # in data/raw, or an absolute path
+    size: int = 224  # pixels per side
+    per_class_train: int | None = None  # images; None: all
+    per_class_test: int | None = None
+    test: Literal["val", "train"] = "val"  # train: the images of train/ after those for training
+
+    def __post_init__(self) -> None:
+        """Refuse sizes and numbers below 1, and testing on train/ when training uses all of it."""
+        require_at_least(self, 1, "size")
+        for name in ("per_class_train", "per_class_test"):
+            if getattr(self, name) is not None:
+                require_at_least(self, 1, name)
+        if self.test == "train" and self.per_class_train is None:
+            raise invalid("per_class_train", None, "a number, as test is 'train'")
+
+
+def listing(options: Options) -> Listing:
+    """The images of all classes, which are named by their wnids."""
+    root, train, test = paths.RAW / options.root, options.per_class_train, options.per_class_test
+    needed = {"train": train or 1, "val": test or 1}
+    if options.test == "train":
+        needed = {"train": (train or 0) + (test or 1)}
+    layout = "train/<wnid>/*.JPEG and val/<wnid>/*.JPEG"
+    found = dict(zip(needed, find_images(root, tuple(needed), layout), strict=True))
+    for folder, classes in found.items():
+        _check_counts(root / folder, classes, needed[folder])
+    rest = {name: files[train:] for name, files in found["train"].items()}
+    first = _take_first(found["train"], train)
+    held_out = _take_first(found.get("val", rest), test)
+    return make_listing(root, [first], [held_out], ("all",), options.size)
+
+
+def _check_counts(folder: Path, classes: ClassFiles, needed: int) -> None:
+    """Refuse a class with fewer images than needed."""
+    for name, files in classes.items():
+        if len(files) < needed:
+            expected = f"{needed}, as per_class_train and per_class_test require"
+            raise ValueError(f"{folder / name} holds {len(files)} images; it must hold {expected}")
+
+
+def _take_first(classes: ClassFiles, count: int | None) -> ClassFiles:
+    """The first images of each class, or all."""
+    return {name: files[:count] for name, files in classes.items()}

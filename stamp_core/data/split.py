@@ -1,0 +1,265 @@
+"""Which client learns which classes when: each client's task sequence, stored with its hash.
+
+The draws come from numpy generators, whose streams may change between numpy releases. A run is
+therefore bound to the stored plan and its hash, not to the seed alone.
+"""
+
+import hashlib
+import json
+import os
+import re
+from dataclasses import asdict, dataclass, replace
+from enum import IntEnum
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stamp_core.config.decode import ParameterError, build, invalid, to_plain
+from stamp_core.config.schema import Split
+
+if TYPE_CHECKING:
+    from stamp_core.data.dataset import ImageDataset
+
+Indices = NDArray[np.int64]
+
+# Draws of a task's Dirichlet split before it is refused. At the paper's alpha 0.1 with 10 clients,
+# 1 draw in 4 gives every client images of a CIFAR10 task (2 classes), so 100 draws suffice. If
+# fewer than 1 in 100 are accepted, an accepted draw no longer has the distribution of that alpha.
+DRAWS = 100
+
+
+class Purpose(IntEnum):
+    """The purpose of a draw, the second part of its address; renumbering changes every plan."""
+
+    COMMON = 0  # the order that clients share, which is also cut into disjoint blocks
+    OWN = 1  # a client's own order
+    ROTATION = 2  # which client has which disjoint block when
+    IMAGES = 3  # a client's images of a class
+    SHARES = 4  # the clients' shares of a task's images
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a client learns in one experience."""
+
+    classes: tuple[int, ...]  # sorted
+    domain: int | None = None  # None: all domains
+    train: tuple[int, ...] | None = None  # sorted indices; None: all images of classes and domain
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The task sequences of all clients, each repeated `split.cycles` times."""
+
+    split: Split
+    seed: int
+    data_digest: str
+    clients: tuple[tuple[Task, ...], ...]  # [U][T]
+    classes: int  # number in the data set, learnt or not
+
+    @property
+    def tasks(self) -> int:
+        """The number of tasks T of each client."""
+        return self.split.tasks
+
+    @property
+    def experiences(self) -> int:
+        """The number of experiences of each client; experience e learns task e % T."""
+        return self.split.tasks * self.split.cycles
+
+    @cached_property
+    def hash(self) -> str:
+        """The SHA-256 of the plan's canonical JSON."""
+        text = json.dumps(to_plain(self), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def seen(self, client: int, experience: int) -> tuple[int, ...]:
+        """The sorted classes of the experiences 0..experience of `client`; () for -1."""
+        tasks = self.clients[client][: experience + 1]  # a later cycle brings no new task
+        return tuple(sorted({label for task in tasks for label in task.classes}))
+
+    def train_indices(self, dataset: "ImageDataset", client: int, task: int) -> torch.Tensor:
+        """The sorted indices, int64, of the training images of a client's task."""
+        found = self._task(dataset, client, task)
+        if found.train is not None:
+            return torch.tensor(found.train, dtype=torch.int64)
+        return torch.from_numpy(_find_images(dataset.y_train, dataset.domain_train, found))
+
+    def test_indices(self, dataset: "ImageDataset", client: int, task: int) -> torch.Tensor:
+        """The sorted indices, int64, of all test images of a task's classes and domain."""
+        found = self._task(dataset, client, task)
+        return torch.from_numpy(_find_images(dataset.y_test, dataset.domain_test, found))
+
+    def save(self, path: Path) -> None:
+        """Write the plan and its hash as JSON; `path` is replaced atomically."""
+        text = json.dumps({"hash": self.hash, **to_plain(self)}, indent=1)
+        text = re.sub(r"(?<=\d,)\s+(?=\d)", " ", text)  # lists of numbers on one line
+        text = re.sub(r"(?<=\[)\s+(?=\d)|(?<=\d)\s+(?=\])", "", text)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        draft.write_text(text + "\n")
+        draft.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> "Plan":
+        """The plan in the file `path`; a damaged or altered file is refused."""
+        try:
+            values = json.loads(path.read_text())
+        except ValueError as error:  # not JSON, or not even UTF-8
+            raise ParameterError(f"{path} is damaged: {error}") from None
+        if not isinstance(values, dict) or "hash" not in values:
+            raise ParameterError(f"{path} is not a plan: it has no hash")
+        stored = values.pop("hash")
+        plan = build(cls, values, f"{path}: plan")
+        if plan.hash != stored:
+            raise ParameterError(f"{path} was altered: it says hash {stored}, it has {plan.hash}")
+        return plan
+
+    def _task(self, dataset: "ImageDataset", client: int, task: int) -> Task:
+        """A client's task; a data set that the plan was not made for is refused."""
+        if dataset.digest != self.data_digest:
+            expected = f"the plan's, {self.data_digest}"
+            raise invalid("the digest of the data", dataset.digest, expected)
+        return self.clients[client][task]
+
+
+def make_plan(split: Split, dataset: "ImageDataset", seed: int) -> Plan:
+    """The plan for `split` of `dataset`; equal arguments give equal plans."""
+    split = build(Split, asdict(split), "split")  # alpha 1 and 1.0 must give one hash
+    items = len(dataset.classes if split.kind == "classes" else dataset.domains)
+    _check_sizes(split, items)
+    orders = [_draw_order(split, items, seed, client) for client in range(split.clients)]
+    tasks = [_make_tasks(split, dataset, order) for order in orders]  # [U][T]
+    if split.images_per_class is not None:
+        tasks = [
+            [_draw_images(dataset, task, split.images_per_class, seed, client) for task in own]
+            for client, own in enumerate(tasks)
+        ]
+    if split.alpha is not None:  # all clients have the same tasks
+        shared = [_share_task(split, dataset, t, task, seed) for t, task in enumerate(tasks[0])]
+        tasks = [list(own) for own in zip(*shared, strict=True)]
+    return Plan(split, seed, dataset.digest, tuple(map(tuple, tasks)), len(dataset.classes))
+
+
+def _generator(seed: int, purpose: Purpose, *rest: int) -> np.random.Generator:
+    """The generator of an address; its length is fixed by the purpose, as numpy pads with 0."""
+    return np.random.default_rng([seed, purpose, *rest])
+
+
+def _check_sizes(split: Split, items: int) -> None:
+    """Refuse more tasks, or more clients at a time, than there are classes or domains for."""
+    size = split.classes_per_task or 1
+    bounds = {"tasks": ""}
+    if split.order == "disjoint":
+        bounds["clients"] = ", as order is 'disjoint'"
+    for name, reason in bounds.items():
+        count = getattr(split, name)
+        key = f"{name} * classes_per_task = {count} * {size}" if split.classes_per_task else name
+        if count * size > items:
+            raise invalid(key, count * size, f"at most {items}, the number of {split.kind}{reason}")
+
+
+def _draw_order(split: Split, items: int, seed: int, client: int) -> Indices:
+    """A client's classes or domains by task, independent of the number of clients.  # [T, size]"""
+    size = split.classes_per_task or 1
+    if split.order == "given":
+        return np.arange(split.tasks * size).reshape(-1, size)
+    if split.order == "disjoint":
+        blocks = _draw_blocks(items // size, split.tasks, seed, client)
+        shuffled = _generator(seed, Purpose.COMMON).permutation(items)
+        return shuffled[: items // size * size].reshape(-1, size)[blocks]
+    common = split.order == "common" or client < split.common_clients
+    draw = _generator(seed, Purpose.COMMON) if common else _generator(seed, Purpose.OWN, client)
+    return draw.permutation(items)[: split.tasks * size].reshape(-1, size)
+
+
+def _draw_blocks(blocks: int, tasks: int, seed: int, client: int) -> Indices:
+    """A client's row of a cyclic Latin square with shuffled rows and columns, cut to [T].
+
+    Each row and each column holds each block once. Without shuffling, a client would learn in
+    each experience what its neighbour learnt in the one before.
+    """
+    draw = _generator(seed, Purpose.ROTATION)
+    rows, columns = draw.permutation(blocks), draw.permutation(blocks)
+    return np.asarray((rows[client] + columns[:tasks]) % blocks)
+
+
+def _make_tasks(split: Split, dataset: "ImageDataset", order: Indices) -> list[Task]:
+    """The tasks of an order [T, size], with all images of their classes and domains."""
+    if split.kind == "classes":
+        return [Task(tuple(sorted(row.tolist()))) for row in order]
+    classes = tuple(range(len(dataset.classes)))
+    return [Task(classes, domain) for domain in order[:, 0].tolist()]
+
+
+def _find_images(labels: torch.Tensor, domains: torch.Tensor, task: Task) -> Indices:
+    """The sorted indices of the images of the task's classes and domain."""
+    matches = np.isin(np.asarray(labels), task.classes)
+    if task.domain is not None:
+        matches &= np.asarray(domains) == task.domain
+    return np.flatnonzero(matches)
+
+
+def _draw_images(dataset: "ImageDataset", task: Task, count: int, seed: int, client: int) -> Task:
+    """A client's task with `count` images of each class, drawn without replacement."""
+    train: list[int] = []
+    for label in task.classes:
+        own = _find_images(dataset.y_train, dataset.domain_train, replace(task, classes=(label,)))
+        if count > len(own):
+            where = "" if task.domain is None else f" in domain {dataset.domains[task.domain]!r}"
+            images = f"training images of class {dataset.classes[label]!r}{where}"
+            raise invalid("images_per_class", count, f"at most {len(own)}, the {images}")
+        draw = _generator(seed, Purpose.IMAGES, client, label, task.domain or 0)
+        train += draw.choice(own, count, replace=False).tolist()
+    return replace(task, train=tuple(sorted(train)))
+
+
+def _share_task(
+    split: Split, dataset: "ImageDataset", index: int, task: Task, seed: int
+) -> list[Task]:
+    """The task once per client, its training images distributed among the clients.  # [U]"""
+    images = _find_images(dataset.y_train, dataset.domain_train, task)  # [N]
+    owners = _draw_owners(split, np.asarray(dataset.y_train)[images], index, seed)  # [N]
+    return [
+        replace(task, train=tuple(images[owners == client].tolist()))
+        for client in range(split.clients)
+    ]
+
+
+def _draw_owners(split: Split, labels: Indices, index: int, seed: int) -> Indices:
+    """The client of each image of task `index`, redrawn until each has `min_samples`.  # [N]"""
+    draw, best = _generator(seed, Purpose.SHARES, index), 0
+    for _ in range(DRAWS):
+        owners = _draw_dirichlet(split, labels, draw)
+        smallest = int(np.bincount(owners, minlength=split.clients).min())
+        if smallest >= split.min_samples:
+            return owners
+        best = max(best, smallest)
+    raise ParameterError(
+        f"alpha {split.alpha} leaves a client of task {index} with fewer than min_samples = "
+        f"{split.min_samples} of its {len(labels)} images: in {DRAWS} draws the smallest of "
+        f"{split.clients} clients had {best} at best; raise alpha, lower min_samples, or have "
+        "fewer clients or more images"
+    )
+
+
+def _draw_dirichlet(split: Split, labels: Indices, draw: np.random.Generator) -> Indices:
+    """The client of each image, class by class with p ~ Dirichlet(alpha * 1).  # [N]
+
+    PFLlib's balance rule: a client with N / U images or more gets none of the next class.
+    """
+    owners = np.zeros(len(labels), dtype=np.int64)
+    sizes = np.zeros(split.clients, dtype=np.int64)
+    for label in np.unique(labels):
+        own = draw.permutation(np.flatnonzero(labels == label))
+        room = sizes < len(labels) / split.clients  # never all False: an image is still unassigned
+        shares = draw.dirichlet(np.full(split.clients, split.alpha)) * room
+        shares = np.where(shares.sum() > 0, shares, room)  # equal if only full clients were drawn
+        cuts = (np.cumsum(shares / shares.sum())[:-1] * len(own)).astype(np.int64)  # [U - 1]
+        owners[own] = np.searchsorted(cuts, np.arange(len(own)), side="right")
+        sizes += np.bincount(owners[own], minlength=split.clients)
+    return owners

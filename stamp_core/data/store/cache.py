@@ -1,0 +1,135 @@
+"""A data set on disk: one .npy file per array, written by one process, checked, memory-mapped.
+
+Images decoded from files are written in chunks. The file x_train.jsonl or x_test.jsonl then holds
+a note on each chunk: the number of its images, their sha256 and their sums by channel.
+"""
+
+import fcntl
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+Numbers = npt.NDArray[np.int64]
+NamedArrays = dict[str, npt.NDArray[Any]]
+Names = list[list[str]]  # of the classes, of the domains
+ChunkNote = dict[str, Any]
+
+SUBSETS = ("train", "test")
+ARRAYS = ("x_train", "y_train", "x_test", "y_test", "domain_train", "domain_test", "mean", "std")
+READ_ERRORS = (OSError, EOFError, ValueError, LookupError, TypeError)  # of altered files
+LARGE = 10**9  # bytes; a larger file is not read whole to detect a change
+
+
+def create(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Have `fill(draft)` write a data set; the draft becomes `folder` once it is complete.
+
+    One process writes, others wait. The draft of a killed process is handed to the next `fill`.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = folder.with_name(f"{folder.name}.part")
+    with folder.with_name(f".{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it even if the process is killed
+        if folder.exists():  # written by another process in the meantime
+            return
+        draft.mkdir(exist_ok=True)
+        try:
+            fill(draft)
+        except OSError as error:
+            error.filename = error.filename or str(draft)  # a full disk does not say where
+            raise
+        draft.rename(folder)
+
+
+def complete(draft: Path, arrays: NamedArrays, names: Names) -> None:
+    """Write the arrays that `draft` lacks, then meta.json with the names and the digest."""
+    for key, array in arrays.items():
+        if array.ndim == 4:  # with channels last, convolutions on the CPU are a fifth faster
+            array = np.ascontiguousarray(array.transpose(0, 2, 3, 1))
+        np.save(draft / f"{key}.npy", array)
+    meta = {"classes": names[0], "domains": names[1], "digest": _digest(*_map_files(draft), names)}
+    (draft / "meta.json").write_text(json.dumps(meta))
+
+
+def read_arrays(folder: Path) -> tuple[NamedArrays, dict[str, Any]]:
+    """The arrays in `folder`, memory-mapped, and the content of meta.json; damage is refused.
+
+    Decoded images in a large file are not read: they count as undamaged if the length of the
+    file, the labels, the names and the recorded checksums fit the digest.
+    """
+    meta = json.loads((folder / "meta.json").read_text())
+    arrays, notes = _map_files(folder)
+    if _digest(arrays, notes, [meta["classes"], meta["domains"]]) != meta["digest"]:
+        raise ValueError("the digest of its arrays and names is not the stored one")
+    for key, chunks in notes.items():
+        if not is_large(folder / f"{key}.npy"):
+            ends = np.cumsum([note["images"] for note in chunks])
+            pieces = np.split(arrays[key].transpose(0, 2, 3, 1), ends[:-1])
+            if list(map(note_chunk, pieces)) != chunks:
+                raise ValueError(f"the checksums of {key} are not the stored ones")
+    return arrays, meta
+
+
+def is_large(path: Path) -> bool:
+    """Whether a file is too large to be read whole only to detect a change."""
+    return path.stat().st_size > LARGE
+
+
+def note_chunk(x: Bytes) -> ChunkNote:
+    """The note on a chunk of images [N, H, W, C]."""
+    checksum = hashlib.sha256(np.ascontiguousarray(x).data).hexdigest()
+    sums = channel_sums(x.transpose(0, 3, 1, 2)).tolist()
+    return {"images": len(x), "sha256": checksum, "sums": sums}
+
+
+def read_notes(path: Path) -> list[ChunkNote]:
+    """The complete notes in a file; [] without the file."""
+    notes: list[ChunkNote] = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with suppress(ValueError):  # a line that a killed process left incomplete
+            notes.append(json.loads(line))
+    return notes
+
+
+def channel_sums(x: Bytes) -> Numbers:
+    """The exact sums of the pixels of [N, C, H, W] and of their squares, by channel.  # [2, C]"""
+    total = x.sum((0, 2, 3), dtype=np.int64)
+    squares = [np.square(x[:, c], dtype=np.uint16).sum(dtype=np.int64) for c in range(x.shape[1])]
+    return np.stack([total, squares])
+
+
+def channel_moments(sums: Numbers, count: int) -> NamedArrays:
+    """Mean and standard deviation by channel, in 0..1, from the sums over `count` pixels."""
+    mean = sums[0] / count
+    std = np.sqrt(sums[1] / count - mean**2)
+    std = np.where(std > 0, std / 255, 1)
+    return {"mean": (mean / 255).astype(np.float32), "std": std.astype(np.float32)}
+
+
+def _map_files(folder: Path) -> tuple[NamedArrays, dict[str, list[ChunkNote]]]:
+    """All arrays in `folder`, images as [N, C, H, W], and the notes on those in chunks."""
+    arrays = {}
+    for key in ARRAYS:
+        path = folder / f"{key}.npy"
+        # Linux refuses private, writable pages ("c") of a file larger than memory.
+        array = np.load(path, mmap_mode="r" if is_large(path) else "c")
+        arrays[key] = array.transpose(0, 3, 1, 2) if array.ndim == 4 else array
+    return arrays, {path.stem: read_notes(path) for path in folder.glob("*.jsonl")}
+
+
+def _digest(arrays: NamedArrays, notes: Mapping[str, list[ChunkNote]], names: Names) -> str:
+    """The sha256 over all arrays and names; images in chunks enter by their checksums."""
+    digest = hashlib.sha256(json.dumps(names).encode())
+    for key in ARRAYS:
+        digest.update(f"{key} {arrays[key].dtype.str} {arrays[key].shape}".encode())
+        if key in notes:
+            digest.update("".join(note["sha256"] for note in notes[key]).encode())
+        else:
+            digest.update(np.ascontiguousarray(arrays[key]).ravel().data)
+    return digest.hexdigest()

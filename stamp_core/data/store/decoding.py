@@ -1,0 +1,157 @@
+"""Image files, decoded once into arrays that may be larger than memory, chunk by chunk."""
+
+import errno
+import hashlib
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+from tqdm.auto import tqdm
+
+from stamp_core.core import fingerprint
+from stamp_core.core.progress import is_interactive
+from stamp_core.data.store import cache
+from stamp_core.data.store.cache import SUBSETS, Bytes, NamedArrays, Numbers
+
+CHUNK_BYTES = 1 << 25  # of the images that are decoded, written and recorded at a time
+
+
+@dataclass(frozen=True, eq=False)
+class ImageFiles:
+    """The image files for training, or those for testing."""
+
+    files: list[str]  # [N], paths below the listing's root
+    labels: Numbers  # [N]
+    domains: Numbers  # [N]
+
+
+@dataclass(frozen=True, eq=False)
+class Listing:
+    """What `listing(options)` of a source returns: all image files, their labels and domains."""
+
+    root: Path
+    train: ImageFiles
+    test: ImageFiles
+    classes: tuple[str, ...]
+    domains: tuple[str, ...]
+    size: int  # pixels per side
+    grey: bool
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Height, width and channels of a decoded image."""
+        return self.size, self.size, 1 if self.grey else 3
+
+
+def listing_key(listing: Listing) -> str:
+    """A hash of all that decides the arrays: names, sizes, times and labels; code; Pillow.
+
+    The code is that of decoding and storing only: the listing holds the results of all other code.
+    """
+    code = [fingerprint.code_digest(str(file)) for file in (__file__, cache.__file__)]
+    shared = [version("pillow"), code, listing.classes, listing.domains, listing.shape]
+    digest = hashlib.sha256(json.dumps(shared).encode())
+    for images in (listing.train, listing.test):
+        digest.update(images.labels.tobytes() + images.domains.tobytes())
+        for name in images.files:
+            stat = (listing.root / name).stat()
+            digest.update(os.fsencode(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\0"))
+    return digest.hexdigest()
+
+
+def write_listing(listing: Listing, draft: Path) -> None:
+    """Decode all images that `draft` does not hold yet, then complete the data set."""
+    subsets = dict(zip(SUBSETS, (listing.train, listing.test), strict=True))
+    done = {
+        name: _lay_out(listing, each, draft / f"x_{name}.npy") for name, each in subsets.items()
+    }
+    images = sum(len(each.files) for each in subsets.values()) - sum(done.values())
+    need, free = images * math.prod(listing.shape), shutil.disk_usage(draft).free
+    if need > free:
+        text = f"{need / 1e9:.4g} GB are needed, {free / 1e9:.4g} GB are free"
+        raise OSError(errno.ENOSPC, text, str(draft))
+    arrays: NamedArrays = {}
+    for name, each in subsets.items():
+        _decode_files(listing, each.files, done[name], draft / f"x_{name}.npy")
+        arrays |= {f"y_{name}": each.labels, f"domain_{name}": each.domains}
+    sums = np.sum([note["sums"] for note in cache.read_notes(draft / "x_train.jsonl")], axis=0)
+    arrays |= cache.channel_moments(sums, len(listing.train.files) * listing.size**2)
+    cache.complete(draft, arrays, [list(listing.classes), list(listing.domains)])
+
+
+def decode_image(path: Path, size: int, grey: bool) -> Bytes:
+    """One image, as by torchvision's Resize(size) and CenterCrop(size).  # [size, size, C]"""
+    from PIL import Image  # only here: a cached data set needs no decoding
+
+    try:
+        with Image.open(path) as file:
+            image = file.convert("L" if grey else "RGB")
+    except Exception as error:  # for damaged files, Pillow raises errors of almost any type
+        raise ValueError(f"{path} is not a readable image: {error}") from error
+    short = min(image.size)
+    width, height = (int(size * side / short) for side in image.size)
+    image = image.resize((width, height), Image.Resampling.BILINEAR)
+    left, top = round((width - size) / 2), round((height - size) / 2)
+    image = image.crop((left, top, left + size, top + size))
+    return np.asarray(image, np.uint8).reshape(size, size, -1)
+
+
+def _lay_out(listing: Listing, images: ImageFiles, path: Path) -> int:
+    """The number of images that the array at `path` holds already; if none, it is created anew."""
+    log = path.with_suffix(".jsonl")
+    if not path.exists():
+        log.unlink(missing_ok=True)
+    done = int(sum(note["images"] for note in cache.read_notes(log)))
+    if not done:
+        np.lib.format.open_memmap(path, "w+", np.uint8, (len(images.files), *listing.shape))
+    return done
+
+
+def _decode_files(listing: Listing, files: list[str], done: int, path: Path) -> None:
+    """Decode all but the first `done` files; record each chunk once it is on disk."""
+    chunks = _decode_chunks(listing, files[done:])
+    with path.open("r+b") as images, path.with_suffix(".jsonl").open("a") as notes:
+        images.seek((done - len(files)) * math.prod(listing.shape), os.SEEK_END)
+        for chunk in _show_progress(chunks, f"{path.parent.stem} {path.stem}", len(files), done):
+            images.write(chunk.data)  # a full disk is an error here, a crash in a memory map
+            images.flush()
+            os.fsync(images.fileno())
+            # The newline comes first: it also ends a line that was cut short.
+            notes.write(f"\n{json.dumps(cache.note_chunk(chunk))}")
+            notes.flush()
+
+
+def _decode_chunks(listing: Listing, files: list[str]) -> Iterator[Bytes]:
+    """The images of `files` in order, a chunk at a time.  # [n, H, W, C]"""
+    decode = partial(decode_image, size=listing.size, grey=listing.grey)
+    step = max(1, CHUNK_BYTES // math.prod(listing.shape))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for start in range(0, len(files), step):
+            paths = [listing.root / name for name in files[start : start + step]]
+            chunk = np.empty((len(paths), *listing.shape), np.uint8)
+            for place, image in enumerate(pool.map(decode, paths)):
+                chunk[place] = image
+            yield chunk
+
+
+def _show_progress(chunks: Iterator[Bytes], name: str, total: int, done: int) -> Iterator[Bytes]:
+    """The chunks, with a progress bar in an interactive session, else with a line per tenth."""
+    bar = tqdm(desc=name, total=total, initial=done, unit="image", disable=not is_interactive())
+    began = time.perf_counter()
+    with bar:
+        for chunk in chunks:
+            yield chunk
+            tenth, done = 10 * done // total, done + len(chunk)
+            bar.update(len(chunk))
+            if bar.disable and 10 * done // total > tenth:
+                seconds = time.perf_counter() - began
+                print(f"{name}  {done}/{total} images  {seconds:.1f} s", flush=True)

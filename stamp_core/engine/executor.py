@@ -1,0 +1,277 @@
+"""Where clients run: in this process or in worker processes of one thread each; same results."""
+
+import concurrent.futures
+import io
+import multiprocessing
+import os
+import pickle
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from stamp_core.client.diagnostics import temporal_angles
+from stamp_core.client.workspace import RoundId, Workspace
+from stamp_core.config.decode import invalid
+from stamp_core.config.schema import Setting
+from stamp_core.data.split import Plan
+from stamp_core.engine.experiment import Experiment
+from stamp_core.methods.base.method import ClientRound, InitialStates, Message, Method, Reply, State
+
+_T = TypeVar("_T")
+OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "ALLOC_FAILED")  # in torch's errors
+
+
+@dataclass(frozen=True)
+class ClientResult:
+    """A client's reply with what its round cost and, after a last round, its model's scores."""
+
+    reply: Reply
+    scores: Tensor | None  # [scorings, 1, T] of the model after local training
+    angles: dict[str, float]  # between the gradients of the client's tasks, if recorded
+    seconds: float
+    memory: int  # bytes, peak of this process so far
+    gpu: int  # bytes, peak of the client round on the GPU
+
+
+class Worker:
+    """One process's workspace with the method and the plans of all seeds; it has no other state."""
+
+    def __init__(self, experiment: Experiment, plans: Mapping[int, Plan], device: str) -> None:
+        self.work = Workspace(experiment.setting, experiment.dataset(), device)
+        self.method = experiment.kind(experiment.params, self.work)
+        self.plans = plans
+        self.lock = threading.Lock()
+
+    def run(self, call: "Call[_T]") -> _T:
+        """The result of a call; an error for lack of memory names the parameter to lower."""
+        with explain_out_of_memory(self.work.setting):
+            return call(self)
+
+    def initial_states(self, seed: int) -> InitialStates:
+        """The first states of the server and of every client."""
+        return self.method.initial_states(self.plans[seed])
+
+    def train_client(self, round_id: RoundId, state: State, message: Message) -> ClientResult:
+        """One client round, with the scores and angles of its local model after a last round."""
+        gpu = self.work.device.type == "cuda"
+        if gpu:
+            torch.cuda.reset_peak_memory_stats(self.work.device)
+        start = time.perf_counter()
+        plan = self.plans[round_id.seed]
+        reply = self.method.train_client(ClientRound(round_id, plan, state, message))
+        seconds = time.perf_counter() - start
+        peak = torch.cuda.max_memory_allocated(self.work.device) if gpu else 0
+        scores, angles = self.diagnose(round_id) if round_id.last else (None, {})
+        return ClientResult(reply, scores, angles, seconds, peak_memory(), peak)
+
+    def diagnose(self, round_id: RoundId) -> tuple[Tensor | None, dict[str, float]]:
+        """Scores and angles of the model after a client round, where the method has them."""
+        plan, models = self.plans[round_id.seed], self.method.models
+        recorded = self.work.setting.diagnostics
+        scores = None
+        if "local" in models:
+            scores = self.work.score(plan, [round_id.client], round_id.experience)
+        if not recorded.angles or models == ("global",):  # joint training: no client has tasks
+            return scores, {}
+        return scores, temporal_angles(self.work, plan, round_id, recorded.displacements)
+
+    def evaluate(self, seed: int, experience: int, message: Message) -> Tensor:
+        """Scores of the model in `message` for all clients.  # [scorings, U, T]"""
+        plan = self.plans[seed]
+        self.work.model.load(message["parameters"], message["buffers"])
+        return self.work.score(plan, list(range(len(plan.clients))), experience)
+
+    def extract_features(self, message: Message, indices: Tensor) -> Tensor:
+        """Features of some test images under the model in `message`.  # float16 [n, D]"""
+        self.work.model.load(message["parameters"], message["buffers"])
+        images = self.work.dataset.x_test[indices]
+        return self.work.outputs(images, self.work.classifier.encode).half()
+
+    def evaluate_client(
+        self, round_id: RoundId, state: State, message: Message, personal: bool
+    ) -> Tensor:
+        """Scores of a client's personal model, or of the global one with the client's buffers."""
+        plan = self.plans[round_id.seed]
+        client_round = ClientRound(round_id, plan, state, message)
+        if personal:
+            self.method.load_personal_model(client_round)
+        else:
+            Method.receive(self.method, client_round)
+        return self.work.score(plan, [round_id.client], round_id.experience)  # [scorings, 1, T]
+
+
+Call = Callable[[Worker], _T]  # partial(Worker.evaluate, seed=0, ...): checked by mypy
+
+
+@contextmanager
+def explain_out_of_memory(setting: Setting) -> Iterator[None]:
+    """A context in which an error for lack of memory names the parameter to lower."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryError(memory_advice(setting)) from error
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an error is torch's for lack of memory; on the CPU it has no class of its own."""
+    text = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or any(word in text for word in OUT_OF_MEMORY)
+
+
+def memory_advice(setting: Setting) -> str:
+    """The message for lack of memory, which names the parameter to lower."""
+    network, batch_size = setting.network, setting.training.batch_size
+    key, least = f"{setting.name}.network.micro_batch_size", 2 if network.norm == "batch" else 1
+    now = min(network.micro_batch_size or batch_size, batch_size)
+    advice = f"lower it, to {max(least, now // 2)}, and fewer images pass the network at a time"
+    if now <= least:
+        advice = "take a smaller network or smaller images, or fewer workers (STAMP_WORKERS=1)"
+    return (
+        f"params/settings.yaml: {key} is {network.micro_batch_size}; there is not enough memory "
+        f"for a batch of {batch_size}: {advice}; finished rounds are kept"
+    )
+
+
+class SerialExecutor:
+    """Runs every call in this process, one after the other."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+
+    def map(self, calls: Iterable[Call[_T]]) -> list[_T]:
+        """The results of the calls, in order."""
+        return [self.worker.run(call) for call in calls]
+
+    def close(self) -> None:
+        """Do nothing: there are no worker processes."""
+
+
+class ProcessExecutor:
+    """Distributes the calls among worker processes; several threads may call it at once."""
+
+    def __init__(
+        self, experiment: Experiment, plans: Mapping[int, Plan], device: str, workers: int
+    ) -> None:
+        # A fork server has imported torch already and has no other threads: its children start
+        # fast and cannot inherit a lock held by another thread, as those of a notebook kernel may.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["stamp_core.engine.executor"])
+        self.pool = concurrent.futures.ProcessPoolExecutor(
+            workers, context, initializer=_start, initargs=(_dumps((experiment, plans, device)),)
+        )
+
+    def map(self, calls: Iterable[Call[_T]]) -> list[_T]:
+        """The results of the calls, in order."""
+        try:
+            futures = [self.pool.submit(_run, _dumps(call)) for call in calls]
+            return [pickle.loads(future.result()) for future in futures]
+        except BrokenProcessPool:
+            raise RuntimeError(
+                "a worker process ended. Most often memory was lacking: run with fewer workers "
+                "(STAMP_WORKERS=1) or a smaller network.micro_batch_size; finished rounds are "
+                "kept. In a script, call train under `if __name__ == '__main__':`, as workers "
+                "import it"
+            ) from None
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self.pool.shutdown(wait=True, cancel_futures=True)
+
+
+Executor = SerialExecutor | ProcessExecutor
+
+
+def start_executor(
+    experiment: Experiment, plans: Mapping[int, Plan], workers: int, device: str
+) -> tuple[Worker, Executor]:
+    """This process's own worker and where the clients run: worker processes if `workers` > 1."""
+    torch.set_num_threads(1)  # sums are split by threads: their number would change last digits
+    worker = Worker(experiment, plans, device)
+    if workers == 1:
+        return worker, SerialExecutor(worker)
+    return worker, ProcessExecutor(experiment, plans, device, workers)
+
+
+def resolve_workers(workers: int, device: str) -> int:
+    """The number of worker processes; 0 means $STAMP_WORKERS, else one per core (GPU: one)."""
+    workers = workers or int(os.environ.get("STAMP_WORKERS", 0))
+    if workers < 0:
+        raise invalid("workers", workers, "at least 0")
+    if workers or device == "cuda":
+        return workers or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return cores or 1
+
+
+def resolve_device(device: str) -> str:
+    """The device by name; "auto" is the GPU if there is one."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device
+
+
+def peak_memory() -> int:
+    """The peak memory of this process in bytes.
+
+    Not by getrusage on Linux: there a process inherits the peak of the one that started it.
+    """
+    if sys.platform == "darwin":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM:")))
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors as plain arrays: torch's own pickling opens a file descriptor for each."""
+
+    def reducer_override(self, item: Any) -> Any:
+        """How a tensor is pickled; everything else is pickled as usual."""
+        if isinstance(item, Tensor):
+            return torch.from_numpy, (item.numpy(),)
+        return NotImplemented
+
+
+def _dumps(item: object) -> bytes:
+    """`item` as bytes for another process."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=5).dump(item)
+    return buffer.getvalue()
+
+
+_worker: Worker | None = None  # of this process, if it is a worker process
+
+
+def _start(packed: bytes) -> None:
+    """Make this process a worker that ends with its parent and leaves Ctrl-C to it."""
+    global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_follow_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    _worker = Worker(*pickle.loads(packed))
+
+
+def _follow_parent() -> None:
+    """End this process when its parent has ended: a killed parent cannot stop its workers."""
+    parent = multiprocessing.parent_process()
+    if parent:
+        parent.join()
+        os._exit(1)
+
+
+def _run(packed: bytes) -> bytes:
+    """The result of one call in a worker process, as bytes."""
+    assert _worker is not None
+    return _dumps(_worker.run(pickle.loads(packed)))

@@ -1,0 +1,129 @@
+"""Experiments: a setting with a method, resolved and checked, and what identifies its runs."""
+
+import hashlib
+import json
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stamp_core.client.workspace import Workspace
+from stamp_core.config.decode import ParameterError, invalid, to_plain
+from stamp_core.config.params import (
+    FILES,
+    Params,
+    expand_grid,
+    parse_seeds,
+    read_params,
+    read_setting,
+)
+from stamp_core.config.schema import Setting
+from stamp_core.core.fingerprint import PACKAGE, combined_fingerprint
+from stamp_core.data.dataset import ImageDataset, load_dataset, source_options
+from stamp_core.data.split import Plan, make_plan
+from stamp_core.methods.base.method import Method
+from stamp_core.methods.base.registry import resolve_preset
+from stamp_core.models.pretrained import weights_digest
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A setting and a method with all their parameters."""
+
+    setting: Setting
+    method: str  # the name of a preset in params/methods.yaml, or of a method
+    kind: type[Method]
+    params: Any
+    sweep: tuple[str, str] | None = None  # name of the sweep and value of the swept parameter
+
+    @property
+    def name(self) -> str:
+        """Setting, method and, in a sweep, its name and value: part of file names."""
+        return "-".join((self.setting.name, self.method, *(self.sweep or ())))
+
+    def dataset(self) -> ImageDataset:
+        """The images of the setting."""
+        return load_dataset(self.setting.data)
+
+    def resolved(self) -> dict[str, Any]:
+        """All parameters of the experiment as plain values."""
+        options = to_plain(source_options(self.setting.data))
+        source = {"source": self.setting.data["source"], **options}
+        params = {"kind": self.kind.__module__.rpartition(".")[2], **to_plain(self.params)}
+        setting = {**to_plain(self.setting), "data": source}
+        return {"setting": setting, "method": {"name": self.method, **params}}
+
+    def identity(self, plan: Plan, device: str) -> dict[str, str]:
+        """What determines the results of a run: parameters, plan, code, torch, device, weights."""
+        text = json.dumps(self.resolved(), sort_keys=True)
+        weights = weights_digest(self.setting.network)
+        return {
+            "parameters": hashlib.sha256(text.encode()).hexdigest(),
+            "plan": plan.hash,
+            "code": self.code(),
+            "torch": torch.__version__,
+            "device": f"{torch.device(device).type} {platform.machine()}",
+            **({} if weights is None else {"pretrained": weights}),
+        }
+
+    def code(self) -> str:
+        """The fingerprint of all code that can change a result of this experiment."""
+        return combined_fingerprint(*self.files())
+
+    def files(self) -> list[Path]:
+        """The files that, with all their imports, determine the results of this experiment."""
+        kind = self.kind.__module__.rpartition(".")[2]
+        found = [PACKAGE / "engine" / "train.py", PACKAGE / "methods" / f"{kind}.py"]
+        if hasattr(self.params, "memory"):  # its rule is loaded by name, not by an import
+            found.append(PACKAGE / "coresets" / "selection" / f"{self.params.memory.selection}.py")
+        return found
+
+    def __repr__(self) -> str:
+        """The experiment with every parameter, one section per line."""
+        resolved = self.resolved()
+        sections = {**resolved.pop("setting"), **resolved}
+        return "\n".join(f"{name:12} {_section_text(each)}" for name, each in sections.items())
+
+
+def load_experiment(setting: str, method: str, params: Params | None = None) -> Experiment:
+    """The experiment of a setting and a preset, refused in one line if anything is wrong."""
+    params = read_params() if params is None else params
+    checked = read_setting(setting, params)
+    source_options(checked.data, f"{FILES['settings']}: {setting}.data")
+    return Experiment(checked, method, *resolve_preset(method, params))
+
+
+def check_params(params: Params) -> int:
+    """Check a profile with all settings and presets; returns the number of its experiments."""
+    for setting in params["settings"]:
+        load_experiment(setting, next(iter(params["methods"])), params)
+    for method in params["methods"]:
+        resolve_preset(method, params)
+    experiments = list(expand_grid("grid", params))
+    for setting, method, seeds in experiments:
+        load_experiment(setting, method, params)
+        parse_seeds(seeds)
+    for page in ("ablation", *(["tour"] if "tour" in params else [])):
+        if missing := sorted(set(expand_grid(page, params)) - set(experiments)):
+            raise invalid(f"{params['file']}: {page}", missing[0], "in grid, which trains it")
+    return len(experiments)
+
+
+def check_setting(name: str, params: Params) -> None:
+    """Refuse a setting whose plan or network cannot be made for its images."""
+    setting = read_setting(name, params)
+    dataset = load_dataset(setting.data)
+    try:
+        make_plan(setting.split, dataset, seed=0)
+        Workspace(setting, dataset)
+    except ParameterError as error:
+        raise ParameterError(f"{FILES['settings']}: {name}: {error}") from None
+
+
+def _section_text(section: object) -> str:
+    """One section on one line."""
+    if isinstance(section, dict):
+        return "  ".join(f"{key} {value}" for key, value in section.items() if value is not None)
+    return str(section)

@@ -1,0 +1,393 @@
+"""Experiences x rounds x clients: trains one experiment, all its seeds side by side."""
+
+import concurrent.futures
+import math
+import os
+import platform
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from stamp_core.client.by_class import first_per_class
+from stamp_core.client.diagnostics import spatial_angles
+from stamp_core.client.workspace import RoundId
+from stamp_core.core.progress import Progress
+from stamp_core.core.seeding import generator
+from stamp_core.data.split import Plan
+from stamp_core.engine.checkpoint import load_checkpoint, save_checkpoint
+from stamp_core.engine.executor import (
+    ClientResult,
+    Executor,
+    SerialExecutor,
+    Worker,
+    peak_memory,
+    resolve_device,
+    resolve_workers,
+    start_executor,
+)
+from stamp_core.engine.experiment import Experiment
+from stamp_core.methods.base.method import Log, Message
+from stamp_core.models.flat import split_like
+from stamp_core.results.metrics import micro_average
+from stamp_core.results.records import SCORINGS, Record, tree_bytes
+
+
+def train(
+    experiment: Experiment,
+    plans: Mapping[int, Plan],
+    workers: int = 1,
+    device: str = "auto",
+    resume: Path | None = None,
+) -> dict[int, Record]:
+    """The records of an experiment, one for each seed's plan.
+
+    With a folder `resume` every round is saved there, and a killed training resumes from there
+    when it is called again. `workers` 0 is one process per core; results never depend on it.
+    """
+    device = resolve_device(device)
+    worker, executor = start_executor(experiment, plans, resolve_workers(workers, device), device)
+    try:
+        runs = [Run(experiment, plan, worker, executor, resume) for plan in plans.values()]
+        with Progress(sum(r.rounds for r in runs), sum(r.state["next"] for r in runs)) as progress:
+            return _train_side_by_side(runs, progress)
+    finally:
+        executor.close()
+
+
+def save_records(records: Mapping[int, Record], folder: Path, resume: Path | None = None) -> None:
+    """Write the records of an experiment, one folder per seed, and delete their checkpoints."""
+    for seed, record in records.items():
+        record.save(folder / str(seed))
+        if resume:
+            (resume / f"{record.name}-{seed}.safetensors").unlink(missing_ok=True)
+
+
+class Run:
+    """One seed's training; `state` is all of it, so a checkpoint is `state` on disk."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        plan: Plan,
+        worker: Worker,
+        executor: Executor,
+        resume: Path | None,
+    ) -> None:
+        self.experiment, self.plan, self.worker, self.executor = experiment, plan, worker, executor
+        self.method, self.models = worker.method, worker.method.models
+        self.training, self.seed = experiment.setting.training, plan.seed
+        self.rounds = plan.experiences * self.training.rounds
+        self.identity = experiment.identity(plan, str(worker.work.device))
+        self.file = resume / f"{experiment.name}-{plan.seed}.safetensors" if resume else None
+        saved = load_checkpoint(self.file, self.identity) if self.file else None
+        self.state = saved or self.initial_state()
+        self.saving, self.stop = 0.0, False
+        count = experiment.setting.diagnostics.features
+        self.feature_indices = first_per_class(worker.work.dataset.y_test, count)
+
+    def initial_state(self) -> dict[str, Any]:
+        """The state before the first round, with the untrained model's accuracies."""
+        start = time.perf_counter()
+        server, clients, down, up = self.worker.run(partial(Worker.initial_states, seed=self.seed))
+        setup = {"down": down, "up": up, "seconds": time.perf_counter() - start}
+        shape = (len(SCORINGS), self.plan.experiences, len(clients), self.plan.tasks)
+        scores = {model: torch.full(shape, torch.nan) for model in ("global", "personal", "local")}
+        scores["initial"] = self.worker.run(
+            partial(Worker.evaluate, seed=self.seed, experience=0, message=global_model(server))
+        )
+        progress = {"next": 0, "history": [], "features": [], "setup": setup}
+        return {"server": server, "clients": clients, "scores": scores, **progress}
+
+    def finish(self, progress: Progress) -> Record:
+        """Train from the current state to the end; returns the record of the whole run."""
+        while self.state["next"] < self.rounds:
+            if self.stop:
+                raise InterruptedError(f"seed {self.seed} stopped")
+            experience, round_ = divmod(self.state["next"], self.training.rounds)
+            self.train_round(experience, round_)
+            progress.round()
+            if round_ == self.training.rounds - 1:
+                place = f"{experience + 1}/{self.plan.experiences}"
+                progress.experience(self.seed, place, self.accuracy(experience))
+        return self.record()
+
+    def train_round(self, experience: int, round_: int) -> None:
+        """One round: broadcast, train clients, aggregate, evaluate, record, save."""
+        selected, completing = self.select_clients(experience, round_)
+        state, last = self.state, round_ == self.training.rounds - 1
+        clock = [time.perf_counter()]
+        messages = {client: self.method.broadcast(state["server"], client) for client in selected}
+        results = self.executor.map(
+            partial(
+                Worker.train_client,
+                round_id=RoundId(self.seed, client, experience, round_, last),
+                state=state["clients"][client],
+                message=messages[client],
+            )
+            for client in completing
+        )
+        clock.append(time.perf_counter())
+        with self.worker.lock:  # one seed at a time uses this process's live model
+            before, log = state["server"], Log()
+            state["server"] = self.method.aggregate(before, [r.reply for r in results], log)
+        for client, result in zip(completing, results, strict=True):
+            state["clients"][client] = result.reply.state
+        clock.append(time.perf_counter())
+        angles = self.angles(before, results)
+        if last:
+            self.evaluate(experience, completing, results)
+        clock.append(time.perf_counter())
+        entry = self.history_entry(experience, round_, messages, results, clock)
+        logs = [*(result.reply.log for result in results), log]
+        entry["seconds"] |= sum_by_name(each.seconds for each in logs)
+        state["history"].append({**entry, "angles": angles, **summarise_logs(logs)})
+        state["next"] += 1
+        self.save()
+
+    def select_clients(self, experience: int, round_: int) -> tuple[list[int], list[int]]:
+        """The clients that receive the model in a round, and those of them that complete it."""
+        clients = len(self.plan.clients)
+        address = (self.seed, experience, round_)
+        count = max(1, math.ceil(self.training.participation * clients - 1e-9))  # 0.28 * 25 > 7
+        order = torch.randperm(clients, generator=generator(*address, "participation"))
+        draws = torch.rand(clients, generator=generator(*address, "dropout"))
+        selected = sorted(order[:count].tolist())
+        completing = [client for client in selected if draws[client] >= self.training.dropout]
+        return self.method.participants(selected), self.method.participants(completing)
+
+    def angles(self, before: Mapping[str, Any], results: list[ClientResult]) -> dict[str, float]:
+        """Angles between the clients' updates and, where recorded, between each client's tasks."""
+        found = [result.angles for result in results]
+        messages = [result.reply.message for result in results if result.reply.sgd_steps]
+        received = [message["parameters"] for message in messages if "parameters" in message]
+        if received and "global" in self.models:
+            after = self.state["server"]["parameters"]
+            found.append(spatial_angles(before["parameters"], after, received))
+        return mean_by_name(found)
+
+    def evaluate(self, experience: int, completing: list[int], results: list[ClientResult]) -> None:
+        """Fill in the accuracies after an experience, of all models that the method has."""
+        scores, message = self.state["scores"], global_model(self.state["server"])
+        for client, result in zip(completing, results, strict=True):
+            if result.scores is not None:
+                scores["local"][:, experience, client] = result.scores[:, 0]
+        if "global" in self.models and self.has_local_buffers():
+            scores["global"][:, experience] = self.evaluate_clients(experience, personal=False)
+        elif "global" in self.models:
+            call = partial(Worker.evaluate, seed=self.seed, experience=experience, message=message)
+            scores["global"][:, experience] = self.executor.map([call])[0]
+        if "personal" in self.models:
+            scores["personal"][:, experience] = self.evaluate_clients(experience, personal=True)
+        if "global" in self.models and len(self.feature_indices):
+            extract = partial(
+                Worker.extract_features, message=message, indices=self.feature_indices
+            )
+            self.state["features"] += self.executor.map([extract])
+
+    def evaluate_clients(self, experience: int, personal: bool) -> Tensor:
+        """Scores of each client's own version of a model.  # [scorings, U, T]"""
+        server, last = self.state["server"], self.training.rounds - 1
+        calls = [
+            partial(
+                Worker.evaluate_client,
+                round_id=RoundId(self.seed, client, experience, last, True),
+                state=state,
+                message=(
+                    self.method.broadcast(server, client) if personal else global_model(server)
+                ),
+                personal=personal,
+            )
+            for client, state in enumerate(self.state["clients"])
+        ]
+        return torch.cat(self.executor.map(calls), dim=1)
+
+    def has_local_buffers(self) -> bool:
+        """Whether the global model needs each client's own batch normalisation."""
+        return self.training.buffers == "local" and len(self.worker.work.model.buffers) > 0
+
+    def history_entry(
+        self,
+        experience: int,
+        round_: int,
+        messages: Mapping[int, Message],
+        results: list[ClientResult],
+        clock: list[float],
+    ) -> dict[str, Any]:
+        """A round's history entry: loss, seconds by phase, bytes down and up, memory, disk."""
+        replies = [result.reply for result in results]
+        losses = [(reply.loss, reply.samples) for reply in replies if reply.sgd_steps]
+        samples = sum(n for _, n in losses)
+        return {
+            "experience": experience,
+            "round": round_,
+            "participants": len(messages),
+            "completed": len(results),
+            "sgd_steps": sum(reply.sgd_steps for reply in replies),
+            "loss": sum(loss * n for loss, n in losses) / samples if samples else None,
+            "seconds": {
+                "clients": sum(result.seconds for result in results),  # their own work, added up
+                "waiting": clock[1] - clock[0],  # for the clients, which work side by side
+                "server": clock[2] - clock[1],
+                "evaluation": clock[3] - clock[2],
+                "checkpoint": self.saving,  # of the round before
+            },
+            "bytes": {
+                "down": sum(map(tree_bytes, messages.values())),
+                "up": sum(tree_bytes(reply.message) for reply in replies),
+            },
+            "memory": {
+                "process": max([peak_memory(), *(result.memory for result in results)]),
+                "gpu": max([0, *(result.gpu for result in results)]),
+            },
+            "disk": max(map(tree_bytes, self.state["clients"])),  # of the client that keeps most
+        }
+
+    def save(self) -> None:
+        """Write the checkpoint; if that fails, as on a full disk, warn and continue training."""
+        if self.file is None:
+            return
+        start = time.perf_counter()
+        try:
+            save_checkpoint(self.file, self.state, self.identity)
+        except OSError as error:
+            warnings.warn(f"no checkpoint at {self.file}: {error}; training goes on", stacklevel=2)
+        self.saving = time.perf_counter() - start
+
+    def accuracy(self, experience: int) -> float:
+        """Mean accuracy over the tasks learnt so far, of the first model that the method has."""
+        scores = self.state["scores"][self.models[0]]
+        a = scores[0, experience : experience + 1].double().numpy()  # [1, U, T]
+        return float(micro_average(a, self.test_counts())[0, : experience + 1].mean())
+
+    def test_counts(self) -> npt.NDArray[np.int64]:
+        """How many test images each client has of each task.  # [U, T]"""
+        tests, plan = self.worker.work.tests, self.plan
+        clients, tasks = range(len(plan.clients)), range(plan.tasks)
+        return np.array([[len(tests(plan, u, t)) for t in tasks] for u in clients])
+
+    def record(self) -> Record:
+        """The record of the finished run."""
+        about = {
+            **self.experiment.resolved(),
+            "group": self.experiment.kind.group,
+            "sweep": self.experiment.sweep,
+            "seed": self.seed,
+            "setup": self.state["setup"],  # before the first round
+            "identity": self.identity,
+            "environment": {
+                "python": platform.python_version(),
+                "device": device_name(self.worker.work.device),
+                "cores": os.cpu_count(),
+            },
+        }
+        return Record(
+            about,
+            self.state["history"],
+            {name: values.numpy() for name, values in self.state["scores"].items()},
+            self.test_counts(),
+            self.weights(),
+            self.features(),
+            self.memory_samples(),
+        )
+
+    def features(self) -> dict[str, Any]:
+        """Features of test images after each experience, with their labels, if recorded."""
+        if not self.state["features"]:
+            return {}
+        labels = self.worker.work.dataset.y_test[self.feature_indices]
+        return {"features": torch.stack(self.state["features"]).numpy(), "labels": labels.numpy()}
+
+    def memory_samples(self) -> dict[str, Any]:
+        """Exemplars of each class in the first client's memory, if recorded."""
+        count = self.experiment.setting.diagnostics.memory
+        samples = self.method.memory_samples(self.state["clients"][0], count) if count else {}
+        return {name: values.numpy() for name, values in samples.items()}
+
+    def weights(self) -> dict[str, Any]:
+        """The final global model's tensors by name; none where there is no global model."""
+        if "global" not in self.models:
+            return {}
+        module, server = self.worker.work.model.module, self.state["server"]
+        weights = {}
+        for named, vector in (
+            (dict(module.named_parameters()), server["parameters"]),
+            (dict(module.named_buffers()), server["buffers"]),
+        ):
+            values = split_like(vector, list(named.values()))
+            weights.update({name: v.numpy() for name, v in zip(named, values, strict=True)})
+        return weights
+
+
+def mean_by_name(each: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each named number where it is defined; absent if it is defined nowhere."""
+    values: dict[str, list[float]] = {}
+    for name, value in (item for numbers in each for item in numbers.items()):
+        if not math.isnan(value):
+            values.setdefault(name, []).append(value)
+    return {name: sum(v) / len(v) for name, v in values.items()}
+
+
+def sum_by_name(each: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The sum of each named number."""
+    total: Counter[str] = Counter()
+    for numbers in each:
+        total.update(numbers)
+    return dict(total)
+
+
+def summarise_logs(logs: list[Log]) -> dict[str, Any]:
+    """A round's notes, as means over clients, and how often each event occurred."""
+    events = Counter(event for log in logs for event in log.events)
+    return {"notes": mean_by_name(log.numbers for log in logs), "events": dict(events)}
+
+
+def global_model(server: Mapping[str, Any]) -> Message:
+    """The global model as a message."""
+    return {name: server[name] for name in ("parameters", "buffers")}
+
+
+def device_name(device: torch.device) -> str:
+    """The name of a device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+
+
+def _train_side_by_side(runs: list[Run], progress: Progress) -> dict[int, Record]:
+    """The records of all runs; the error of a failed run is raised after the others have ended."""
+    if isinstance(runs[0].executor, SerialExecutor):
+        return _gather(runs, [_outcome(run, progress) for run in runs])
+    threads = concurrent.futures.ThreadPoolExecutor(len(runs))
+    try:
+        futures = [threads.submit(_outcome, run, progress) for run in runs]
+        return _gather(runs, [future.result() for future in futures])
+    finally:
+        for run in runs:
+            run.stop = True  # Ctrl-C: the threads end after their round, which is saved
+        threads.shutdown()
+
+
+def _outcome(run: Run, progress: Progress) -> Record | Exception:
+    """The record of a run, or the error that ended it."""
+    try:
+        return run.finish(progress)
+    except Exception as error:  # any error is raised again when the others have ended
+        return error
+
+
+def _gather(runs: list[Run], outcomes: list[Record | Exception]) -> dict[int, Record]:
+    """The records by seed, or the first error with the seeds that failed."""
+    pairs = list(zip(runs, outcomes, strict=True))
+    errors = [(run.seed, outcome) for run, outcome in pairs if isinstance(outcome, Exception)]
+    if errors:
+        seed, error = errors[0]
+        error.add_note(f"seed {seed}; seeds that failed: {[s for s, _ in errors]} of {len(runs)}")
+        raise error
+    return {run.seed: outcome for run, outcome in pairs if isinstance(outcome, Record)}

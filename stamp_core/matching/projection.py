@@ -1,0 +1,119 @@
+"""The nearest vector without conflict with given gradients: a quadratic program (GEM)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.optimize import nnls
+from torch import Tensor
+
+from stamp_core.matching.gram import Vector, combine, gram
+from stamp_core.matching.simplex import Array
+
+RESIDUAL = 1e-6  # up to which a program counts as solved; residuals are cosines
+NOT_FINITE, NOT_SOLVED = "not finite", "not solved"
+_CUTS = (1e-8, 1e-11, 1e-14)  # eigenvalues below that share of the largest are treated as 0
+
+
+@dataclass(frozen=True)
+class Projection:
+    """The difference between the projected vector and the vector."""
+
+    added: Tensor | None  # float64 [P]; None where there is no conflict
+    troubles: tuple[str, ...] = ()  # why some blocks were not projected
+
+
+@dataclass(frozen=True)
+class ProgramMinimum:
+    """The minimiser of a quadratic program, or the best point that the solver reached."""
+
+    v: Array  # [K]
+    residual: float = 0.0
+    trouble: str = ""
+
+
+def project_gradient(
+    vector: Tensor,
+    gradients: Sequence[Vector],
+    sizes: Sequence[int] | None = None,
+    *,
+    rho: float = 0.0,
+    ridge: float = 0.0,
+    margin: float = 0.0,
+) -> Projection:
+    """What to add to the vector so that <g_k, result> >= rho |g_k| |vector| in every block.
+
+    It is sum_k v_k g_k with v = argmin 0.5 v'(A + ridge) v + b'v over v >= margin, where A is the
+    Gram matrix of the gradients and b_k = <g_k, vector> - rho |g_k| |vector|; nothing if all
+    b >= 0. Sums are in float64: almost opposite gradients get large multipliers v, with which the
+    rounding of float32 would dominate the result.
+    """
+    grams = gram([*gradients, vector], sizes, torch.float64).numpy()  # [L, K + 1, K + 1]
+    minima = [_project_block(block, rho, ridge, margin) for block in grams]
+    v = torch.from_numpy(np.stack([each.v for each in minima]))  # [L, K]
+    added = combine(gradients, v, sizes, torch.float64) if v.any() else None
+    troubles = tuple(sorted({each.trouble for each in minima if each.trouble}))
+    return Projection(added, troubles)
+
+
+def _project_block(gram: Array, rho: float, ridge: float, margin: float) -> ProgramMinimum:
+    """The v of the gradients; the last row of the Gram matrix is the vector's."""
+    zeros = np.zeros(len(gram) - 1)
+    if not np.isfinite(gram).all():
+        return ProgramMinimum(zeros, trouble=NOT_FINITE)
+    norms = np.sqrt(gram.diagonal())
+    norms, size = norms[:-1], float(norms[-1])
+    linear = np.where(norms > 0, gram[:-1, -1] - rho * size * norms, 0.0)
+    if (linear >= 0).all():
+        return ProgramMinimum(zeros)
+    matrix = gram[:-1, :-1] + ridge * np.eye(len(norms))
+    minimum = minimise_program(matrix, linear, margin, size + margin * float(norms.sum()))
+    if minimum.residual > RESIDUAL:  # with rho > 0 the constraints may contradict each other
+        return ProgramMinimum(zeros, minimum.residual, NOT_SOLVED)
+    return minimum
+
+
+def minimise_program(
+    matrix: Array, linear: Array, lower: float = 0.0, size: float = 1.0
+) -> ProgramMinimum:
+    """The minimiser of 0.5 v'Av + b'v over v >= lower, and how far it is from optimal.
+
+    `size` is the norm of the vector whose products b holds: the residual is relative to it and to
+    the norms of the gradients, the roots of A's diagonal. Gradients of norm 0 are ignored.
+    """
+    norms = np.sqrt(matrix.diagonal())
+    nonzero = np.flatnonzero(norms > 0)
+    v = np.full(len(linear), lower)
+    if not len(nonzero):
+        return ProgramMinimum(v)
+    scale = norms[nonzero]
+    slopes = (linear + lower * matrix.sum(1))[nonzero] / (scale * size)
+    u, residual = _minimise_over_cone(
+        matrix[np.ix_(nonzero, nonzero)] / np.outer(scale, scale), slopes
+    )
+    v[nonzero] += u * size / scale
+    return ProgramMinimum(v, residual)
+
+
+def _minimise_over_cone(matrix: Array, linear: Array) -> tuple[Array, float]:
+    """The minimiser u of 0.5 u'Au + b'u over u >= 0, and the largest |min(u, Au + b)|.
+
+    With A = S'S it minimises |S u + y|, where S'y = b. Directions in which linearly dependent
+    gradients differ by rounding alone are left out, unless the residual shows that they count.
+    """
+    values, axes = np.linalg.eigh(matrix)
+    best, smallest = np.zeros(len(linear)), np.inf
+    for cut in _CUTS:
+        large = values > cut * values[-1]  # never empty, which scipy's nnls would not take
+        roots, basis = np.sqrt(values[large]), axes.T[large]
+        try:
+            u = nnls(roots[:, None] * basis, -(basis @ linear) / roots, maxiter=1000)[0]
+        except RuntimeError:  # too many iterations
+            continue
+        residual = float(np.abs(np.minimum(u, matrix @ u + linear)).max())
+        if residual < smallest:
+            best, smallest = u, residual
+        if smallest <= RESIDUAL:
+            break
+    return best, smallest

@@ -1,0 +1,225 @@
+"""Rehearsal: every client keeps exemplars of its classes and mixes them into local training."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stamp_core.client.by_class import first_per_class, sample_balanced
+from stamp_core.client.workspace import augment
+from stamp_core.config.decode import invalid, require_above, require_at_least
+from stamp_core.core.seeding import generator
+from stamp_core.coresets.learner import Learner
+from stamp_core.coresets.memory import (
+    Memory,
+    MemoryParams,
+    class_samples,
+    empty_memory,
+    update_memory,
+)
+from stamp_core.coresets.selection.base import (
+    Proposal,
+    TaskData,
+    hard_label_proposal,
+    needs_features,
+    propose_exemplars,
+    proposes,
+)
+from stamp_core.methods.base.method import ClientRound, FedAvgParams, Group, Method, State
+from stamp_core.models.flat import flatten
+
+
+@dataclass(frozen=True)
+class RehearsalParams(FedAvgParams):
+    """What is kept in memory, and how local training uses exemplars."""
+
+    memory: MemoryParams = field(
+        default_factory=lambda: MemoryParams(selection="uniform", space="off")
+    )
+    ratio: float = 1.0  # exemplars in a batch, as a multiple of its new images
+    balanced: bool = False  # sample exemplars evenly over classes instead of uniformly
+    # The loss is (new + weight * exemplars) / (1 + weight), each a mean; null: one mean over all.
+    weight: float | None = None
+    temperature: float = 1.0  # at which logits are compared with soft labels
+
+    def __post_init__(self) -> None:
+        """Refuse negative weights, and soft labels that no loss would use."""
+        super().__post_init__()
+        require_at_least(self, 0, "ratio")
+        require_above(self, 0, "temperature")
+        if self.weight is not None:
+            require_at_least(self, 0, "weight")
+        if self.weight is None and self.ratio and self.memory.soft:
+            raise invalid("weight", None, f"a number: {self.memory.selection} makes soft labels")
+
+
+class Rehearsal(Method):
+    """FedAvg whose clients keep exemplars; the base of all methods with such a memory."""
+
+    Params: ClassVar = RehearsalParams
+    neutral: ClassVar = {"memory": {"exemplars_per_class": 0}}
+    group: ClassVar[Group] = "continual"
+
+    def init_client(self, client: int, server: State) -> State:
+        """An empty memory."""
+        soft = self.params.memory.soft
+        memory = empty_memory(self.work.dataset.x_train, self.work.classes, soft)
+        return {"memory": memory, "experience": -1}
+
+    # --- exemplars in training
+
+    def past_indices(self, client_round: ClientRound) -> Tensor:
+        """Indices of the exemplars of other tasks.  # [m]"""
+        memory: Memory = client_round.state["memory"]
+        return (memory["tasks"] != client_round.task).nonzero().flatten()
+
+    def batches(self, client_round: ClientRound) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of the task, each followed by exemplars of other tasks."""
+        memory, past = client_round.state["memory"], self.past_indices(client_round)
+        generator = client_round.round_id.generator("replay")
+        for images, labels in super().batches(client_round):
+            count = min(len(past), round(self.params.ratio * len(labels)))
+            if self.params.balanced:
+                sample = past[sample_balanced(memory["labels"][past], count, generator)]
+            else:
+                sample = past[torch.randperm(len(past), generator=generator)[:count]]
+            client_round.scratch["exemplars"] = sample
+            if count:
+                exemplars = augment(memory["images"][sample], self.work.training, generator)
+                images = torch.cat([images, self.work.normalise(exemplars)])
+                labels = torch.cat([labels, memory["labels"][sample].to(labels.device)])
+            yield images, labels
+
+    def loss(self, client_round: ClientRound, images: Tensor, labels: Tensor) -> Tensor:
+        """The loss of new images and exemplars."""
+        return self.weighted_loss(client_round, self.work.model.module(images), labels)
+
+    def weighted_loss(self, client_round: ClientRound, logits: Tensor, labels: Tensor) -> Tensor:
+        """One mean cross-entropy, or those of new images and exemplars weighted 1 to `weight`.
+
+        The weights sum to 1: otherwise steps would be longer than those without a memory.
+        """
+        exemplars, weight = client_round.scratch.get("exemplars", ()), self.params.weight
+        if weight is None or not len(exemplars):
+            return F.cross_entropy(logits, labels)
+        new, soft = len(labels) - len(exemplars), client_round.state["memory"]["soft"][exemplars]
+        past = self.exemplar_loss(logits[new:], labels[new:], soft)
+        loss: Tensor = (F.cross_entropy(logits[:new], labels[:new]) + weight * past) / (1 + weight)
+        return loss
+
+    def exemplar_loss(self, logits: Tensor, labels: Tensor, soft: Tensor) -> Tensor:
+        """Cross-entropy, or T^2 times the divergence from soft labels at the temperature T.
+
+        Gradients shrink by 1 / T^2: without the factor, SGD would hardly learn at the published
+        T = 30, which is for AdamW, whose steps do not depend on the gradients' scale.
+        """
+        if not soft.shape[1]:
+            return F.cross_entropy(logits, labels)
+        T: float = self.params.temperature
+        student, teacher = ((x / T).log_softmax(1) for x in (logits, soft.to(logits.device)))
+        return T**2 * F.kl_div(student, teacher, reduction="batchmean", log_target=True)
+
+    def memory_gradient(self, client_round: ClientRound, indices: Tensor) -> Tensor:
+        """The gradient on exemplars without augmentation; the live one is unchanged.  # [P]
+
+        In evaluation mode: past tasks must not change the statistics of batch normalisation.
+        """
+        memory, module = client_round.state["memory"], self.work.model.module.eval()
+        images = self.work.normalise(memory["images"][indices])
+        loss = F.cross_entropy(module(images), memory["labels"][indices].to(self.work.device))
+        return flatten(torch.autograd.grad(loss, list(module.parameters())))
+
+    # --- the memory
+
+    def update_state(self, client_round: ClientRound) -> State:
+        """The state with this task in memory, selected after training in the last round.
+
+        Where clients may miss the last round, they also select in their first round of the task.
+        """
+        state, training = super().update_state(client_round), self.work.training
+        first = state["experience"] != client_round.experience
+        may_miss = training.participation < 1 or training.dropout > 0
+        due = client_round.last or (first and may_miss)
+        if self.params.memory.exemplars_per_class == 0 or not due:
+            return state
+        with client_round.log.clock("coreset"):
+            memory = self.updated_memory(client_round, first)
+        return {**state, "memory": memory, "experience": client_round.experience}
+
+    def updated_memory(self, client_round: ClientRound, first: bool) -> Memory:
+        """The memory with the task's classes; unless `first`, they replace an earlier selection."""
+        memory: Memory = client_round.state["memory"]
+        labels = self.work.dataset.y_train[client_round.indices]
+        whole = proposes(self.params.memory.selection)
+        task_proposal = self.propose_task(client_round, labels) if whole else None
+        for label in labels.unique().tolist():
+            count = int((labels == label).sum())
+            repeated = int(memory["seen"][label]) > (0 if first else count)
+            if first and repeated:
+                client_round.log.events.append("memory: a class was met again")
+            if first and count < self.params.memory.exemplars_per_class:
+                client_round.log.events.append("memory: a class has fewer images than may be kept")
+            if first or not repeated:  # the older exemplars of a repeated class are merged already
+                proposal = task_proposal or self.propose_class(client_round, labels, label)
+                before = memory if first else _without_class(memory, label)
+                memory = self._add_class(client_round, before, label, count, proposal)
+        return memory
+
+    def propose_class(self, client_round: ClientRound, labels: Tensor, label: int) -> Proposal:
+        """The client's images of one class: a whole task may be too large for memory."""
+        own = labels == label
+        images = self.work.dataset.x_train[client_round.indices[own]]
+        return hard_label_proposal(images, labels[own])
+
+    def propose_task(self, client_round: ClientRound, labels: Tensor) -> Proposal:
+        """What a selection rule that trains on whole tasks proposes to remember."""
+        images, params = self.work.dataset.x_train[client_round.indices], self.params.memory
+        if not len(labels):
+            return hard_label_proposal(images, labels)
+        model, memory = self.work.model, client_round.state["memory"]
+        network = self.work.network(client_round.seed).to(self.work.device)
+        learner = Learner(network, self.work.normalise, model.parameters, model.buffers)
+        others = memory["tasks"] != client_round.task
+        past = memory["images"][others], memory["labels"][others]
+        generator = self._memory_generator(client_round, "memory")
+        limit, events = params.exemplars_per_class, client_round.log.events
+        task = TaskData(images, labels, past, limit, params.options, learner, generator, events)
+        return propose_exemplars(params.selection, task)
+
+    def _add_class(
+        self, client_round: ClientRound, memory: Memory, label: int, count: int, proposal: Proposal
+    ) -> Memory:
+        """The memory with one class of the task, of which the client has `count` images."""
+        generator = self._memory_generator(client_round, f"memory of class {label}")
+        old = self._features(memory["images"][memory["labels"] == label])
+        features = self._features(proposal.images[proposal.labels == label])
+        new = class_samples(proposal, label, client_round.task, features)
+        return update_memory(memory, label, new, count, old, self.params.memory, generator)
+
+    def _memory_generator(self, client_round: ClientRound, purpose: str) -> torch.Generator:
+        """A generator with the same draws in every round of an experience."""
+        return generator(client_round.seed, client_round.client, client_round.experience, purpose)
+
+    def _features(self, images: Tensor) -> Tensor:
+        """Features by the encoder in evaluation mode, if the rule uses them.  # [N, D]"""
+        if not needs_features(self.params.memory.selection):
+            return torch.zeros(len(images), 0)
+        return self.work.outputs(images, self.work.classifier.encode)
+
+    def memory_samples(self, state: State, count: int) -> dict[str, Tensor]:
+        """The first `count` exemplars of each class in a client's memory, with their labels."""
+        memory: Memory = state["memory"]
+        indices = first_per_class(memory["labels"], count)
+        return {name: memory[name][indices] for name in ("images", "labels")}
+
+
+def _without_class(memory: Memory, label: int) -> Memory:
+    """The memory without the exemplars of a class, its count of seen images set to 0."""
+    others = memory["labels"] != label
+    seen = memory["seen"].clone()
+    seen[label] = 0
+    names = ("images", "labels", "tasks", "soft")
+    return {**{name: memory[name][others] for name in names}, "seen": seen}

@@ -1,0 +1,54 @@
+"""Gradient matching on the server: the clients' updates are matched instead of averaged."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from stamp_core.config.decode import invalid
+from stamp_core.matching.gram import Difference
+from stamp_core.matching.match import MatchingParams, MatchResult, match
+from stamp_core.methods.base.method import Log, Method, Reply, State
+
+
+@dataclass(frozen=True)
+class SpatialParams(MatchingParams):
+    """Matching of the clients' updates; the weighted reference is FedAvg's update."""
+
+    reference: Literal["mean", "weighted", "current", "half"] = "weighted"
+    normalise: Literal["none", "mean", "current"] = "mean"
+
+    def __post_init__(self) -> None:
+        """Refuse what is undefined among clients."""
+        super().__post_init__()
+        for name in ("reference", "normalise", "length"):
+            if getattr(self, name) in ("current", "half"):
+                raise invalid(name, getattr(self, name), "another: no client is the current one")
+
+
+def match_server(
+    method: Method, averaged: State, server: State, replies: list[Reply], log: Log
+) -> State:
+    """The averaged server state with the matched update instead of the mean one."""
+    params, replies = method.params.spatial, [reply for reply in replies if reply.samples]
+    if params is None or not replies:
+        return averaged
+    with log.clock("spatial"):
+        updates = [Difference(server["parameters"], r.message["parameters"]) for r in replies]
+        samples = torch.tensor([float(reply.samples) for reply in replies])
+        sizes = method.work.layers() if params.blocks != "model" else None
+        direction, result = match(updates, params, samples, sizes)
+    log_match(log, "spatial", result)
+    return {**averaged, "parameters": server["parameters"] - method.params.server_lr * direction}
+
+
+def log_match(log: Log, place: str, result: MatchResult) -> None:
+    """Log a match; `place` is "spatial" or "temporal"."""
+    names = "gap value worst_product worst_product_reference length cosine support entropy"
+    for name in (*names.split(), "iterations", "dropped"):
+        log.numbers[f"{place} {name}"] = float(getattr(result, name))
+    log.numbers[f"{place} gradient count"] = float(result.coefficients.shape[1])
+    if result.dropped:
+        log.events.append(f"{place} matching: a gradient was dropped")
+    if result.status not in ("exact", "authors"):
+        log.events.append(f"{place} matching: {result.status}")

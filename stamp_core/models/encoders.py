@@ -1,0 +1,107 @@
+"""Encoders and their numbers of features: MLP, CNN, LeNet-5; torchvision's ResNet-18 and Swin-T."""
+
+import math
+from collections.abc import Sequence
+
+from torch import nn
+
+from stamp_core.config.decode import invalid
+from stamp_core.config.schema import Network
+from stamp_core.core import vision
+
+Shape = tuple[int, ...]  # of one image: channels, height, width
+
+
+def _mlp(network: Network, shape: Shape) -> tuple[nn.Module, int]:
+    """One hidden layer."""
+    layers = [nn.Flatten(), *_hidden_layer(math.prod(shape), network.features)]
+    return nn.Sequential(*layers), network.features
+
+
+def _cnn(network: Network, shape: Shape) -> tuple[nn.Module, int]:
+    """5 x 5 convolutions with pooling and one hidden layer.
+
+    With channels 32, 64 and features 512 it is the network of the paper's public code.
+    """
+    layers, values = _convolutions(network, network.channels, shape)
+    if not values:
+        raise invalid("network.channels", list(network.channels), f"shorter for {shape} images")
+    return nn.Sequential(*layers, *_hidden_layer(values, network.features)), network.features
+
+
+def _lenet(network: Network, shape: Shape) -> tuple[nn.Module, int]:
+    """LeNet-5 with ReLU and max-pooling."""
+    _require_sides(network, shape, 16)
+    layers, values = _convolutions(network, (6, 16), shape)
+    return nn.Sequential(*layers, *_hidden_layer(values, 120), *_hidden_layer(120, 84)), 84
+
+
+def _convolutions(
+    network: Network, channels: Sequence[int], shape: Shape
+) -> tuple[list[nn.Module], int]:
+    """5 x 5 convolutions with pooling, and the number of values after them: 0 if too many."""
+    layers: list[nn.Module] = []
+    depth, *sides = shape
+    for width in channels:
+        layers.append(nn.Conv2d(depth, width, 5))
+        if network.norm == "batch":
+            layers.append(nn.BatchNorm2d(width))
+        elif network.norm == "group":
+            layers.append(nn.GroupNorm(math.gcd(8, width), width))
+        layers += [nn.ReLU(), nn.MaxPool2d(2)]
+        depth, sides = width, [max(0, side - 4) // 2 for side in sides]
+    return [*layers, nn.Flatten()], depth * math.prod(sides)
+
+
+def _hidden_layer(inputs: int, width: int) -> list[nn.Module]:
+    """A linear layer with ReLU."""
+    return [nn.Linear(inputs, width), nn.ReLU()]
+
+
+def _resnet18(network: Network, shape: Shape) -> tuple[nn.Module, int]:
+    """ResNet-18 with either stem."""
+    _require_sides(network, shape, 5)  # its last stage must have something to halve
+    if network.stem == "published" and min(shape[1:]) < 17:
+        right = f"'small' for {shape} images: their sides must be at least 17"
+        raise invalid("network.stem", network.stem, right)
+    layer = None if network.norm == "batch" else lambda width: nn.GroupNorm(32, width)
+    encoder = vision.load_torchvision().models.resnet18(norm_layer=layer)
+    encoder.conv1 = nn.Conv2d(shape[0], 64, 7, stride=2, padding=3, bias=False)
+    if network.stem == "small":
+        encoder.conv1 = nn.Conv2d(shape[0], 64, 3, padding=1, bias=False)
+        encoder.maxpool = nn.Identity()
+    # initialised as torchvision initialises its convolutions
+    nn.init.kaiming_normal_(encoder.conv1.weight, mode="fan_out", nonlinearity="relu")
+    encoder.fc = nn.Identity()
+    return encoder, 512
+
+
+def _swin_t(network: Network, shape: Shape) -> tuple[nn.Module, int]:
+    """Swin-T without stochastic depth."""
+    _require_sides(network, shape, 20, multiple=4)  # it would cut off the rest
+    torchvision = vision.load_torchvision()
+    encoder = torchvision.models.swin_t()
+    if shape[0] != 3:
+        encoder.features[0][0] = nn.Conv2d(shape[0], 96, 4, stride=4)
+    for module in encoder.modules():
+        if isinstance(module, torchvision.ops.StochasticDepth):
+            module.p = 0.0  # published: up to 0.2, but drawn from the global generator
+        if hasattr(module, "relative_position_index"):
+            index = module.relative_position_index  # a constant: as a buffer it would be averaged
+            del module.relative_position_index
+            module.relative_position_index = index
+    encoder.head = nn.Identity()
+    return encoder, 768
+
+
+def _require_sides(network: Network, shape: Shape, minimum: int, multiple: int = 1) -> None:
+    """Refuse images that are too small for a network, or do not divide into its patches."""
+    if min(shape[1:]) < minimum or any(side % multiple for side in shape[1:]):
+        sides = f"at least {minimum}"
+        if multiple > 1:
+            sides = f"multiples of {multiple}, {sides}"
+        right = f"another for {shape} images: their sides must be {sides}"
+        raise invalid("network.kind", network.kind, right)
+
+
+ENCODERS = {"mlp": _mlp, "cnn": _cnn, "lenet": _lenet, "resnet18": _resnet18, "swin_t": _swin_t}

@@ -1,0 +1,79 @@
+"""A model as one flat vector of parameters and one of buffers; the module's tensors are views."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from stamp_core.config.schema import Training
+
+
+class FlatModel:
+    """A module whose parameters, gradients and float buffers are views into three vectors."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        for child in module.modules():  # with a fixed momentum nothing reads these counters
+            if isinstance(child, nn.modules.batchnorm._BatchNorm):
+                child.num_batches_tracked = None
+        parameters, buffers = list(module.parameters()), list(module.buffers())
+        self.parameters = flatten(parameters)  # [P]
+        self.gradients = torch.zeros_like(self.parameters)  # [P]
+        self.buffers = flatten(buffers)  # [B]
+        values = split_like(self.parameters, parameters)
+        gradients = split_like(self.gradients, parameters)
+        for p, value, gradient in zip(parameters, values, gradients, strict=True):
+            p.data, p.grad = value, gradient
+        for b, value in zip(buffers, split_like(self.buffers, buffers), strict=True):
+            b.data = value
+
+    def load(self, parameters: Tensor, buffers: Tensor | None = None) -> None:
+        """Copy a vector of parameters, and one of buffers if given, into the module."""
+        self.parameters.copy_(parameters)
+        if buffers is not None:
+            self.buffers.copy_(buffers)
+
+
+class FlatSGD:
+    """Stochastic gradient descent on the flat vectors, bit-identical to torch.optim.SGD."""
+
+    def __init__(self, model: FlatModel, training: Training) -> None:
+        self.model, self.training = model, training
+        self.velocity: Tensor | None = None
+
+    def step(self) -> None:
+        """Take one step along the model's gradients."""
+        gradient = self.model.gradients
+        if self.training.weight_decay:
+            gradient = gradient.add(self.model.parameters, alpha=self.training.weight_decay)
+        if self.training.momentum:
+            if self.velocity is None:
+                self.velocity = gradient.clone()
+            else:
+                self.velocity.mul_(self.training.momentum).add_(gradient)
+            gradient = self.velocity
+        self.model.parameters.add_(gradient, alpha=-self.training.lr)
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """All values of `tensors` in order, as a new vector."""
+    if not tensors:
+        return torch.zeros(0)
+    return torch.cat([t.detach().reshape(-1) for t in tensors])
+
+
+def split_like(vector: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Views into `vector` with the shapes of `tensors`, in order."""
+    parts = vector.split([t.numel() for t in tensors])
+    return (part.view(t.shape) for part, t in zip(parts, tensors, strict=True))
+
+
+def weighted_average(vectors: list[Tensor], weights: list[float]) -> Tensor:
+    """The weighted mean, added up in float64 in the given order and rounded once.
+
+    So the mean of equal vectors is bit-identical to them, whatever the weights.
+    """
+    total = torch.full_like(vectors[0], -0.0, dtype=torch.float64)  # -0.0 + x is x, even for -0.0
+    for vector, weight in zip(vectors, weights, strict=True):
+        total.add_(vector, alpha=weight)
+    return total.div_(sum(weights)).to(vectors[0].dtype)

@@ -1,0 +1,115 @@
+"""Experiments of a grid: their plans and records, loaded from disk or trained if missing."""
+
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+from stamp_core.config.decode import ParameterError
+from stamp_core.config.params import DEFAULT, PAPER, QUICK, expand_grid, parse_seeds, read_params
+from stamp_core.config.schema import Setting
+from stamp_core.core.paths import RESUME, ROOT
+from stamp_core.data.dataset import ImageDataset
+from stamp_core.data.split import Plan, make_plan
+from stamp_core.engine.executor import resolve_device
+from stamp_core.engine.experiment import Experiment, load_experiment
+from stamp_core.engine.train import save_records, train
+from stamp_core.results.records import Record, load_record
+
+NOT_COMPARED = ("device", "torch")  # parts of an identity that may differ between machines
+
+
+def data_folder(profile: str) -> str:
+    """The folder of a profile's plans and records, relative to the project."""
+    return "data" if profile == DEFAULT else f"data/{profile}"
+
+
+def load_plans(
+    setting: Setting, dataset: ImageDataset, seeds: str, profile: str = QUICK
+) -> dict[int, Plan]:
+    """The plans of some seeds: those on disk that still fit the setting, others drawn anew."""
+    plans = {}
+    for seed in parse_seeds(seeds):
+        path = plan_file(setting.name, seeds, seed, profile)
+        plan = Plan.load(path) if path.exists() else None
+        if not plan or (plan.split, plan.data_digest) != (setting.split, dataset.digest):
+            plan = make_plan(setting.split, dataset, seed)
+        plans[seed] = plan
+    return plans
+
+
+def save_plans(plans: dict[int, Plan], setting: Setting, seeds: str, profile: str = QUICK) -> None:
+    """Write the plans of some seeds, one file each."""
+    for seed, plan in plans.items():
+        plan.save(plan_file(setting.name, seeds, seed, profile))
+
+
+def plan_file(setting: str, seeds: str, seed: int, profile: str) -> Path:
+    """The file of one seed's plan."""
+    return ROOT / data_folder(profile) / "splits" / f"{setting}-{seeds}" / f"{seed}.json"
+
+
+def run_folder(experiment: Experiment, seeds: str, profile: str = QUICK) -> Path:
+    """The folder of an experiment's records, with one folder per seed."""
+    folder = f"sweeps/{experiment.sweep[0]}" if experiment.sweep else "runs"
+    return ROOT / data_folder(profile) / folder / f"{experiment.name}-{seeds}"
+
+
+def train_and_save(
+    experiment: Experiment, seeds: str, profile: str, workers: int = 1, device: str = "auto"
+) -> list[Record]:
+    """The records of an experiment, trained and written to its folder."""
+    plans = load_plans(experiment.setting, experiment.dataset(), seeds, profile)
+    records = train(experiment, plans, workers, device, RESUME)
+    save_records(records, run_folder(experiment, seeds, profile), RESUME)
+    return list(records.values())
+
+
+def load_grid(page: str = "comparison", profile: str = QUICK) -> list[Record]:
+    """The records of all experiments of a page (see `expand_grid`).
+
+    Missing or outdated ones are trained with the quick profile, an error with the default one, and
+    left out with the paper's, whose settings take days each.
+    """
+    return load_runs(expand_grid(page, read_params(profile)), profile)
+
+
+def load_runs(runs: Iterable[tuple[str, str, str]], profile: str) -> list[Record]:
+    """The records of settings with methods and seeds; missing ones as in `load_grid`."""
+    params, records = read_params(profile), list[Record]()
+    for setting, method, seeds in runs:
+        experiment = load_experiment(setting, method, params)
+        loaded = load_records(experiment, seeds, profile, outdated=profile != QUICK)
+        if not loaded and profile == DEFAULT:
+            name = f"train@{experiment.name}-{seeds}"
+            raise ParameterError(f"no records of {name}; make them with `dvc repro {name}`")
+        if not loaded and profile == QUICK:
+            loaded = train_and_save(experiment, seeds, profile, device="cpu")
+        records += loaded
+    return records
+
+
+def load_records(
+    experiment: Experiment, seeds: str, profile: str, outdated: bool = True
+) -> list[Record]:
+    """The records of an experiment; none if one is missing.
+
+    Records of other code or parameters cause a warning, or count as missing if not `outdated`.
+    """
+    folder = run_folder(experiment, seeds, profile)
+    files = [folder / str(seed) / "run.json" for seed in parse_seeds(seeds)]
+    if not all(file.exists() for file in files):
+        return []
+    records = [load_record(file.parent) for file in files]
+    plans = load_plans(experiment.setting, experiment.dataset(), seeds, profile)
+    changes = set[str]()
+    for record, plan in zip(records, plans.values(), strict=True):
+        now = experiment.identity(plan, resolve_device("auto"))
+        then = record.about["identity"]
+        changes |= {key for key in now if key not in NOT_COMPARED and then.get(key) != now[key]}
+    if changes and not outdated:
+        return []
+    if changes:
+        parts = ", ".join(sorted(changes))
+        command = "make paper" if profile == PAPER else "dvc repro"
+        warnings.warn(f"{folder.name} was made with other {parts}: run `{command}`", stacklevel=2)
+    return records

@@ -1,0 +1,74 @@
+"""The first stage: checks the parameters, then writes what the other stages depend on.
+
+Saving a notebook changes its outputs and a comment changes a file, but neither changes a number. So
+the stages depend on copies of the notebooks without outputs and on fingerprints of the code.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+from stamp_core.config.params import DEFAULT, PAPER, Params, read_params
+from stamp_core.core.fingerprint import PACKAGE, fingerprint_files
+from stamp_core.core.paths import SOURCE
+from stamp_core.engine.experiment import Experiment, check_params, check_setting, load_experiment
+from stamp_core.pipeline.notebooks import (
+    all_notebooks,
+    read_notebook,
+    strip_outputs,
+    write_notebook,
+)
+from stamp_core.pipeline.sweeps import read_sweep, sweep_experiments
+
+
+def write_source() -> None:
+    """Write data/source: notebooks without outputs, and the fingerprint of every stage's code."""
+    params, paper = read_params(DEFAULT), read_params(PAPER)
+    count, _ = check_params(params), check_params(paper)
+    sweeps = {name: sweep_experiments(name, p) for p in (params, paper) for name in p["sweeps"]}
+    swept = sum(len(sweeps[name]) for name in params["sweeps"])
+    for setting in used_settings(params):  # the paper's images are on few machines
+        check_setting(setting, params)
+    print(f"the parameters are valid: {count} experiments, {swept} in sweeps")
+    SOURCE.mkdir(parents=True, exist_ok=True)
+    for path in all_notebooks():
+        write_notebook(strip_outputs(read_notebook(path)), SOURCE / path.name)
+    write_fingerprints(params, sweeps)
+
+
+def used_settings(params: Params) -> list[str]:
+    """The settings of the grid and of the sweeps."""
+    swept = [setting for name in params["sweeps"] for setting in read_sweep(name, params).setting]
+    return list(dict.fromkeys([*params["grid"]["setting"], *swept]))
+
+
+def write_fingerprints(params: Params, sweeps: dict[str, list[Experiment]]) -> None:
+    """Write the fingerprint of each stage's code, with the parameters of methods and sweeps."""
+    data, report = PACKAGE / "data", PACKAGE / "report"
+    write_fingerprint("split", data / "split.py", *sorted((data / "sources").glob("*.py")))
+    pages = [report / name / "__init__.py" for name in ("figures", "tables")]
+    texts = [*sorted((report / "tables").glob("*.csv")), report / "tables" / "definitions.md"]
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in texts}
+    sweeps_file = PACKAGE / "pipeline" / "sweeps.py"
+    write_fingerprint("report", sweeps_file, *pages, parameters=digests)
+    setting = next(iter(params["settings"]))
+    for method in dict.fromkeys([*params["methods"], *params["grid"]["method"]]):
+        experiment = load_experiment(setting, method, params)
+        resolved = experiment.resolved()["method"]
+        write_fingerprint(f"train-{method}", *experiment.files(), parameters=resolved)
+    for name, experiments in sweeps.items():
+        files = {file for experiment in experiments for file in experiment.files()}
+        resolved = {experiment.name: experiment.resolved() for experiment in experiments}
+        write_fingerprint(f"sweep-{name}", *sorted(files), parameters=resolved)
+
+
+def write_fingerprint(name: str, *files: Path, parameters: object = None) -> None:
+    """Write the fingerprint of all code that a stage uses, and resolved parameters."""
+    path = SOURCE / "code" / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    content = {"code": fingerprint_files(*files), "parameters": parameters}
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    write_source()

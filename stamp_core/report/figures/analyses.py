@@ -1,0 +1,239 @@
+"""Figures behind the results: angles between gradients, features, sensitivity to parameters.
+
+Angles and features are recorded where the setting's `diagnostics` say so; what was not recorded, or
+is undefined, is left out.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+
+from stamp_core.report.figures import style
+from stamp_core.report.tables import frames
+from stamp_core.report.tables.text import DASH
+from stamp_core.results import metrics
+from stamp_core.results.records import Record
+
+_SPATIAL = {
+    "spatial update": "spatial: update and clients",
+    "spatial clients": "spatial: pairs of clients",
+}
+_TEMPORAL = {
+    "temporal gradients": "temporal: gradients of tasks",
+    "temporal displacements": "temporal: updates of tasks",
+}
+_COSINES = """\
+cosine: 1 same direction, 0 orthogonal, below 0 conflicting
+dotted: value for orthogonal updates (first panel), smallest possible mean (others)"""
+
+_DESCRIBED = ("fedavg", "stamp")  # methods in `features`
+_LEGIBLE = 10  # classes in a small panel
+_PERPLEXITY = 30.0  # of t-SNE
+_TSNE_SEED = 42
+_FEATURES = """\
+Each character is a test image of that class. Nearest mean: share of images that are nearer to
+the mean of their class's other images than to that of any other class, before t-SNE"""
+
+_MEASURES = {  # label, colour and marker
+    "accuracy": ("accuracy, %", style.COLOURS[0], "o"),
+    "forgetting": ("forgetting, points", style.COLOURS[1], "s"),
+    "update_length": ("update length", style.COLOURS[2], "D"),
+}
+_SENSITIVITY = """\
+points and thin lines: seeds, thick line: mean, grey: value of the preset; y axes differ
+below accuracy, in points: range of the means over values, and mean range over seeds"""
+
+
+# --- angles
+
+
+def angles(records: Sequence[Record], shown: Sequence[str] = ()) -> Figure:
+    """Cosines between clients' updates and between tasks, by experience: a row per setting.
+
+    `shown` restricts the methods: more than a handful of lines cannot be told apart.
+    """
+    records = [r for r in frames.unique_runs(records) if not shown or r.run[1] in shown]
+    rows = pd.DataFrame([row for record in records for row in _cosines(record)])
+    settings, names = rows.groupby("setting", sort=False), {**_SPATIAL, **_TEMPORAL}
+    figure, axes = style.panels(len(settings) * len(names), len(names), 2.6, 1.2)
+    for axis, ((setting, part), name) in zip(axes, product(settings, names), strict=True):
+        _draw_cosines(axis, part, name)
+        axis.set_title(f"{setting}\n{names[name]}", fontsize=9)
+        axis.set_xlabel("tasks learnt")
+    defined = rows.dropna(subset=[*names], how="all")
+    caption = f"{_COSINES}\n{style.seed_caption(defined)}; points: seeds, lines: means"
+    style.add_caption(figure, "Spatial and temporal angles between gradients", caption, axes)
+    return figure
+
+
+def _cosines(record: Record) -> Iterator[dict[str, Any]]:
+    """One row per experience: in space means over its rounds, in time its last round."""
+    (setting, method, seed), history = record.run, record.history
+    for experience in range(1 + history[-1]["experience"]):
+        rounds = [entry for entry in history if entry["experience"] == experience]
+        noted = [entry.get("angles", {}) for entry in rounds]
+        several = [cosines for cosines in noted if "spatial clients" in cosines]  # clients
+        yield {
+            **{"setting": setting, "method": method, "seed": seed, "experience": experience + 1},
+            **{"model": frames.main_model(record), "tasks": record.tests.shape[1]},
+            "clients": max(entry.get("completed", 0) for entry in rounds),
+            **{name: metrics.mean([cosines[name] for cosines in several]) for name in _SPATIAL},
+            **{name: noted[-1].get(name, np.nan) for name in _TEMPORAL},
+        }
+
+
+def _draw_cosines(axis: Axes, rows: pd.DataFrame, name: str) -> None:
+    """One kind of angle in one setting, for the methods that have it, with its bound.
+
+    The mean of U orthogonal vectors of one length has the cosine 1 / sqrt(U) with each of them. The
+    mean cosine of the pairs of k vectors is at least -1 / (k - 1), where they add up to zero.
+    """
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    defined = rows[rows.groupby("method")[name].transform("count") > 0]
+    if defined.empty:
+        axis.text(0.5, 0.5, "not recorded", ha="center", transform=axis.transAxes)
+        axis.set(xticks=[], yticks=[])
+        return
+    style.draw_lines(axis, defined, "experience", name)
+    axis.axhline(0, color="0.3", linewidth=0.8, zorder=1)
+    places = np.sort(rows.experience.unique())
+    tasks, clients = np.minimum(places, rows.tasks.max()), np.full_like(places, rows.clients.max())
+    count = (tasks if name in _TEMPORAL else clients).astype(float)
+    count[count < 2] = np.nan  # a single vector has no pairs
+    bound = count**-0.5 if name == "spatial update" else -1 / (count - 1)
+    axis.plot(places, bound, ":", color="0.3", linewidth=1, scaley=False, label="_bound")
+
+
+# --- features
+
+
+def features(records: Sequence[Record], setting: str, classes: Sequence[str]) -> Figure:
+    """t-SNE of the same test images after each experience: a row per method, a sign per image.
+
+    Shown are fedavg and stamp with the first seed whose features were recorded.
+    """
+    found = {record.run: record for record in frames.unique_runs(records) if record.features}
+    seed = min((run[2] for run in found if run[0] == setting), default=0)
+    shown = [found[run] for name in _DESCRIBED if (run := (setting, name, seed)) in found]
+    if not shown:
+        names = " or ".join(_DESCRIBED)
+        raise ValueError(f"no features of {names} on {setting}: see `diagnostics`")
+    labels = shown[0].features["labels"]
+    most, height = (5, 2.1) if len(np.unique(labels)) <= _LEGIBLE else (3, 3.2)
+    count = len(shown[0].features["features"])
+    experiences = sorted({round(e) for e in np.linspace(count - 1, 0, min(count, most))})
+    figure, axes = style.panels(len(shown) * len(experiences), len(experiences), height)
+    for axis, (record, experience) in zip(axes, product(shown, experiences), strict=True):
+        _draw_features(axis, record, experience, classes)
+        if experience == experiences[0]:
+            axis.set_ylabel(record.run[1], fontsize=11)
+    title = f"Features of {len(labels)} test images by t-SNE: {setting}, seed {seed}"
+    style.add_caption(figure, title, _FEATURES)
+    return figure
+
+
+def _draw_features(axis: Axes, record: Record, experience: int, classes: Sequence[str]) -> None:
+    """One panel of `features`; classes with long names are numbers."""
+    vectors, labels = record.features["features"][experience], record.features["labels"]
+    signs = classes if max(map(len, classes)) == 1 else range(len(classes))
+    places = _embed(vectors)
+    axis.update_datalim(places)
+    for (x, y), label in zip(places, labels.tolist(), strict=True):
+        sign = axis.text(x, y, str(signs[label]), ha="center", va="center", parse_math=False)
+        sign.set(color=style.COLOURS[label % len(style.COLOURS)], fontsize=7, in_layout=False)
+    right, n = _count_nearest_mean(vectors, labels)
+    share = f"{100 * right / n:.0f} % of {n}" if n else DASH
+    axis.set(title=f"after task {experience + 1}", xlabel=f"nearest mean: {share}")
+    axis.set(xticks=[], yticks=[])
+    axis.autoscale_view()
+    axis.spines[:].set_visible(False)
+
+
+def _embed(vectors: NDArray[np.float32]) -> style.Values:
+    """Features put into the plane by t-SNE.  # [n, 2]"""
+    from sklearn.manifold import TSNE  # only here: importing it takes a second
+    from sklearn.utils.parallel import ThreadpoolController
+
+    if not np.ptp(vectors, axis=0).any():  # a dead network: t-SNE fails on equal points
+        return np.zeros((len(vectors), 2))
+    perplexity = min(_PERPLEXITY, (len(vectors) - 1) / 3)
+    tsne = TSNE(perplexity=perplexity, init="pca", random_state=_TSNE_SEED)
+    with ThreadpoolController().limit(limits=1):  # the order of sums is that of threads
+        return np.asarray(tsne.fit_transform(vectors.astype(np.float64)))
+
+
+def _count_nearest_mean(vectors: style.Values, labels: NDArray[np.int64]) -> tuple[int, int]:
+    """How many images are nearest to the mean of their class's others; of how many."""
+    vectors = vectors.astype(np.float64)
+    members = labels[None] == np.unique(labels)[:, None]  # [classes, n]
+    sizes = members.sum(axis=1)
+    means = members @ vectors / sizes[:, None]
+    distances = np.linalg.norm(vectors[:, None] - means, axis=2)  # [n, classes]
+    own = members.argmax(axis=0)
+    others = sizes[own] > 1  # a class of one image has no mean without it
+    rows = np.arange(len(vectors))
+    distances[rows, own] *= sizes[own] / np.maximum(sizes[own] - 1, 1)  # without the image
+    right = distances.argmin(axis=1) == own
+    return int(right[others].sum()), int(others.sum())
+
+
+# --- sensitivity
+
+
+def sensitivity(records: Sequence[Record], captions: Mapping[str, tuple[str, str]]) -> Figure:
+    """Final accuracy and forgetting by the value of a swept parameter: a column per sweep.
+
+    `captions` has for each sweep its label and the preset's value, which is marked where it is
+    among the values. A sweep of `server_lr` has a second column, the length of the server's update.
+    """
+    rows, columns = frames.run_frame(records), list[tuple[pd.DataFrame, tuple[str, ...]]]()
+    rows = rows.assign(accuracy=100 * rows.main_accuracy, forgetting=100 * rows.main_forgetting)
+    rows[["sweep", "value"]] = [record.sweep for record in records]
+    for (sweep, *_), part in rows.groupby(["sweep", "setting", "method"], sort=False):
+        part = part.assign(place=part.value.map([*part.value.unique()].index))
+        columns.append((part, ("accuracy", "forgetting")))
+        columns += [(part, ("update_length",))] if sweep == "server_lr" else []
+    wide = min(4, len(columns))
+    figure, axes = style.panels(2 * math.ceil(len(columns) / wide) * wide, wide, 1.5, 1.0)
+    for place, (part, measures) in enumerate(columns):
+        top = 2 * (place // wide) * wide + place % wide
+        label, preset = captions[part.sweep.iloc[0]]
+        axes[top].set_title(f"{label}\n{part.method.iloc[0]}", fontsize=9)
+        for axis, measure in zip((axes[top], axes[top + wide]), measures, strict=False):
+            _draw_sweep(axis, part, measure, preset)
+    for axis in axes:
+        if not axis.has_data():
+            axis.remove()
+    title = f"One parameter changed, all else equal: {', '.join(rows.setting.unique())}"
+    seeds = style.seed_caption(rows, "sweep", "value")
+    style.add_caption(figure, title, f"{seeds}; {_SENSITIVITY}")
+    return figure
+
+
+def _draw_sweep(axis: Axes, rows: pd.DataFrame, measure: str, preset: str) -> None:
+    """One measure of a sweep by value; the y axis spans the data."""
+    unit, colour, marker = _MEASURES[measure]
+    for _, group in rows.groupby("seed"):
+        axis.plot(group.place, group[measure], color=colour, linewidth=0.6, alpha=0.4)
+    style.draw_seeds(axis, rows, "place", measure, color=colour, marker=marker)
+    values = rows.value.unique().tolist()
+    axis.set_xticks(range(len(values)), values)
+    axis.set_xlim(-0.5, len(values) - 0.5)
+    axis.set_ylabel(unit, fontsize=8)
+    axis.tick_params(labelsize=7)
+    axis.grid(alpha=0.3)
+    if preset in values:
+        axis.axvline(values.index(preset), color="0.88", linewidth=9, zorder=0, label="preset")
+    groups = rows.groupby("place").accuracy
+    between, within = np.ptp(groups.mean()), groups.agg(np.ptp).mean()
+    if measure == "accuracy" and min(rows.seed.nunique(), len(values)) > 1:
+        text = f"values {between:.1f} {'<' if between < within else '≥'} seeds {within:.1f}"
+        axis.set_xlabel(text, fontsize=8, color="0.3")

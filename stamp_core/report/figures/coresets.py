@@ -1,0 +1,79 @@
+"""Figures of selection rules: accuracy by exemplars per class, its cost, and the exemplars."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+
+from stamp_core.report.figures import style
+from stamp_core.report.tables import coresets as tables
+from stamp_core.results.records import Record
+
+_CLASSES = 10  # shown of a client's memory
+
+
+def coresets(records: Sequence[Record]) -> Figure:
+    """Final accuracy by exemplars per class: a line per rule, a panel per setting.
+
+    Titles say what no memory and all images reach: lines so far away would hide the differences.
+    """
+    rows = tables.coreset_frame(records)
+    figure, found = style.setting_panels(rows.assign(percent=100 * rows.accuracy), 3.8)
+    for axis, title, part in found:
+        limited, references = tables.limited_memory(part), tables.reference_memories(part)
+        labels = style.draw_lines(axis, limited, "exemplars", "percent", "selection")
+        for name, runs in zip(("no memory", "all images"), references, strict=True):
+            title += f"\n{name}: {runs.percent.mean():.1f} %" if len(runs) else ""
+        axis.set_title(title, fontsize=10)
+        numbers = sorted(limited.exemplars.unique())
+        axis.set(xscale="log", xlabel="exemplars per class")
+        axis.set_xticks(numbers, map(str, numbers))
+        axis.xaxis.set_minor_locator(NullLocator())
+        style.add_labels(axis, labels)
+    caption = f"{style.seed_caption(rows, 'exemplars')}; points: seeds, lines: means"
+    style.add_caption(figure, "Final accuracy by selection rule and exemplars per class", caption)
+    return figure
+
+
+def coreset_times(records: Sequence[Record]) -> Figure:
+    """Final accuracy against the time that selection takes a client for one task."""
+    rows = tables.limited_memory(tables.coreset_frame(records))
+    times = rows.groupby(["setting", "selection", "exemplars"]).selection_ms.transform("mean")
+    rows = rows.assign(percent=100 * rows.accuracy, time=times)
+    figure, found = style.setting_panels(rows, 3.8)
+    for axis, _, part in found:
+        labels = style.draw_lines(axis, part, "time", "percent", "selection")
+        axis.axvline(part.training_ms.mean(), color="0.4", linewidth=1, linestyle="--")
+        style.set_log_scale(axis)
+        axis.set_xlabel("selection time, ms")
+        style.add_labels(axis, labels)
+    caption = "points: seeds, lines: means by exemplars per class, dashed: training of the task"
+    caption = f"{style.seed_caption(rows, 'exemplars')}; {caption}"
+    style.add_caption(figure, "Final accuracy by selection time of a client for a task", caption)
+    return figure
+
+
+def exemplars(records: Sequence[Record], setting: str, classes: Sequence[str]) -> Figure:
+    """The first exemplars per class of one client: a row per rule, with the smallest seed.
+
+    Of several numbers of exemplars the largest is shown.
+    """
+    records = [r for r in records if r.run[0] == setting and len(r.memory.get("labels", ()))]
+    rows = tables.coreset_frame(records).assign(memory=[record.memory for record in records])
+    rows = tables.limited_memory(rows)
+    rows = rows[(rows.seed == rows.seed.min()) & (rows.exemplars == rows.exemplars.max())]
+    labels = np.unique(np.concatenate([memory["labels"] for memory in rows.memory]))[:_CLASSES]
+    count = max(np.bincount(memory["labels"]).max() for memory in rows.memory)
+    shown = []
+    for memory in rows.memory:
+        blank = np.full((count, *memory["images"].shape[1:]), 255, dtype=np.uint8)
+        own = [memory["images"][memory["labels"] == label] for label in labels]
+        shown.append(np.concatenate([np.concatenate([each, blank])[:count] for each in own]))
+    figure, (axis,) = style.panels(1, 1, 0.24 * len(shown))
+    style.draw_images(axis, shown, count * len(labels), list(rows.selection))
+    width = (shown[0].shape[3] + 2) * count
+    axis.set_xticks(width * (np.arange(len(labels)) + 0.5) - 0.5, [classes[k] for k in labels])
+    number, seed = rows.exemplars.iloc[0], rows.seed.iloc[0]
+    figure.suptitle(f"{setting}: first of {number} exemplars per class, client 0, seed {seed}")
+    return figure

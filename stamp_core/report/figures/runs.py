@@ -1,0 +1,192 @@
+"""Figures of run records: accuracy, forgetting, matrices, gap, cost, and one training."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from stamp_core.report.figures import style
+from stamp_core.report.tables import frames
+from stamp_core.report.tables.text import MB, significant
+from stamp_core.results import metrics
+from stamp_core.results.records import Record
+
+_POINTS = "points: seeds, lines: means"
+
+
+def accuracy(records: Sequence[Record]) -> Figure:
+    """Accuracy over the tasks learnt so far: a panel per setting, up to eight methods by name."""
+    return _highlights(_accuracies(records), "Accuracy over the tasks learnt so far", "accuracy, %")
+
+
+def gap(records: Sequence[Record]) -> Figure:
+    """Local minus global accuracy on the task just learnt, for up to eight methods by name."""
+    rows = frames.experience_frame(records)
+    title = "Local minus global accuracy on the task just learnt"
+    return _highlights(rows.assign(percent=100 * rows.gap), title, "percentage points")
+
+
+def _accuracies(records: Sequence[Record]) -> pd.DataFrame:
+    """`experience_frame` with accuracy in %; personalised methods by the personal models."""
+    own = [record for record in records if record.group == "personalised"]
+    others = [record for record in records if record.group != "personalised"]
+    parts = [frames.experience_frame(some, some is own) for some in (others, own) if some]
+    return pd.concat(parts).assign(percent=lambda rows: 100 * rows.accuracy)
+
+
+def _highlights(rows: pd.DataFrame, title: str, unit: str) -> Figure:
+    """Column `percent` by experience: eight methods by name, the others as grey lines."""
+    defined = rows[rows.groupby(["setting", "method"]).percent.transform("count") > 0]
+    methods = sorted(defined.method.unique(), key=lambda name: name not in style.HIGHLIGHTED)
+    shown = methods[: len(style.HIGHLIGHTED)]
+    figure, found = style.setting_panels(rows, 3.4, unit)
+    for axis, setting, _ in found:
+        part = defined[defined.setting == setting]
+        if unit == "percentage points":
+            axis.axhline(0, color="0.3", linewidth=0.8, zorder=1)
+        _draw_context(axis, part[~part.method.isin(shown)])
+        own = part[part.method.isin(shown)]
+        style.add_labels(axis, style.draw_lines(axis, own, "experience", "percent"))
+        axis.set_xlabel("tasks learnt")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    others = "; grey: other methods" if len(methods) > len(shown) else ""
+    style.add_caption(figure, title, f"{style.seed_caption(defined)}; {_POINTS}{others}")
+    return figure
+
+
+def _draw_context(axis: Axes, rows: pd.DataFrame) -> None:
+    """The mean of each method as a grey line."""
+    for _, group in rows.groupby("method"):
+        means = group.groupby("experience").percent.mean()
+        axis.plot(means, color="0.85", linewidth=0.8, zorder=1, label="_context")
+
+
+def accuracy_all(records: Sequence[Record]) -> Figure:
+    """Accuracy over the tasks learnt so far: a panel per method, the other methods in grey."""
+    rows = _accuracies(records)
+    figure, grid = _method_grid(rows, 7, 1.35, sharex=True, sharey=True)
+    for (setting, method), axis in grid.items():
+        part = rows[rows.setting == setting]
+        _draw_context(axis, part[part.method != method])
+        own = part[part.method == method]
+        style.draw_lines(axis, own, "experience", "percent")
+        axis.set_title(style.method_label(own), fontsize=8)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    caption = f"by tasks learnt; {style.seed_caption(rows)}; {_POINTS}; grey: other methods"
+    style.add_caption(figure, "Accuracy over the tasks learnt so far, %", caption)
+    return figure
+
+
+def _method_grid(
+    rows: pd.DataFrame, most: int, height: float, **grid: Any
+) -> tuple[Figure, dict[tuple[str, str], Axes]]:
+    """A panel per setting and method, at most `most` in a row; each setting starts a row."""
+    methods = {name: part.method.unique() for name, part in rows.groupby("setting", sort=False)}
+    widest = max(map(len, methods.values()))
+    depth = math.ceil(widest / most)  # rows of a setting
+    columns = math.ceil(widest / depth)
+    figure, axes = style.panels(len(methods) * depth * columns, columns, height, **grid)
+    found: dict[tuple[str, str], Axes] = {}
+    for block, (setting, names) in enumerate(methods.items()):
+        own = axes[block * depth * columns :][: depth * columns]
+        own[0].set_ylabel(setting)
+        found |= {(setting, name): axis for name, axis in zip(names, own, strict=False)}
+        for axis in own[len(names) :]:
+            axis.remove()
+    return figure, found
+
+
+def forgetting(records: Sequence[Record]) -> Figure:
+    """The paper's forgetting: a row per method with its seeds, mean and interval."""
+    rows = frames.run_frame(records)
+    groups = rows.groupby("method", sort=False)
+    names = {method: style.method_label(group) for method, group in groups}
+    defined = rows.dropna(subset="main_forgetting")
+    figure, axes = style.panels(rows.setting.nunique(), height=0.3 * len(names) + 0.6, sharey=True)
+    for axis, setting in zip(axes, rows.setting.unique(), strict=True):
+        for method, group in defined[defined.setting == setting].groupby("method", sort=False):
+            style.draw_interval(axis, [*names].index(method), 100 * group.main_forgetting, method)
+        axis.axvline(0, color="0.3", linewidth=0.8, zorder=1)
+        axis.set(title=setting, xlabel="percentage points")
+    axes[0].set_yticks(range(len(names)), [*names.values()])
+    axes[0].set_ylim(len(names) - 0.4, -0.6)  # the first method on top
+    caption = f"{style.seed_caption(defined)}; {style.INTERVALS}"
+    style.add_caption(figure, "Forgetting (lower is better)", caption)
+    return figure
+
+
+def matrices(records: Sequence[Record]) -> Figure:
+    """Accuracy on each task after each task of the last cycle, mean over seeds, per method."""
+    rows = frames.run_frame(records).assign(matrix=[_last_matrix(record) for record in records])
+    figure, grid = _method_grid(rows, 6, 1.5)
+    for (setting, method), axis in grid.items():
+        cell = rows[(rows.setting == setting) & (rows.method == method)]
+        mean = 100 * np.mean([*cell.matrix], axis=0)
+        numbers = range(1, len(mean) + 1)
+        options: dict[str, Any] = {"annot": len(mean) <= 6, "fmt": ".0f", "vmin": 0, "vmax": 100}
+        style.draw_table(axis, pd.DataFrame(mean, numbers, numbers), cmap="viridis", **options)
+        axis.set_facecolor("0.7")
+        axis.set_title(style.method_label(cell), fontsize=9)
+    caption = f"accuracy in %, mean, grey: undefined; {style.seed_caption(rows)}"
+    style.add_caption(figure, "Accuracy on each task (column) after each task (row)", caption)
+    return figure
+
+
+def _last_matrix(record: Record) -> style.Values:
+    """The accuracy matrix of a run's last cycle.  # [T, T]"""
+    a = metrics.last_cycle(record.accuracy(frames.main_model(record)), record.tests.shape[1])
+    return metrics.micro_average(a, record.tests)
+
+
+def cost(records: Sequence[Record]) -> Figure:
+    """Final accuracy against the clients' seconds in a round; names with the MB sent in a round."""
+    rows = frames.run_frame(records).dropna(subset="main_accuracy")
+    rows["sent"], rows["percent"] = rows.bytes_up + rows.bytes_down, 100 * rows.main_accuracy
+    lines = rows.groupby("setting").method.nunique().max()
+    figure, found = style.setting_panels(rows, max(3.2, 0.16 * lines + 0.8))
+    for axis, _, part in found:
+        labels = []
+        for method, group in part.groupby("method", sort=False):
+            marks = style.method_style(method) | {"linestyle": ""}
+            axis.scatter(group.client_seconds, group.percent, s=9, color=marks["color"], alpha=0.4)
+            x, y, sent = group[["client_seconds", "percent", "sent"]].mean()
+            text = f"{style.method_label(group)}, {significant(sent / MB, 2)} MB"
+            axis.plot(x, y, markersize=7, label=text, **marks)
+            labels.append(style.Label(text, x, y, marks["color"]))
+        style.set_log_scale(axis)
+        axis.set_xlabel("s / round, summed over clients")
+        axis.grid(alpha=0.3)
+        style.add_labels(axis, labels)
+    caption = f"MB: per round, both directions; small marks: seeds; {style.seed_caption(rows)}"
+    style.add_caption(figure, "Final accuracy and its cost", caption)
+    return figure
+
+
+def training(records: Sequence[Record]) -> Figure:
+    """Of one experiment: loss by round and accuracy by experience, a line per seed."""
+    rows = frames.experience_frame(records)
+    if len({record.run[:2] for record in records}) > 1:
+        raise ValueError("training shows one setting with one method")
+    setting, method, _ = records[0].run
+    marks = {"color": style.method_style(method)["color"], "linewidth": 1, "alpha": 0.8}
+    figure, (left, right) = style.panels(2, 2, 3.2)
+    for record in records:
+        loss = [np.nan if entry["loss"] is None else entry["loss"] for entry in record.history]
+        left.plot(range(1, len(loss) + 1), loss, **marks)
+    for place, entry in enumerate(records[0].history):
+        if place and entry["round"] == 0:
+            left.axvline(place + 0.5, color="0.8", linewidth=0.8, zorder=1)
+    for _, group in rows.groupby("seed"):
+        right.plot(group.experience, 100 * group.accuracy, marker=".", **marks)
+    left.set(title="Training loss", xlabel="round (grey line: next task)", ylabel="loss")
+    right.set(title="Accuracy so far", xlabel="tasks learnt", ylabel="accuracy, %")
+    for axis in (left, right):
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    title = f"{setting}, {style.method_label(rows)}"
+    style.add_caption(figure, title, f"{style.seed_caption(rows)}: one line each")
+    return figure

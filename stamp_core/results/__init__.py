@@ -1,0 +1,2 @@
+"""Results of a run: records on disk, and metrics computed from accuracy matrices.
+May import core and config."""

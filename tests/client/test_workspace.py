@@ -1,0 +1,408 @@
+"""Batches, augmentation and scores of one process."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from stamp_core.client import workspace
+from stamp_core.client.workspace import RoundId, Workspace, augment
+from stamp_core.config.schema import Network, Setting, Split, Training
+from stamp_core.core.seeding import generator
+from stamp_core.data import dataset as data
+from stamp_core.data.dataset import ImageDataset
+from stamp_core.data.split import Plan, Task
+from stamp_core.results.records import SCORINGS
+
+MLP = Network("mlp", features=16)
+NORMED = Network("cnn", features=8, channels=(4,), norm="batch")
+SPLIT = Split("classes", clients=2, tasks=2, classes_per_task=2)
+TRAINING = Training(rounds=1, epochs=3, batch_size=16, lr=0.1)
+HERE = RoundId(seed=1, client=2, experience=3, round=4)
+
+
+def images(count: int, *shape: int, seed: int = 0) -> Tensor:
+    """Random images: no two rows, columns or mirror images alike."""
+    return torch.randint(256, (count, *shape), generator=generator(seed)).to(torch.uint8)
+
+
+def labelled(x: Tensor, test: Tensor, y_test: Tensor) -> ImageDataset:
+    """Images of four classes whose normalised pixels are their bytes (mean 0, deviation 1/255)
+    and whose training labels are their indices."""
+    channels = x.shape[1]
+    return ImageDataset(
+        "by hand",
+        x_train=x,
+        y_train=torch.arange(len(x)),
+        x_test=test,
+        y_test=y_test,
+        classes=tuple("abcd"),
+        domains=("all",),
+        domain_train=torch.zeros(len(x), dtype=torch.int64),
+        domain_test=torch.zeros(len(test), dtype=torch.int64),
+        digest="by hand",
+        mean=torch.zeros(channels),
+        std=torch.full((channels,), 1 / 255),
+    )
+
+
+def numbered(**training: Any) -> Workspace:
+    """50 training images, each filled with its own index."""
+    x = torch.arange(50, dtype=torch.uint8).view(-1, 1, 1, 1).expand(50, 2, 6, 6)
+    dataset = labelled(x, x[:4], torch.arange(4))
+    setting = Setting("by hand", {}, SPLIT, MLP, replace(TRAINING, **training))
+    return Workspace(setting, dataset)
+
+
+def order(batches: Iterator[tuple[Tensor, Tensor]]) -> list[int]:
+    """The labels of the batches, in order."""
+    return [label for _, labels in batches for label in labels.tolist()]
+
+
+# --- batches
+
+
+def test_every_image_comes_once_per_epoch_with_its_label_and_short_batches_are_kept() -> None:
+    """37 images in batches of 16: 16, 16 and 5, three times."""
+    indices = torch.arange(3, 40)
+    seen, sizes = [], []
+    for batch, labels in numbered().batches(HERE, indices):
+        assert torch.equal(batch, labels.float().view(-1, 1, 1, 1).expand(-1, 2, 6, 6))
+        sizes.append(len(labels))
+        seen += labels.tolist()
+    assert sizes == 3 * [16, 16, 5]
+    epochs = [seen[:37], seen[37:74], seen[74:]]
+    assert all(sorted(epoch) == indices.tolist() for epoch in epochs)
+    assert (
+        len({tuple(epoch) for epoch in [*epochs, indices.tolist()]}) == 4
+    )  # each with its own order
+
+
+def test_the_order_depends_on_the_client_round_alone() -> None:
+    """Not on earlier draws, other client rounds at the same time, or augmentation."""
+    indices, other = torch.arange(40), replace(HERE, client=0)
+    expected = order(numbered().batches(HERE, indices))
+    work = numbered(shift=2, flip=True)
+    torch.manual_seed(5)
+    torch.rand(7)
+    before = torch.get_rng_state()
+    pairs = zip(work.batches(other, indices), work.batches(HERE, indices), strict=True)
+    assert order(mine for _, mine in pairs) == expected
+    assert order(work.batches(replace(HERE, last=True), indices)) == expected
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("part", ["seed", "client", "experience", "round"])
+def test_every_part_of_the_address_changes_the_order(part: str) -> None:
+    work, indices = numbered(), torch.arange(40)
+    other = replace(HERE, **{part: 9})
+    assert order(work.batches(other, indices)) != order(work.batches(HERE, indices))
+
+
+def test_without_epochs_or_images_there_are_no_batches() -> None:
+    assert list(numbered(epochs=0).batches(HERE, torch.arange(40))) == []
+    assert list(numbered().batches(HERE, torch.arange(0))) == []
+
+
+def test_each_epoch_augments_differently_and_the_data_set_does_not_change() -> None:
+    x = images(10, 1, 6, 6)
+    kept = x.clone()
+    setting = Setting("by hand", {}, SPLIT, MLP, replace(TRAINING, epochs=20, shift=2))
+    work = Workspace(setting, labelled(x, x[:4], torch.arange(4)))
+    views: dict[int, set[bytes]] = {}
+    for batch, labels in work.batches(HERE, torch.arange(10)):
+        for image, label in zip(batch, labels.tolist(), strict=True):
+            views.setdefault(label, set()).add(image.numpy().tobytes())
+    assert min(map(len, views.values())) > 5  # of 25 shifts, 20 times
+    assert torch.equal(work.x_train, kept)
+
+
+# --- normalisation
+
+
+def test_normalised_training_images_have_mean_0_and_deviation_1() -> None:
+    setting = Setting("digits", {"source": "digits"}, SPLIT, MLP, TRAINING)
+    work = Workspace(setting, data.load_dataset(setting.data))
+    normal = work.normalise(work.x_train)
+    assert normal.dtype == torch.float32
+    torch.testing.assert_close(normal.double().mean(), torch.zeros(()).double(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(normal.double().std(), torch.ones(()).double(), atol=1e-4, rtol=0)
+
+
+def test_each_channel_is_normalised_separately() -> None:
+    """Bytes 0 and 255 are 0 and 1: mean 0.5, deviation 0.25 give -2 and 2; 0 and 0.5 give 0, 2."""
+    x = torch.tensor([0, 255], dtype=torch.uint8).view(1, 1, 1, 2).expand(1, 2, 1, 2)
+    dataset = labelled(x, x, torch.zeros(1, dtype=torch.int64))
+    dataset = replace(dataset, mean=torch.tensor([0.5, 0.0]), std=torch.tensor([0.25, 0.5]))
+    work = Workspace(Setting("by hand", {}, SPLIT, MLP, TRAINING), dataset)
+    expected = torch.tensor([[-2.0, 2.0], [0.0, 2.0]]).view(1, 2, 1, 2)
+    torch.testing.assert_close(work.normalise(x), expected, atol=1e-6, rtol=0)
+
+
+# --- augmentation
+
+
+def numbers(*parts: int) -> torch.Generator:
+    return generator("augment", *parts)
+
+
+def test_without_augmentation_images_do_not_change() -> None:
+    x = images(5, 3, 4, 4)
+    assert torch.equal(augment(x, TRAINING, numbers()), x)
+
+
+def test_a_shift_is_a_translation_with_repeated_edges() -> None:
+    """Each image is one of the 25 cuts out of itself with its edges repeated twice, the same cut
+    in every channel; 500 images meet every cut (one is missed with 25 * 0.96^500 < 1e-7)."""
+    x = images(500, 3, 7, 5)
+    moved = augment(x, replace(TRAINING, shift=2), numbers())
+    assert moved.shape == x.shape and moved.dtype == torch.uint8
+    counts: Counter[tuple[int, int]] = Counter()
+    for before, after in zip(x.numpy(), moved.numpy(), strict=True):
+        wide = np.pad(before, ((0, 0), (2, 2), (2, 2)), mode="edge")
+        cuts = [
+            (dy, dx)
+            for dy, dx in product(range(5), range(5))
+            if np.array_equal(wide[:, dy : dy + 7, dx : dx + 5], after)
+        ]
+        assert len(cuts) == 1
+        counts.update(cuts)
+    assert len(counts) == 25
+
+
+def test_a_shift_beyond_the_image_repeats_its_edge() -> None:
+    x = images(50, 1, 2, 2)
+    assert set(augment(x, replace(TRAINING, shift=9), numbers()).unique().tolist()) <= set(
+        x.unique().tolist()
+    )
+
+
+def test_half_of_the_images_are_mirrored_left_to_right() -> None:
+    """Of 1000 images 500, give or take 5 standard deviations of sqrt(250) = 16."""
+    x = images(1000, 3, 4, 5)
+    flipped = augment(x, replace(TRAINING, flip=True), numbers())
+    mirrored = (flipped == x.flip(3)).flatten(1).all(1)
+    assert (mirrored ^ (flipped == x).flatten(1).all(1)).all()
+    assert 420 < mirrored.sum() < 580
+
+
+def test_augmentation_follows_its_address() -> None:
+    x, training = images(20, 1, 6, 6), replace(TRAINING, shift=2, flip=True)
+    assert torch.equal(augment(x, training, numbers(1)), augment(x, training, numbers(1)))
+    assert not torch.equal(augment(x, training, numbers(1)), augment(x, training, numbers(2)))
+
+
+# --- scores
+
+TASKS = (  # client 0 has class b twice, client 1 none twice; there is no test image of d
+    (Task((0, 1)), Task((1, 2))),
+    (Task((2, 3)), Task((0, 1))),
+    (Task((0, 2)), Task((3,))),
+)
+
+
+@pytest.fixture
+def scored(monkeypatch: pytest.MonkeyPatch) -> tuple[Workspace, Plan]:
+    """An untrained network and 30 test images of the classes a, b and c, in batches of 7."""
+    monkeypatch.setattr(workspace, "EVALUATION_BATCH", 7)
+    dataset = labelled(images(4, 1, 5, 5), images(30, 1, 5, 5, seed=1), torch.arange(30) % 3)
+    dataset = replace(dataset, mean=torch.full((1,), 0.5), std=torch.full((1,), 0.3))
+    split = replace(SPLIT, clients=3, cycles=2)
+    plan = Plan(split, seed=0, data_digest="by hand", clients=TASKS, classes=4)
+    return Workspace(Setting("by hand", {}, split, MLP, TRAINING), dataset), plan
+
+
+def expected(work: Workspace, client: int, experience: int, task: int, scoring: str) -> float:
+    """The accuracy, image by image and class by class."""
+    own, met = TASKS[client][task].classes, TASKS[client][: experience + 1]
+    seen = {label for past in met for label in past.classes}
+    allowed = {"all": {0, 1, 2, 3}, "seen": seen, "task": set(own)}[scoring]
+    right = []
+    for image, label in zip(work.dataset.x_test, work.dataset.y_test.tolist(), strict=True):
+        if label in own:
+            with torch.no_grad():
+                logits = work.model.module.eval()(work.normalise(image[None]))[0].tolist()
+            right.append(max(allowed, key=lambda label_: logits[label_]) == label)
+    if not right or not set(own) <= allowed:
+        return float("nan")
+    return sum(right) / len(right)
+
+
+@pytest.mark.parametrize("clients", [[0, 1, 2], [2], [1, 0]])
+@pytest.mark.parametrize("experience", [0, 1, 3])
+def test_scores_are_those_of_a_loop(
+    scored: tuple[Workspace, Plan], clients: list[int], experience: int
+) -> None:
+    work, plan = scored
+    scores = work.score(plan, clients, experience).numpy()
+    wanted = [
+        [
+            [expected(work, client, experience, task, scoring) for task in range(2)]
+            for client in clients
+        ]
+        for scoring in SCORINGS
+    ]
+    np.testing.assert_allclose(scores, wanted, atol=1e-6)
+
+
+def test_the_scorings_differ_and_a_future_task_is_undefined_among_seen_classes(
+    scored: tuple[Workspace, Plan],
+) -> None:
+    """After experience 0 client 0 has seen a and b, so its task of b and c is undefined among them.
+    Fewer classes to choose from can only increase the accuracy."""
+    work, plan = scored
+    scores = dict(zip(SCORINGS, work.score(plan, [0], 0)[:, 0], strict=True))
+    assert scores["seen"].isnan().tolist() == [False, True]
+    assert not scores["all"].isnan().any() and not scores["task"].isnan().any()
+    assert scores["seen"][0] == scores["task"][0] > scores["all"][0]
+    after = dict(zip(SCORINGS, work.score(plan, [0], 1)[:, 0], strict=True))
+    assert (after["all"] <= after["seen"]).all() and (after["seen"] <= after["task"]).all()
+    assert after["seen"].tolist() != after["task"].tolist()
+
+
+def test_a_task_without_test_images_is_undefined(scored: tuple[Workspace, Plan]) -> None:
+    work, plan = scored
+    assert work.score(plan, [2], 1)[:, 0].isnan().tolist() == 3 * [[False, True]]
+
+
+def test_scores_follow_the_live_model(scored: tuple[Workspace, Plan]) -> None:
+    """A head that always predicts b is right on half of (a, b) and (b, c)."""
+    work, plan = scored
+    work.model.parameters.zero_()
+    work.model.module.head.bias.data[1] = 1.0
+    assert work.score(plan, [0], 1).tolist() == 3 * [[[0.5, 0.5]]]
+
+
+# --- batches of evaluation, and where images are stored
+
+
+@pytest.mark.parametrize(
+    ("shape", "micro_batch_size", "many"),
+    [
+        ((3, 32, 32), None, 512),
+        ((1, 28, 28), None, 512),  # never more
+        ((3, 64, 64), None, 128),  # four times the pixels, a quarter of the images
+        ((3, 224, 224), None, 10),  # 512 x 1,024 / 50,176 = 10.4
+        ((3, 800, 1000), None, 1),
+        ((3, 32, 32), 8, 8),
+        ((3, 224, 224), 64, 10),
+        ((3, 224, 224), 1, 1),
+    ],
+)
+def test_how_many_images_are_evaluated_at_once(
+    shape: tuple[int, int, int], micro_batch_size: int | None, many: int
+) -> None:
+    assert workspace.evaluation_batch_size(shape, micro_batch_size) == many
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 3])
+def test_evaluation_passes_have_no_more_images(micro_batch_size: int | None) -> None:
+    x = images(10, 1, 64, 128)
+    dataset = labelled(x, x, torch.zeros(10, dtype=torch.int64))
+    setting = Setting(
+        "by hand", {}, SPLIT, replace(MLP, micro_batch_size=micro_batch_size), TRAINING
+    )
+    work, sizes = Workspace(setting, dataset), list[int]()
+    work.chunk = min(work.chunk, 4)
+    encoder = work.classifier.encoder
+    encoder.register_forward_pre_hook(lambda module, given: sizes.append(len(given[0])))
+    work.outputs(x)
+    assert sizes == ([4, 4, 2] if micro_batch_size is None else [3, 3, 3, 1])
+
+
+def test_scores_do_not_depend_on_the_batch_of_evaluation(scored: tuple[Workspace, Plan]) -> None:
+    work, plan = scored
+    scores = []
+    for work.chunk in (1, 2, 7, 29, 30, 512):
+        scores.append(work.score(plan, [0, 1, 2], 1).numpy())
+        np.testing.assert_array_equal(scores[-1], scores[0])
+    assert np.unique(scores[0][np.isfinite(scores[0])]).size > 3
+
+
+@pytest.mark.parametrize(("free", "home"), [(4 * 288, "cuda"), (4 * 288 - 1, "cpu")])
+def test_training_images_are_stored_on_a_gpu_with_room_for_four_times_as_many(
+    free: int, home: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 images of 36 bytes; the rest of the room is for models and batches."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10**12))
+    assert workspace.storage_device(images(8, 1, 6, 6), torch.device("cuda")).type == home
+
+
+def test_without_a_gpu_its_memory_is_not_queried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", None)
+    assert workspace.storage_device(images(8, 1, 6, 6), torch.device("cpu")).type == "cpu"
+
+
+def test_images_stored_elsewhere_are_moved_to_the_device_batch_by_batch() -> None:
+    """On torch's device without values: batches are there, and the data set is not."""
+    work, sizes = numbered(epochs=1), []
+    work.device = torch.device("meta")
+    work.scale, work.offset = work.scale.to("meta"), work.offset.to("meta")
+    for batch, labels in work.batches(HERE, torch.arange(37)):
+        assert batch.device.type == labels.device.type == "meta"
+        sizes.append(len(batch))
+    chosen, known = work.train_images(torch.tensor([3, 5]))
+    assert sizes == [16, 16, 5] and chosen.device.type == known.device.type == "meta"
+    assert work.x_train.device.type == work.y_train.device.type == "cpu"
+
+
+def test_train_images_are_uint8_with_their_labels() -> None:
+    chosen, known = numbered().train_images(torch.tensor([30, 4, 4]))
+    assert chosen.dtype == torch.uint8 and known.tolist() == [30, 4, 4]
+    assert torch.equal(chosen[:, 1, 2, 3].long(), known)
+
+
+# --- batch normalisation
+
+
+def batch_normalised(**training: Any) -> tuple[Tensor, Workspace]:
+    """Eight images, and a network with batch normalisation."""
+    x = images(8, 1, 8, 8)
+    dataset = labelled(x, x, torch.zeros(8, dtype=torch.int64))
+    setting = Setting("by hand", {}, SPLIT, NORMED, replace(TRAINING, **training))
+    return x, Workspace(setting, dataset)
+
+
+@pytest.mark.parametrize(
+    ("buffers", "changes"), [("shared", True), ("local", True), ("frozen", False)]
+)
+def test_frozen_buffers_do_not_change_in_training_and_others_do(
+    buffers: Any, changes: bool
+) -> None:
+    x, work = batch_normalised(buffers=buffers)
+    before = work.model.buffers.clone()
+    work.outputs(x)
+    assert torch.equal(work.model.buffers, before)  # evaluation never changes them
+    work.train_mode(8)
+    module = work.model.module
+    module(work.normalise(x)).sum().backward()
+    assert torch.equal(work.model.buffers, before) == (not changes)
+    norm = next(m for m in module.modules() if isinstance(m, torch.nn.BatchNorm2d))
+    assert module.training and module.head.training and norm.training == changes
+    assert norm.weight.grad is not None and norm.weight.grad.any()  # scale and shift still learn
+
+
+def test_a_single_image_is_normalised_by_the_running_statistics() -> None:
+    """It has no variance: torch refuses it, or returns zeros."""
+    x, work = batch_normalised()
+    expected = work.outputs(x[:1])
+    work.train_mode(1)
+    torch.testing.assert_close(work.model.module(work.normalise(x[:1])).detach(), expected)
+    work.train_mode(2)
+    assert not torch.equal(work.model.module(work.normalise(x[:2])).detach()[:1], expected)
+
+
+def test_outputs_do_not_depend_on_the_other_images() -> None:
+    """In evaluation mode, with batch normalisation too."""
+    x, work = batch_normalised()
+    work.train_mode(8)
+    alone = torch.cat([work.outputs(image[None]) for image in x])
+    torch.testing.assert_close(work.outputs(x), alone)
+    features = work.outputs(x, work.model.module.encoder)
+    assert features.shape == (8, 8) and not features.requires_grad

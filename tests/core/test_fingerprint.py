@@ -1,0 +1,156 @@
+"""Fingerprints: they include all code that a number can depend on, but no comments."""
+
+from pathlib import Path
+
+import pytest
+
+from stamp_core.core import fingerprint
+
+FILES = {
+    "__init__.py": "from stamp_core.engine import train\nfrom stamp_core import plots as images",
+    "plots.py": "",
+    "engine.py": "import json\nfrom stamp_core.methods import get\n\ndef train(): return get",
+    "base.py": "STEP = 1",
+    "lonely.py": "",
+    "methods/__init__.py": "from stamp_core import base\n\ndef get(): return base.STEP",
+    "methods/fedavg.py": "from stamp_core.methods import get",
+    "methods/late.py": "def work():\n    from stamp_core.engine import train\n    return train",
+    "methods/near.py": "from . import fedavg\nfrom ..base import STEP",
+}
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small package in the place of stamp_core."""
+    root = tmp_path / "stamp_core"
+    (root / "methods").mkdir(parents=True)
+    for name, code in FILES.items():
+        (root / name).write_text(code)
+    monkeypatch.setattr(fingerprint, "PACKAGE", root)
+    return root
+
+
+def imported(package: Path, code: str) -> set[str]:
+    """The files of the small package that a script with this code imports."""
+    script = package.parent / "script.py"
+    script.write_text(code)
+    return {file.relative_to(package).as_posix() for file in fingerprint.find_imports(script)}
+
+
+@pytest.mark.parametrize(
+    ("code", "files"),
+    [
+        ("import json, numpy.linalg", set()),
+        ("from other.stamp_core import base", set()),
+        ("import stamp_core.base", {"base.py"}),
+        ("from stamp_core.base import STEP as step", {"base.py"}),
+        ("from stamp_core import base, lonely", {"base.py", "lonely.py"}),
+        ("from stamp_core.methods import get", {"methods/__init__.py"}),
+        ("from stamp_core.methods import late", {"methods/__init__.py", "methods/late.py"}),
+        ("import stamp_core.methods.late", {"methods/__init__.py", "methods/late.py"}),
+        ("def f():\n    if 1:\n        from stamp_core import base", {"base.py"}),
+        ("from stamp_core import train", {"engine.py"}),
+        ("from stamp_core import images", {"plots.py"}),
+        ("from stamp_core import *", {"engine.py", "plots.py"}),
+        ("import stamp_core as core", {"engine.py", "plots.py"}),
+        ("from stamp_core import nothing", set()),
+    ],
+)
+def test_the_files_of_an_import_never_include_the_top_init(
+    package: Path, code: str, files: set[str]
+) -> None:
+    assert imported(package, code) == files
+
+
+def test_relative_imports_are_followed(package: Path) -> None:
+    found = fingerprint.find_imports(package / "methods" / "near.py")
+    assert found == {
+        package / name for name in ("methods/__init__.py", "methods/fedavg.py", "base.py")
+    }
+
+
+def test_the_closure_goes_through_functions_and_sub_packages_and_no_further(package: Path) -> None:
+    names = ["base.py", "engine.py", "methods/__init__.py", "methods/late.py"]
+    assert fingerprint.import_closure(package / "methods" / "late.py") == [
+        package / n for n in names
+    ]
+
+
+def test_circular_imports_are_followed_once(package: Path) -> None:
+    (package / "base.py").write_text("from stamp_core.engine import train")
+    names = ["base.py", "engine.py", "methods/__init__.py"]
+    assert fingerprint.import_closure(package / "base.py") == [package / name for name in names]
+
+
+def test_the_closure_of_several_is_the_union(package: Path) -> None:
+    base, lonely = package / "base.py", package / "lonely.py"
+    assert fingerprint.import_closure(str(lonely), base, lonely) == [base, lonely]
+
+
+CODE = '''"""What it is."""
+class A:
+    """A class."""
+    def f(self, x: int) -> int:
+        """What comes back."""
+        return x + 1  # the next
+'''
+
+
+def test_comments_layout_and_docstrings_do_not_count(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(CODE)
+    bare = (
+        "class A:\n\n\n    def f(self, x: int) -> int:\n        return (x\n                + 1)\n"
+    )
+    (tmp_path / "b.py").write_text(bare)
+    assert fingerprint.code_digest(tmp_path / "a.py") == fingerprint.code_digest(tmp_path / "b.py")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("x + 1", "x + 2"),
+        ("x + 1", "x - 1"),
+        ("class A", "class B"),
+        ("return x + 1", 'return "What comes back."'),
+        ("x + 1", "x + 1.0"),
+    ],
+)
+def test_code_counts(tmp_path: Path, old: str, new: str) -> None:
+    (tmp_path / "a.py").write_text(CODE)
+    (tmp_path / "b.py").write_text(CODE.replace(old, new))
+    assert fingerprint.code_digest(tmp_path / "a.py") != fingerprint.code_digest(tmp_path / "b.py")
+
+
+def test_a_string_after_the_docstring_counts(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("'''The file.'''\n'one'")
+    (tmp_path / "b.py").write_text("'''The file.'''\nx = 'one'")
+    assert fingerprint.code_digest(tmp_path / "a.py") != fingerprint.code_digest(tmp_path / "b.py")
+
+
+def test_the_fingerprint_changes_with_indirect_imports_only(package: Path) -> None:
+    late = package / "methods" / "late.py"
+    before, short = fingerprint.fingerprint_files(late), fingerprint.combined_fingerprint(late)
+    (package / "lonely.py").write_text("x = 1")
+    (package / "base.py").write_text('"""Steps."""\nSTEP = 1  # one')
+    assert fingerprint.fingerprint_files(late) == before
+    (package / "base.py").write_text("STEP = 2")
+    changed = fingerprint.fingerprint_files(late)
+    assert {name for name in changed if changed[name] != before[name]} == {"stamp_core/base.py"}
+    assert fingerprint.combined_fingerprint(late) != short
+    assert len(short) == 64
+
+
+def test_the_name_of_a_file_counts(package: Path) -> None:
+    (package / "other.py").write_text(FILES["base.py"])
+    assert fingerprint.combined_fingerprint(
+        package / "other.py"
+    ) != fingerprint.combined_fingerprint(package / "base.py")
+
+
+def test_the_closure_in_the_real_package() -> None:
+    source = fingerprint.PACKAGE / "data" / "sources" / "glyphs.py"
+    names = fingerprint.fingerprint_files(source).keys()
+    modules = {"data/__init__.py", "config/decode.py", "core/paths.py", "data/store/cache.py"}
+    assert {f"stamp_core/{module}" for module in modules} <= names
+    assert "stamp_core/data/sources/digits.py" not in names
+    assert "stamp_core/__init__.py" not in names

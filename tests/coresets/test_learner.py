@@ -1,0 +1,124 @@
+"""A rule's own network: per-sample gradients, SGD steps, client and initial weights."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rule_tasks import BATCH_NORM, MLP, NETWORKS, float_buffers, generator, normal, to_unit
+from torch import Tensor
+
+from stamp_core.config.schema import Network
+from stamp_core.coresets.learner import CHUNK, Learner, head_gradient_factors, per_sample_gradients
+from stamp_core.models.flat import flatten
+from stamp_core.models.networks import Classifier, build_network
+
+CLASSES = 5
+
+
+def build(network: Network, seed: int = 3) -> Classifier:
+    """A network whose running statistics are not the initial ones."""
+    built = build_network(network, (1, 8, 8), CLASSES, seed)
+    built.train()(torch.rand(20, 1, 8, 8, generator=generator(1)))
+    return built
+
+
+def examples(count: int) -> tuple[Tensor, Tensor]:
+    return normal(count, 1, 8, 8), torch.randint(CLASSES, (count,), generator=generator(2))
+
+
+def make_learner(network: Network = MLP) -> Learner:
+    """Initial weights of seed 3, the client's of seed 4."""
+    client = build(network, seed=4)
+    weights = flatten(list(client.parameters())), flatten(float_buffers(client))
+    return Learner(build_network(network, (1, 8, 8), CLASSES, seed=3), to_unit, *weights)
+
+
+def head_gradients(module: Classifier, images: Tensor, labels: Tensor) -> Tensor:
+    """The outer products of the factors: by the head's weight, then by its bias."""
+    errors, features = head_gradient_factors(module, images, labels)
+    weight = errors[:, :, None] * features[:, None]
+    return torch.cat([weight.flatten(1), errors], dim=1)
+
+
+networks = pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
+
+
+@networks
+@pytest.mark.parametrize("count", [1, 7, CHUNK + 3])
+def test_per_sample_gradients_are_those_of_single_backward_passes(
+    network: Network, count: int
+) -> None:
+    module, (images, labels) = build(network), examples(count)
+    expected = []
+    for image, label in zip(images, labels, strict=True):
+        loss = F.cross_entropy(module.eval()(image[None]), label[None])
+        expected.append(flatten(torch.autograd.grad(loss, list(module.parameters()))))
+    gradients = per_sample_gradients(module, images, labels)
+    torch.testing.assert_close(gradients, torch.stack(expected), rtol=0, atol=1e-5)
+
+
+@networks
+def test_head_gradients_are_the_last_part_of_all(network: Network) -> None:
+    module, samples = build(network), examples(30)
+    head, every = head_gradients(module, *samples), per_sample_gradients(module, *samples)
+    assert head.shape == (30, CLASSES * 6 + CLASSES) and head.abs().max() > 0.1
+    torch.testing.assert_close(head, every[:, -head.shape[1] :], rtol=0, atol=1e-5)
+    errors, features = head_gradient_factors(module, *samples)
+    products = (errors @ errors.T) * (1 + features @ features.T)
+    torch.testing.assert_close(products, head @ head.T, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_change_neither_weights_nor_running_statistics() -> None:
+    module, samples = build(BATCH_NORM).train(), examples(9)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    per_sample_gradients(module, *samples)
+    head_gradient_factors(module.train(), *samples)
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+    assert all(p.grad is None for p in module.parameters()) and not module.training
+
+
+def test_a_learner_loads_client_and_initial_weights() -> None:
+    learner = make_learner(BATCH_NORM)
+    built = build_network(BATCH_NORM, (1, 8, 8), CLASSES, seed=3)
+    initial, client = flatten(list(built.parameters())), build(BATCH_NORM, seed=4)
+    weights = flatten(list(client.parameters())), flatten(float_buffers(client))
+    for _ in range(2):
+        assert torch.equal(learner.model.parameters, weights[0])
+        assert torch.equal(learner.model.buffers, weights[1])
+        learner.load_initial_weights()
+        assert torch.equal(learner.model.parameters, initial)
+        assert learner.model.buffers.tolist() == 3 * [0.0] + 3 * [1.0]
+        learner.train(*examples(6), [torch.arange(6)], lr=0.1)
+        assert not torch.equal(learner.model.parameters, initial) and learner.model.buffers[0] != 0
+        learner.load_client_weights()
+
+
+def test_training_takes_the_steps_of_sgd_in_the_order_of_the_batches() -> None:
+    learner, other, (images, labels) = make_learner(), make_learner(), examples(10)
+    batches = [torch.tensor([3, 1, 3]), torch.tensor([9]), torch.arange(10)]
+    learner.train(images, labels, batches, lr=0.3)
+    sgd = torch.optim.SGD(other.network.parameters(), lr=0.3)
+    for indices in batches:
+        sgd.zero_grad()
+        F.cross_entropy(other.network(images[indices]), labels[indices]).backward()
+        sgd.step()
+    torch.testing.assert_close(learner.model.parameters, other.model.parameters)
+    assert not learner.network.training
+
+
+def test_a_batch_of_one_is_normalised_by_the_running_statistics() -> None:
+    learner = make_learner(BATCH_NORM)
+    before = learner.model.buffers.clone()
+    learner.train(*examples(4), [torch.tensor([2])], lr=0.1)
+    assert torch.equal(learner.model.buffers, before) and learner.model.parameters.isfinite().all()
+    learner.train(*examples(4), [torch.tensor([2, 3])], lr=0.1)
+    assert not torch.equal(learner.model.buffers, before)
+
+
+def test_losses_are_those_of_single_images_in_evaluation_mode() -> None:
+    learner, (images, labels) = make_learner(BATCH_NORM), examples(5)
+    before = learner.model.buffers.clone()
+    losses = learner.losses(images, labels)
+    pairs = [(images[i : i + 1], labels[i : i + 1]) for i in range(5)]
+    alone = [F.cross_entropy(learner.network(image), label) for image, label in pairs]
+    torch.testing.assert_close(losses, torch.stack(alone))
+    assert torch.equal(learner.model.buffers, before) and not losses.requires_grad

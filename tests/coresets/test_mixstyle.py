@@ -1,0 +1,166 @@
+"""MixStyle mixes channel statistics: on images, on features, within classes."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rule_tasks import colour_images as images
+from rule_tasks import generator, normal
+from scipy import stats
+from torch import nn
+
+from stamp_core.config.schema import Network
+from stamp_core.coresets.mixstyle import (
+    EPSILON,
+    _same_class_partners,
+    feature_mixstyle,
+    mixing_weights,
+    mixstyle_features,
+    mixstyle_images,
+)
+from stamp_core.models.networks import build_network
+
+quick = settings(deadline=None, max_examples=50, derandomize=True)
+seeds = st.integers(0, 10**6)
+
+
+@quick
+@given(seed=seeds)
+def test_mixstyle_is_its_formula_and_mixes_the_statistics(seed: int) -> None:
+    """Before clipping, each channel has the mixed mean and deviation, up to epsilon."""
+    content, style = images(3, seed=seed) / 255.0, images(3, seed=seed + 1) ** 1.5 / 4096
+    weight = torch.rand(3, generator=generator(seed), dtype=torch.float64)
+    found = mixstyle_features(content.double(), style.double(), weight).numpy()
+    for n, own in enumerate(weight.tolist()):
+        for c in range(3):
+            x, y = content[n, c].double().numpy(), style[n, c].double().numpy()
+            spread, other = np.sqrt(x.var() + EPSILON), np.sqrt(y.var() + EPSILON)
+            deviation = own * spread + (1 - own) * other
+            mean = own * x.mean() + (1 - own) * y.mean()
+            np.testing.assert_allclose(found[n, c], deviation * (x - x.mean()) / spread + mean)
+            np.testing.assert_allclose(found[n, c].mean(), mean)
+            np.testing.assert_allclose(found[n, c].std(), deviation, rtol=1e-4)
+
+
+def test_mixstyle_by_hand() -> None:
+    """100 and 150 have mean 125, deviation 25; 10 and 110 have 60, 50; halfway are 92.5, 37.5."""
+    content = torch.tensor([100, 150], dtype=torch.uint8).view(1, 1, 1, 2)
+    style = torch.tensor([10, 110], dtype=torch.uint8).view(1, 1, 1, 2)
+    for weight, expected in ((1.0, [100, 150]), (0.5, [55, 130]), (0.0, [10, 110])):
+        found = mixstyle_images(content, style, torch.tensor([weight]))
+        assert found.dtype == torch.uint8 and found.flatten().tolist() == expected
+    bright = torch.tensor([90, 90, 90, 190], dtype=torch.uint8).view(1, 1, 2, 2)
+    harsh = torch.tensor([0, 0, 255, 255], dtype=torch.uint8).view(1, 1, 2, 2)
+    # Mean 127.5, deviation 127.5: the three below the mean by 1 / sqrt(3), the other by sqrt(3).
+    assert mixstyle_images(bright, harsh, torch.zeros(1)).flatten().tolist() == [54, 54, 54, 255]
+    assert mixstyle_images(255 - bright, harsh, torch.zeros(1)).flatten().tolist() == [
+        201,
+        201,
+        201,
+        0,
+    ]
+
+
+@quick
+@given(seed=seeds, side=st.sampled_from([1, 2, 5]), spread=st.sampled_from([1, 2, 256]))
+def test_a_weight_of_one_is_the_identity_bit_for_bit(seed: int, side: int, spread: int) -> None:
+    content, style = images(4, 0, spread, seed, side), images(4, seed=seed + 1, side=side)
+    assert torch.equal(mixstyle_images(content, style, torch.ones(4)), content)
+
+
+@quick
+@given(seed=seeds)
+def test_a_weight_of_zero_takes_all_statistics(seed: int) -> None:
+    """Up to rounding, by 0.5 in the mean and 1 in the deviation; nothing is clipped here."""
+    content, style = images(4, 80, 176, seed, 8), images(4, 100, 140, seed + 1, 8)
+    found = mixstyle_images(content, style, torch.zeros(4)).double()
+    assert (found.mean((2, 3)) - style.double().mean((2, 3))).abs().max() <= 0.5
+    assert (found.std((2, 3)) - style.double().std((2, 3))).abs().max() <= 1
+
+
+@pytest.mark.parametrize("side", [1, 4])
+def test_constant_images_stay_finite(side: int) -> None:
+    """Constant content becomes the style's mean; a constant style leaves almost no contrast."""
+    flat, rich = torch.full((2, 3, side, side), 7, dtype=torch.uint8), images(2, side=side)
+    half = torch.full((2,), 0.5)
+    assert torch.isfinite(mixstyle_features(flat / 255.0, rich / 255.0, half)).all()
+    expected = rich.double().mean((2, 3), keepdim=True).round().expand(rich.shape)
+    assert torch.equal(mixstyle_images(flat, rich, torch.zeros(2)), expected.to(torch.uint8))
+    faded = mixstyle_images(rich, flat, torch.zeros(2)).int()
+    assert (faded - 7).abs().max() <= 1
+
+
+def test_gradients_flow_through_the_content_but_not_through_its_statistics() -> None:
+    content, style = (
+        normal(2, 3, 4, 4).requires_grad_(),
+        normal(2, 3, 4, 4, seed=1).requires_grad_(),
+    )
+    weight = torch.tensor([0.25, 1.0], dtype=torch.float64)
+    mixed = mixstyle_features(content, style, weight)
+    assert mixed.dtype == torch.float32
+    weights = normal(2, 3, 4, 4, seed=2)
+    (mixed * weights).sum().backward()
+    spread = content.detach().var((2, 3), correction=0, keepdim=True).add(EPSILON).sqrt()
+    other = style.detach().var((2, 3), correction=0, keepdim=True).add(EPSILON).sqrt()
+    own = weight.float().view(2, 1, 1, 1)
+    assert content.grad is not None and style.grad is None
+    torch.testing.assert_close(content.grad, weights * (own + (1 - own) * other / spread))
+    torch.testing.assert_close(content.grad[1], weights[1])
+
+
+@pytest.mark.parametrize("alpha", [0.1, 1.0, 4.0])
+def test_mixing_weights_follow_the_beta_distribution(alpha: float) -> None:
+    found = mixing_weights(5000, generator(), alpha).numpy()
+    assert found.dtype == np.float64
+    assert stats.kstest(found, stats.beta(alpha, alpha).cdf).pvalue > 0.01
+
+
+@pytest.mark.parametrize("alpha", [1e-300, 1e-3, 0.1])
+def test_mixing_weights_are_finite_for_tiny_alpha(alpha: float) -> None:
+    """And as often near 0 as near 1."""
+    found = mixing_weights(20000, generator(), alpha)
+    assert ((found >= 0) & (found <= 1)).all()
+    assert abs(float(found.mean()) - 0.5) < 0.02
+
+
+def test_mixing_weights_depend_on_the_generator_alone() -> None:
+    draw = generator(1)
+    first, second = mixing_weights(9, draw), mixing_weights(9, draw)
+    assert torch.equal(first, mixing_weights(9, generator(1))) and not torch.equal(first, second)
+    assert torch.equal(first, mixing_weights(9, generator(1), alpha=0.1))
+    assert len(mixing_weights(0, draw)) == 0
+
+
+@quick
+@given(labels=st.lists(st.integers(0, 3), max_size=20), seed=seeds)
+def test_partners_are_a_permutation_within_classes(labels: list[int], seed: int) -> None:
+    classes = torch.tensor(labels, dtype=torch.int64)
+    partners = _same_class_partners(classes, generator(seed))
+    assert torch.equal(classes[partners], classes)
+    assert sorted(partners.tolist()) == list(range(len(labels)))
+    assert torch.equal(partners, _same_class_partners(classes, generator(seed)))
+
+
+def test_partners_are_uniform() -> None:
+    """Of three of a class each is the partner of the first 1 time in 3; 5 deviations are 82."""
+    classes = torch.tensor([1, 0, 1, 0, 1])
+    first = Counter(int(_same_class_partners(classes, generator(seed))[0]) for seed in range(1200))
+    assert first.keys() == {0, 2, 4} and all(abs(n - 400) < 82 for n in first.values())
+
+
+def test_features_are_mixed_after_the_first_pooling_within_the_context() -> None:
+    network = Network("cnn", features=8, channels=(4, 6), norm="group")
+    encoder = build_network(network, (3, 20, 20), 10, seed=0).encoder
+    assert isinstance(encoder, nn.Sequential)
+    batch, labels = normal(6, 3, 20, 20), torch.tensor([0, 1, 0, 1, 0, 1])
+    before = encoder(batch)
+    with feature_mixstyle(encoder, labels, 0.7, generator(2)):
+        mixed = encoder(batch)
+    assert torch.equal(encoder(batch), before) and not torch.equal(mixed, before)
+    lower, upper = encoder[:4], encoder[4:]  # convolution, norm, ReLU, pooling | the rest
+    maps, draw = lower(batch), generator(2)
+    partners, weight = _same_class_partners(labels, draw), mixing_weights(6, draw, 0.7)
+    torch.testing.assert_close(mixed, upper(mixstyle_features(maps, maps[partners], weight)))

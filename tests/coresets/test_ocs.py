@@ -1,0 +1,308 @@
+"""OCS scores images by its definition and proposes the best of each batch first."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from rule_tasks import BATCH_NORM, CLASSES, MLP, OCS, generator, indices_of, normal, with_nan
+from rule_tasks import ocs_task as make_task
+from torch import Tensor, nn
+
+from stamp_core.config.schema import Network
+from stamp_core.coresets.learner import Learner
+from stamp_core.coresets.selection import ocs
+from stamp_core.coresets.selection.base import TaskData
+from stamp_core.coresets.selection.ocs import Options
+from stamp_core.models.networks import Classifier
+
+Array = NDArray[np.float64]
+SHORTAGE = "ocs: a class had too few candidates"
+NOT_FINITE = "ocs: a gradient was not finite"
+PAST_NOT_FINITE = "ocs: the gradient of the past was not finite"
+
+
+def stream_of(task: TaskData, seed: int = 0) -> Tensor:
+    return torch.randperm(len(task.labels), generator=generator(seed))
+
+
+def scores_of(task: TaskData) -> Array:
+    """The scores of a task's images in the order of its stream."""
+    return ocs._stream_scores(task, stream_of(task)).double().numpy()
+
+
+def proposed(task: TaskData) -> list[int]:
+    """The proposal as indices of the task's images."""
+    return indices_of(ocs.propose(task), task)
+
+
+# ------------------------------------------------------------------------- an independent version
+
+
+def gradients_of(task: TaskData, images: Tensor, labels: Tensor) -> Array:
+    """The gradient of each image, by one backward pass each."""
+    network, gradients = task.learner.network.eval(), []
+    parameters = list(network.parameters())[-2 if task.options.gradients == "head" else 0 :]
+    for image, label in zip(task.learner.normalise(images), labels, strict=True):
+        loss = F.cross_entropy(network(image[None]), label[None])
+        parts = torch.autograd.grad(loss, parameters)
+        gradients.append(torch.cat([part.flatten() for part in parts]).double().numpy())
+    return np.array(gradients)
+
+
+def cosine(one: Array, other: Array) -> float:
+    size = np.linalg.norm(one) * np.linalg.norm(other)
+    return float(one @ other / size) if size else 0.0
+
+
+def defined_scores(task: TaskData, order: Tensor) -> Array:
+    """Cosine with the batch's mean - the mean cosine + tau times that with the past's mean."""
+    gradients = gradients_of(task, task.images[order], task.labels[order])
+    past = gradients_of(task, *task.past).mean(0) if len(task.past[1]) else 0 * gradients[0]
+    options, scores = task.options, []
+    for start in range(0, len(gradients), options.batch_size):
+        batch = gradients[start : start + options.batch_size]
+        for g in batch:
+            score = cosine(g, batch.mean(0)) - np.mean([cosine(g, h) for h in batch])
+            scores.append(score + options.tau * cosine(g, past))
+    return np.array(scores)
+
+
+def defined_order(task: TaskData, seed: int = 0) -> tuple[list[int], list[int]]:
+    """The candidates of all batches by their score, then the others by theirs."""
+    order, options = stream_of(task, seed), task.options
+    scores = dict(zip(order.tolist(), defined_scores(task, order), strict=True))
+    candidates: list[int] = []
+    for batch in order.split(options.batch_size):
+        best = sorted(batch.tolist(), key=lambda n: -scores[n])
+        candidates += best[: options.batch_candidates]
+    ranked = sorted(scores, key=lambda n: -scores[n])
+    return [n for n in ranked if n in candidates], [n for n in ranked if n not in candidates]
+
+
+# --------------------------------------------------------------------------------------- the score
+
+
+@pytest.mark.parametrize("past", [0, 7])
+@pytest.mark.parametrize("network", [MLP, BATCH_NORM], ids=lambda n: n.kind)
+@pytest.mark.parametrize("gradients", ["all", "head"])
+def test_a_score_is_what_its_definition_says(gradients: str, network: Network, past: int) -> None:
+    """The scores of the other gradients differ by more than rounding."""
+    task = make_task(network=network, past=past, gradients=gradients)
+    expected = defined_scores(task, stream_of(task))
+    np.testing.assert_allclose(scores_of(task), expected, rtol=0, atol=1e-5)
+    other = {"all": "head", "head": "all"}[gradients]
+    scores = scores_of(make_task(network=network, past=past, gradients=other))
+    assert abs(scores - expected).max() > 1e-2
+
+
+def test_scores_by_hand() -> None:
+    """Gradients (3, 0), (0, 1), (1, 0) and 0 add up to (4, 1); the past's is (0, 5).
+
+    The cosine of 0 with everything is 0, but counts in means. The second batch has one finite
+    gradient, (-1, 0).
+    """
+    low, nan, infinite = -torch.inf, [torch.nan, 0], [-torch.inf, 1]
+    right = torch.tensor([[3.0, 0], [0, 1], [1, 0], [0, 0], nan, [-1, 0], infinite])
+    options = Options(batch_size=4, batch_candidates=1, tau=10.0)
+    far, near = 4 / 17**0.5 - 2 / 4, 1 / 17**0.5 - 1 / 4
+    for past, bonus in ((None, 0), (torch.tensor([[0.0, 1.0]]), 10)):
+        scores = ocs._batch_scores(torch.ones(7, 1), right.clone(), past, options)
+        np.testing.assert_allclose(scores, [far, bonus + near, far, 0, low, 0, low], atol=1e-6)
+
+
+def test_gradients_that_cancel_have_no_direction() -> None:
+    right = torch.tensor([[0.6, 0.8], [-0.6, -0.8]])
+    options = Options(batch_size=2, batch_candidates=1)
+    scores = ocs._batch_scores(torch.ones(2, 1), right, None, options)
+    np.testing.assert_allclose(scores, 0, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-33, 1e-25, 1e25, 1e33])
+def test_the_length_of_gradients_does_not_matter(scale: float) -> None:
+    """Although their squares, and products of the factors, under- or overflow in float32."""
+    left, right, past = normal(9, 3).abs() + 1, normal(9, 6, seed=1), normal(3, 6, seed=2)
+    past, options = past / past.norm(), Options(**OCS)
+    expected = ocs._batch_scores(left.clone(), right.clone(), past, options)
+    for one, other in ((scale, 1), (1, scale), (scale, scale)):
+        scores = ocs._batch_scores(one * left, other * right, past, options)
+        torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("gradients", ["all", "head"])
+def test_certain_predictions_score_zero(gradients: str) -> None:
+    """An error of exactly 0 leaves no gradient."""
+    task = make_task(past=0, gradients=gradients)
+    task = replace(task, labels=torch.zeros_like(task.labels))
+    with torch.no_grad():
+        task.learner.network.head.bias[0] = 1e4  # type: ignore[index]
+    assert (scores_of(task) == 0).all()
+    assert sorted(proposed(task)) == list(range(13))
+    assert task.events == []
+
+
+def test_head_and_all_agree_if_the_encoder_has_no_parameters() -> None:
+    network = Classifier(nn.Flatten(), 128, CLASSES)
+    weights = nn.utils.parameters_to_vector(network.parameters()).detach()
+    learner = Learner(network, with_nan, weights, torch.zeros(0))
+    tasks = [replace(make_task(gradients=g), learner=learner) for g in ("all", "head")]
+    scores = [scores_of(task) for task in tasks]
+    np.testing.assert_allclose(*scores, rtol=0, atol=1e-5)
+    assert np.ptp(scores[0]) > 0.1
+
+
+@pytest.mark.parametrize("gradients", ["all", "head"])
+def test_memory_limits_do_not_change_scores(
+    gradients: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients are computed in multiples of a batch, those of past exemplars in parts."""
+    task, sizes = make_task(gradients=gradients), list[int]()
+    expected, factors = scores_of(task), ocs._gradient_factors
+
+    def recording(task: TaskData, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        sizes.append(len(labels))
+        return factors(task, images, labels)
+
+    monkeypatch.setattr(ocs, "_gradient_factors", recording)
+    monkeypatch.setattr(ocs, "PAST_BATCH", 3)
+    two_batches = 2 * 5 * len(task.learner.model.parameters)
+    past, whole = ([3, 3, 1], [13]) if gradients == "head" else ([], [10, 3])
+    for limit, parts in ((1, [5, 5, 3]), (two_batches, whole)):
+        sizes.clear()
+        monkeypatch.setattr(ocs, "MAX_NUMBERS", limit)
+        np.testing.assert_allclose(scores_of(task), expected, rtol=0, atol=1e-5)
+        assert sizes == past + parts
+
+
+# ------------------------------------------------------------------------------------ the proposal
+
+
+@pytest.mark.parametrize("past", [0, 7])
+@pytest.mark.parametrize("gradients", ["all", "head"])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_best_of_each_batch_come_first(gradients: str, past: int, seed: int) -> None:
+    task = make_task(past=past, seed=seed, gradients=gradients)
+    candidates, others = defined_order(task, seed)
+    assert len(candidates) == 6 and len(others) == 7
+    assert proposed(task) == candidates + others
+
+
+def test_candidates_by_hand() -> None:
+    """Ties go to the lower index; images without a score are no candidates."""
+    low = -torch.inf
+    scores = torch.tensor([1.0, 3.0, 2.0, 5.0, 5.0, 5.0, low, 0.0, low, -9.0])
+    for count, expected in ((2, [1, 2, 3, 4, 7, 9]), (1, [1, 3, 7, 9])):
+        selected = ocs._select_candidates(scores, Options(batch_size=3, batch_candidates=count))
+        assert selected.nonzero().flatten().tolist() == expected
+
+
+def test_candidates_may_come_in_random_order() -> None:
+    """All orders of three candidates; the others follow by their score, which in a single batch
+    is the same for any stream."""
+    options = {"batch_size": 9, "batch_candidates": 3, "order": "random", "gradients": "head"}
+    task = make_task(9, **options)
+    candidates, others = defined_order(task)
+    orders = {tuple(proposed(replace(task, generator=generator(seed)))) for seed in range(40)}
+    assert len({order[:3] for order in orders}) == 6
+    assert {tuple(sorted(order[:3])) for order in orders} == {tuple(sorted(candidates))}
+    assert {order[3:] for order in orders} == {tuple(others)}
+
+
+def test_tau_weights_the_past() -> None:
+    """With weight 0 the past has no effect; with a large one it alone orders the candidates."""
+    expected = proposed(make_task(past=0))
+    assert proposed(make_task(tau=0.0)) == expected
+    assert proposed(make_task(tau=3.0)) != expected
+    task = make_task(batch_size=13, batch_candidates=13, tau=1e6)
+    mean = gradients_of(task, *task.past).mean(0)
+    cosines = [cosine(g, mean) for g in gradients_of(task, task.images, task.labels)]
+    assert proposed(task) == np.argsort(cosines)[::-1].tolist()
+
+
+def test_gradients_left_in_the_model_do_not_matter() -> None:
+    task = make_task()
+    expected = scores_of(task)
+    task.learner.model.gradients.fill_(7)
+    np.testing.assert_array_equal(scores_of(task), expected)
+
+
+def test_the_past_is_the_mean_of_all_its_exemplars() -> None:
+    """The same images twice change nothing; one less does."""
+    task = make_task()
+    images, labels = task.past
+    double = replace(task, past=(images.repeat(2, 1, 1, 1), labels.repeat(2)))
+    np.testing.assert_allclose(scores_of(double), scores_of(task), rtol=0, atol=1e-5)
+    less = replace(task, past=(images[:-1], labels[:-1]))
+    assert abs(scores_of(less) - scores_of(task)).max() > 1e-2
+
+
+# ---------------------------------------------------------------------------------------- events
+
+
+@pytest.mark.parametrize("gradients", ["all", "head"])
+def test_an_image_without_a_finite_gradient_comes_last_and_changes_nothing(gradients: str) -> None:
+    """As if its batch, here the whole task, had one image less."""
+    task = make_task(batch_size=13, batch_candidates=13, gradients=gradients)
+    task.images[4] = 255
+    order, others = proposed(task), torch.arange(13) != 4
+    rest = replace(task, images=task.images[others], labels=task.labels[others], events=[])
+    expected = proposed(replace(rest, generator=generator(5)))
+    assert order == [n + (n >= 4) for n in expected] + [4]
+    assert task.events == [NOT_FINITE] and rest.events == []
+
+
+@pytest.mark.parametrize("gradients", ["all", "head"])
+def test_a_past_without_a_finite_gradient_is_ignored(gradients: str) -> None:
+    task, alone = make_task(gradients=gradients), make_task(past=0, gradients=gradients)
+    task.past[0][2] = 255
+    assert proposed(task) == proposed(alone)
+    assert task.events == [PAST_NOT_FINITE, *alone.events] and PAST_NOT_FINITE not in alone.events
+
+
+@pytest.mark.parametrize(
+    ("candidates", "exemplars_per_class", "shortage"),
+    [
+        ([0, 2, 4], 1, False),
+        ([0, 2, 3], 1, True),
+        ([0, 1], 1, True),
+        ([0, 1, 2, 4], 2, True),
+        ([0, 1, 2, 3, 4], 2, False),
+        ([0, 1, 2, 3, 4], 9, False),
+        ([], 0, False),
+    ],
+)
+def test_a_shortage_of_candidates_is_recorded_once(
+    candidates: list[int], exemplars_per_class: int, shortage: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If a class has fewer candidates than exemplars or, if it is smaller, than images."""
+    task = make_task(5, exemplars_per_class=exemplars_per_class)
+    task = replace(task, labels=torch.tensor([0, 0, 2, 2, 3]))
+    selected = torch.isin(stream_of(task), torch.tensor(candidates, dtype=torch.int64))
+    monkeypatch.setattr(ocs, "_select_candidates", lambda scores, options: selected)
+    assert sorted(proposed(task)) == list(range(5))
+    assert task.events == [SHORTAGE] * shortage
+
+
+def test_a_shortage_depends_on_the_stream() -> None:
+    """Each of these streams has six candidates."""
+    shortages = set[bool]()
+    for seed in range(10):
+        task = make_task(seed=seed, gradients="head")
+        labels = task.labels[proposed(task)[:6]]
+        short = any(int((labels == label).sum()) < 2 for label in range(3))
+        assert task.events == [SHORTAGE] * short
+        shortages.add(short)
+    assert shortages == {True, False}
+
+
+@pytest.mark.parametrize(("n", "batch_size"), [(1, 4), (2, 1), (13, 1), (13, 4), (13, 100)])
+def test_single_images_are_candidates_and_one_of_a_batch_is_too_few(
+    n: int, batch_size: int
+) -> None:
+    options: dict[str, Any] = {"batch_size": batch_size, "batch_candidates": 1}
+    task = make_task(n, exemplars_per_class=50, **options)
+    ocs.propose(task)
+    assert task.events == ([] if n == 1 or batch_size == 1 else [SHORTAGE])

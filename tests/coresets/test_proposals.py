@@ -1,0 +1,339 @@
+"""Rules that propose from whole tasks: what they are given, and what becomes of proposals."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import small
+import torch
+import torch.nn.functional as F
+from small import plan, run, tiny
+from torch import Tensor
+
+from stamp_core.client.workspace import RoundId, Workspace
+from stamp_core.config.decode import ParameterError, build, to_plain
+from stamp_core.core.seeding import generator
+from stamp_core.coresets import memory
+from stamp_core.coresets.memory import MemoryParams
+from stamp_core.coresets.selection import base
+from stamp_core.coresets.selection.base import Proposal, TaskData
+from stamp_core.engine import checkpoint
+from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalParams
+
+CLASSES = 10
+GIVEN: list[TaskData] = []  # what the rule `recording` was given
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the rule `synthetic`."""
+
+    soft: bool = True
+    height: int = 7
+
+
+def propose_synthetic(task: TaskData) -> Proposal:
+    """Images as bright as their index, with logits that count."""
+    labels = task.labels.unique().repeat_interleave(task.exemplars_per_class + 1)
+    images = torch.arange(len(labels), dtype=torch.uint8)[:, None, None, None]
+    images = images.expand(-1, *task.images.shape[1:]).contiguous()
+    width = CLASSES if task.options.soft else 0
+    soft = torch.arange(float(len(labels) * width)).view(len(labels), width)
+    task.events.append("synthetic: an event")
+    return Proposal(images, labels, soft)
+
+
+def propose_backwards(task: TaskData) -> Proposal:
+    """The task's images, the last first."""
+    return task.proposal(torch.arange(len(task.labels)).flip(0))
+
+
+def propose_recording(task: TaskData) -> Proposal:
+    """The task's images in their order."""
+    GIVEN.append(task)
+    return task.proposal(torch.arange(len(task.labels)))
+
+
+@pytest.fixture(autouse=True)
+def three_more_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    GIVEN.clear()
+    known = base._load_rule
+    more = {
+        "synthetic": SimpleNamespace(propose=propose_synthetic, Options=Options),
+        "backwards": SimpleNamespace(propose=propose_backwards),
+        "recording": SimpleNamespace(propose=propose_recording),
+    }
+    monkeypatch.setattr(base, "_load_rule", lambda rule: more.get(rule) or known(rule))
+    monkeypatch.setattr(small.Quick, "files", lambda self: [])  # the rules have none
+    yield
+
+
+def replaying(rule: str, exemplars_per_class: int = 3, **params: Any) -> Any:
+    """Replay with one of the rules."""
+    memory = {"selection": rule, "exemplars_per_class": exemplars_per_class, "space": "off"}
+    return tiny("replay", **{"memory": memory, "weight": 1.0, **params})
+
+
+def arrived(experiment: Any, experience: int) -> tuple[Any, Any]:
+    """A worker, and a client's round in an experience after such rounds in all earlier ones."""
+    worker = small.worker(experiment, plan(experiment))
+    return worker, small.arrived(worker, plan(experiment), experience)
+
+
+def content_order(images: Tensor, labels: Tensor) -> list[int]:
+    """Indices by class, then by pixels."""
+    keys = list(zip(labels.tolist(), images.flatten(1).tolist(), strict=True))
+    return sorted(range(len(keys)), key=keys.__getitem__)
+
+
+# ---------------------------------------------------------------------------------- parameters
+
+
+def test_options_are_those_of_the_rule_and_checked() -> None:
+    assert base.rule_options("synthetic", {"height": 3}) == Options(height=3)
+    assert base.rule_options("herding", {}) == base.NoOptions()
+    with pytest.raises(ParameterError, match=r"here.options: 'tau' is unknown; known: "):
+        build(MemoryParams, {"selection": "herding", "options": {"tau": 1}}, "here")
+    with pytest.raises(ParameterError, match=r"here.options.height is 'x'; it must be a wh"):
+        build(MemoryParams, {"selection": "synthetic", "options": {"height": "x"}}, "here")
+
+
+def test_all_options_are_part_of_a_runs_parameters() -> None:
+    params = build(MemoryParams, {"selection": "synthetic", "options": {"height": 3}}, "here")
+    assert to_plain(params)["options"] == {"soft": True, "height": 3}
+    assert replace(params, exemplars_per_class=1).options == params.options
+    assert to_plain(MemoryParams())["options"] == {}
+
+
+def test_a_rule_on_whole_tasks_cannot_reselect() -> None:
+    with pytest.raises(ParameterError, match="merge is 'reselect'; it must be 'mixstyle' or 're"):
+        MemoryParams(selection="recording", merge="reselect")
+
+
+def test_soft_labels_need_a_weight_of_their_own() -> None:
+    soft = MemoryParams(selection="synthetic")
+    with pytest.raises(ParameterError, match="weight is None; it must be a number: synthetic"):
+        RehearsalParams(memory=soft)
+    RehearsalParams(memory=soft, weight=0.5)
+    RehearsalParams(memory=soft, ratio=0.0)  # as with STAMP: exemplars are not mixed in
+    RehearsalParams(memory=MemoryParams(selection="synthetic", options={"soft": False}))
+    for values, message in (
+        ({"weight": -1.0}, "weight is -1.0; it must be at least 0"),
+        ({"temperature": 0.0}, "temperature is 0.0; it must be above 0"),
+    ):
+        with pytest.raises(ParameterError, match=message):
+            RehearsalParams(**values)
+
+
+def test_a_rule_is_given_images_sorted_by_content() -> None:
+    """Equal images included: the rule cannot see in which order a client holds its data."""
+    images = torch.randint(3, (40, 1, 2, 2), generator=generator(1)).to(torch.uint8) * 100
+    labels = torch.randint(3, (40,), generator=generator(2)) * 2
+    for seed in range(3):
+        order = torch.randperm(40, generator=generator(seed))
+        data: Any = (images[order], labels[order], (images[:0], labels[:0]), 1, None, None, None)
+        base.propose_exemplars("recording", TaskData(*data))
+    expected = content_order(images, labels)
+    for task in GIVEN:
+        assert torch.equal(task.images, images[expected])
+        assert torch.equal(task.labels, labels[expected])
+    empty: Any = (images[:0], labels[:0], (images[:0], labels[:0]), 1, None, None, None)
+    assert not len(base.propose_exemplars("recording", TaskData(*empty)).labels)
+
+
+# ----------------------------------------------------------------------------------- the memory
+
+
+def test_what_a_rule_is_given() -> None:
+    """The second task's images, the model after training, the first task's exemplars."""
+    experiment = replaying("recording", exemplars_per_class=4)
+    worker, client_round = arrived(experiment, 1)
+    args = client_round.round_id, client_round.state, client_round.message
+    reply = worker.train_client(*args).reply
+    first, task = GIVEN
+    dataset = experiment.dataset()
+    own = plan(experiment).train_indices(dataset, 0, 1)
+    own = own[content_order(dataset.x_train[own], dataset.y_train[own])]
+    assert torch.equal(task.images, dataset.x_train[own])
+    assert torch.equal(task.labels, dataset.y_train[own])
+    assert not len(first.past[1]) and len(task.past[1]) == 8
+    assert torch.equal(task.past[0], client_round.state["memory"]["images"])
+    assert torch.equal(task.past[1], client_round.state["memory"]["labels"])
+    assert task.exemplars_per_class == 4 and task.options == base.NoOptions()
+    assert torch.equal(task.learner.model.parameters, reply.message["parameters"])
+    task.learner.load_initial_weights()
+    untrained = client_round.message["parameters"]
+    assert torch.equal(task.learner.model.parameters, untrained)
+    inputs, labels = task.inputs()
+    torch.testing.assert_close(inputs, small.normalised(experiment, task.images))
+    assert torch.equal(labels, task.labels)
+
+
+def test_draws_are_the_same_in_every_round_of_an_experience() -> None:
+    """And others in other experiences."""
+    experiment = replaying("recording", training={"dropout": 0.1})
+    worker = small.worker(experiment, plan(experiment))
+    server, states, *_ = worker.initial_states(0)
+    draws = []
+    for round_id in (RoundId(0, 0, 0, 0), RoundId(0, 0, 0, 1, True), RoundId(0, 0, 1, 1, True)):
+        worker.train_client(round_id, states[0], worker.method.broadcast(server, 0))
+        draws.append(int(torch.randint(2**40, (), generator=GIVEN[-1].generator)))
+    assert draws[0] == draws[1] != draws[2]
+
+
+def test_whatever_a_rule_does_with_its_network_the_clients_model_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def ruin(task: TaskData) -> Proposal:
+        task.learner.model.parameters.fill_(torch.nan)
+        task.learner.load_initial_weights()
+        task.learner.train(*task.inputs(), [torch.arange(4)], lr=9.0)
+        return propose_recording(task)
+
+    expected = run(replaying("recording"))
+    monkeypatch.setattr(base._load_rule("recording"), "propose", ruin)
+    small.assert_same_weights(run(replaying("recording")), expected)
+
+
+def test_the_first_proposed_images_of_each_class_are_kept() -> None:
+    experiment = replaying("backwards", exemplars_per_class=3)
+    _, client_round = arrived(experiment, 1)
+    kept, dataset = client_round.state["memory"], experiment.dataset()
+    own = plan(experiment).train_indices(dataset, 0, 0)
+    own = own[content_order(dataset.x_train[own], dataset.y_train[own])]
+    for label in plan(experiment).clients[0][0].classes:
+        expected = own[dataset.y_train[own] == label].flip(0)[:3]
+        assert torch.equal(kept["images"][kept["labels"] == label], dataset.x_train[expected])
+
+
+def test_synthetic_images_are_kept_with_their_soft_labels() -> None:
+    """4 of each class are proposed and 3 kept; `seen` counts the real ones."""
+    experiment = replaying("synthetic", exemplars_per_class=3)
+    _, client_round = arrived(experiment, 1)
+    kept = client_round.state["memory"]
+    levels = kept["images"][:, 0, 0, 0].tolist()
+    assert levels == [0, 1, 2, 4, 5, 6]
+    assert kept["soft"].tolist() == [[10.0 * level + k for k in range(10)] for level in levels]
+    assert int(kept["seen"].sum()) == len(
+        plan(experiment).train_indices(experiment.dataset(), 0, 0)
+    )
+
+
+def test_soft_labels_survive_a_checkpoint(tmp_path: Path) -> None:
+    experiment = replaying("synthetic")
+    kept = arrived(experiment, 2)[1].state["memory"]
+    assert kept["soft"].shape == (12, 10)
+    checkpoint.save_checkpoint(tmp_path / "a.safetensors", {"memory": kept}, {})
+    loaded = checkpoint.load_checkpoint(tmp_path / "a.safetensors", {})
+    assert loaded is not None
+    small.assert_equal_trees(loaded["memory"], kept)
+    whole = run(experiment, resume=tmp_path)
+    small.assert_same_weights(whole, run(experiment, resume=tmp_path))
+
+
+def test_events_of_a_rule_are_in_the_history() -> None:
+    history = run(replaying("synthetic")).history
+    assert [row["events"] for row in history] == 3 * [{}, {"synthetic: an event": 4}]
+
+
+def test_a_rule_on_whole_tasks_needs_no_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = Workspace.outputs
+
+    def logits_only(self: Workspace, images: Tensor, layer: object = None) -> Tensor:
+        assert layer is None
+        return outputs(self, images)
+
+    monkeypatch.setattr(Workspace, "outputs", logits_only)
+    _, client_round = arrived(replaying("recording"), 1)
+    assert len(client_round.state["memory"]["labels"]) == 6
+
+
+@pytest.mark.parametrize(
+    ("merge", "expected"), [("mixstyle", [3, 3, 3, 5]), ("replace", [5, 5, 3, 3])]
+)
+def test_soft_labels_stay_with_their_images_when_classes_are_merged(
+    merge: Any, expected: list[int]
+) -> None:
+    """3 images of one task, then 2 of another, where 4 are kept."""
+    params = MemoryParams(selection="synthetic", exemplars_per_class=4, merge=merge, space="off")
+    kept = memory.empty_memory(torch.zeros(1, 1, 2, 2, dtype=torch.uint8), CLASSES, soft=True)
+    for task, level in enumerate((3, 5)):
+        images = torch.full((3 - task, 1, 2, 2), level, dtype=torch.uint8)
+        labels = torch.zeros(len(images), dtype=torch.int64)
+        proposal = Proposal(images, labels, torch.full((len(images), CLASSES), float(level)))
+        new = memory.class_samples(proposal, 0, task, torch.zeros(len(images), 0))
+        old = torch.zeros(len(kept["labels"]), 0)
+        kept = memory.update_memory(kept, 0, new, 9, old, params, generator(0))
+    assert kept["images"][:, 0, 0, 0].tolist() == expected
+    assert kept["soft"][:, 4].tolist() == expected and int(kept["seen"][0]) == 18
+
+
+# --------------------------------------------------------------------------------- the training
+
+
+def test_exemplars_have_a_mean_and_a_weight_of_their_own() -> None:
+    """(CE(new) + weight CE(old)) / (1 + weight); without a weight it is one mean over both."""
+    logits, labels = torch.randn(10, CLASSES, generator=generator(1)), torch.arange(10)
+    new, old = (F.cross_entropy(logits[part], labels[part]) for part in (slice(6), slice(6, 10)))
+    losses = {0.0: new, 0.5: (new + old / 2) / 1.5, None: 0.6 * new + 0.4 * old}
+    for weight, expected in losses.items():
+        worker, client_round = arrived(replaying("herding", weight=weight), 1)
+        assert isinstance(worker.method, Rehearsal)
+        client_round.scratch["exemplars"] = torch.arange(4)
+        loss = worker.method.weighted_loss(client_round, logits, labels)
+        torch.testing.assert_close(loss, expected)
+        client_round.scratch["exemplars"] = torch.arange(0)
+        alone = worker.method.weighted_loss(client_round, logits, labels)
+        torch.testing.assert_close(alone, F.cross_entropy(logits, labels))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 3.0])
+def test_soft_labels_are_compared_at_their_temperature(temperature: float) -> None:
+    """T^2 / n sum_i sum_c q_ic (log q_ic - log p_ic), q and p the softmax of logits / T."""
+    experiment = replaying("synthetic", temperature=temperature)
+    method = small.worker(experiment, plan(experiment)).method
+    assert isinstance(method, Rehearsal)
+    logits, soft = (torch.randn(5, CLASSES, generator=generator(k)).double() for k in (1, 2))
+
+    def softmax(values: Tensor) -> np.ndarray:
+        powers = np.exp(values.numpy() / temperature)
+        return np.asarray(powers / powers.sum(1, keepdims=True))
+
+    q, p = softmax(soft), softmax(logits)
+    expected = temperature**2 * (q * np.log(q / p)).sum() / 5
+    labels = torch.zeros(5, dtype=torch.int64)
+    assert float(method.exemplar_loss(logits, labels, soft)) == pytest.approx(expected)
+    assert float(method.exemplar_loss(soft, labels, soft)) == pytest.approx(0)
+    hard = method.exemplar_loss(logits, labels, soft[:, :0])
+    torch.testing.assert_close(hard, F.cross_entropy(logits, labels))
+
+
+def test_balanced_batches_have_as_many_exemplars_of_each_class() -> None:
+    """Of 8 old classes with 3 exemplars each, 16 are sampled: 2 of each class in every batch."""
+    experiment = replaying("uniform", split={"clients": 1, "tasks": 5}, balanced=True)
+    worker, client_round = arrived(experiment, 4)
+    client_round.indices = worker.method.train_indices(client_round)
+    stored, sums = client_round.state["memory"]["labels"], set()
+    for images, labels in worker.method.batches(client_round):
+        if len(labels) == 32:
+            old = labels[16:]
+            assert sorted(old.unique(return_counts=True)[1].tolist()) == 8 * [2]
+            assert torch.equal(old, stored[client_round.scratch["exemplars"]])
+            sums.add(images[16:].sum().item())
+    assert len(sums) > 5
+
+
+def test_a_record_has_the_first_exemplars_of_each_class_where_asked() -> None:
+    experiment = replaying("uniform", exemplars_per_class=5, diagnostics={"memory": 2})
+    recorded, dataset = run(experiment).memory, experiment.dataset()
+    assert recorded["images"].shape == (12, 1, 8, 8)
+    assert sorted(np.unique(recorded["labels"], return_counts=True)[1].tolist()) == 6 * [2]
+    pairs = zip(dataset.x_train, dataset.y_train, strict=True)
+    known = {image.numpy().tobytes(): int(y) for image, y in pairs}
+    for image, label in zip(recorded["images"], recorded["labels"], strict=True):
+        assert known[image.tobytes()] == label
+    assert run(tiny("replay")).memory == {} and run(tiny(diagnostics={"memory": 2})).memory == {}

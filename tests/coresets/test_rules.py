@@ -1,0 +1,441 @@
+"""What holds for every selection rule: on features, on whole tasks, and in clients."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+import small
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rule_tasks import (
+    BATCH_NORM,
+    MLP,
+    NETWORKS,
+    bcsr_task,
+    candidates_of,
+    csrel_task,
+    generator,
+    indices_of,
+    normal,
+    ocs_task,
+    sre2l_task,
+)
+from small import plan, run, tiny
+from torch import Tensor
+
+from stamp_core.client.workspace import RoundId
+from stamp_core.config.decode import ParameterError
+from stamp_core.coresets.selection import base, bcsr, csrel, ocs, sre2l
+from stamp_core.coresets.selection.base import Proposal, TaskData
+from stamp_core.data.split import Plan
+from stamp_core.engine import train as engine
+from stamp_core.engine.executor import SerialExecutor, Worker
+from stamp_core.methods.base.method import State
+
+RULES = base.selection_rules()
+CHOOSING = [rule for rule in RULES if not base.proposes(rule)]
+COMPARING = [rule for rule in CHOOSING if base.needs_features(rule)]
+PROPOSING = {"bcsr": bcsr_task, "csrel": csrel_task, "ocs": ocs_task, "sre2l": sre2l_task}
+SYNTHETIC = {"sre2l"}
+Options = Mapping[str, Any]
+NOTHING: Options = MappingProxyType({})
+
+
+def test_a_rule_is_a_file_of_its_folder_except_the_interface() -> None:
+    assert CHOOSING == ["herding", "k_centre", "least_squares", "nonnegative", "uniform"]
+    assert set(RULES) == {*CHOOSING, *PROPOSING}
+    with pytest.raises(ParameterError, match="selection 'hering' is unknown; did you mean 'herd"):
+        base.rule_options("hering", {})
+    with pytest.raises(ParameterError, match="selection 'base' is unknown"):
+        base.proposes("base")
+
+
+# ------------------------------------------------------------- rules on the features of a class
+
+
+UNUSUAL = {
+    "none": torch.zeros(0, 3),
+    "one": torch.ones(1, 3),
+    "constant": torch.ones(6, 3),
+    "zero": torch.zeros(6, 3),
+    "one feature": normal(6, 1),
+    "duplicates": normal(3, 2).repeat(3, 1),
+    "more features than images": normal(5, 40),
+    "nan": torch.full((4, 2), torch.nan),
+    "infinite": torch.cat([torch.full((2, 2), torch.inf), normal(4, 2), torch.full((1, 2), -1e38)]),
+    "large": 1e38 * normal(6, 3).sign(),
+}
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 50])
+@pytest.mark.parametrize("features", UNUSUAL.values(), ids=UNUSUAL)
+@pytest.mark.parametrize("rule", CHOOSING)
+def test_the_indices_are_distinct_and_as_many_as_possible(
+    rule: str, features: Tensor, count: int
+) -> None:
+    before, candidates = features.clone(), candidates_of(features, count)
+    chosen = base.choose_exemplars(rule, candidates)
+    assert chosen.dtype == torch.int64 and chosen.shape == (min(count, len(features)),)
+    assert len(chosen.unique()) == len(chosen)
+    assert set(chosen.tolist()) <= set(range(len(features)))
+    assert features.numpy().tobytes() == before.numpy().tobytes()
+
+
+@pytest.mark.parametrize("seen", [0, 7])
+@pytest.mark.parametrize("rule", COMPARING)
+def test_images_without_finite_features_come_last_and_change_nothing(rule: str, seen: int) -> None:
+    features = normal(9, 4, seed=3)
+    features[[1, 4, 7], [0, 2, 3]] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    finite = torch.tensor([0, 2, 3, 5, 6, 8])
+    mean = normal(4, seed=5).double() * seen
+    chosen = base.choose_exemplars(rule, candidates_of(features, 9, mean, seen))
+    alone = base.choose_exemplars(rule, candidates_of(features[finite], 6, mean, seen))
+    assert torch.equal(chosen[:6], finite[alone])
+    assert chosen[6:].tolist() == [1, 4, 7]
+
+
+@pytest.mark.parametrize("rule", COMPARING)
+@settings(deadline=None, max_examples=50, derandomize=True)
+@given(seed=st.integers(0, 10**6), n=st.integers(1, 30), width=st.integers(1, 12))
+def test_rules_on_features_use_neither_order_nor_draws(
+    rule: str, seed: int, n: int, width: int
+) -> None:
+    features, order = normal(n, width, seed=seed), torch.randperm(n, generator=generator(seed))
+    candidates = candidates_of(features, 7, normal(width, seed=1).double(), seen=9)
+    shuffled = replace(candidates, features=features[order])
+    chosen = base.choose_exemplars(rule, candidates)
+    assert torch.equal(order[base.choose_exemplars(rule, shuffled)], chosen)
+    assert torch.equal(candidates.generator.get_state(), generator().get_state())
+
+
+# ------------------------------------------------------------------------ rules on whole tasks
+
+
+def make_task(rule: str, *sizes: int, **options: Any) -> TaskData:
+    """A task with so many images of the classes 0, 1, ..."""
+    if rule in ("csrel", "sre2l"):
+        return PROPOSING[rule](*sizes, **options)
+    labels = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    return replace(PROPOSING[rule](sum(sizes), **options), labels=labels)
+
+
+VARIANTS: list[tuple[str, Options]] = [
+    *(("bcsr", {"batch_size": size}) for size in (1, 4, 250)),
+    ("bcsr", {"space": "head"}),
+    ("bcsr", {"choice": "top", "batch_size": 15}),
+    *(("ocs", {"gradients": g, "batch_size": 1, "batch_candidates": 1}) for g in ("all", "head")),
+    *(("ocs", {"gradients": g, "batch_size": 100}) for g in ("all", "head")),
+    *(("ocs", {"gradients": g, "network": BATCH_NORM}) for g in ("all", "head")),
+    ("ocs", {"gradients": "head", "order": "random"}),
+    *(("csrel", {"network": network}) for network in NETWORKS.values()),
+    *(
+        ("csrel", {"network": n, "reference": "client", "balanced": False})
+        for n in (MLP, BATCH_NORM)
+    ),
+    *(("sre2l", {"network": network}) for network in NETWORKS.values()),
+]
+REAL = [(rule, options) for rule, options in VARIANTS if rule not in SYNTHETIC]
+
+
+def name_of(value: object) -> str | None:
+    return "-".join(map(str, value.values())) if isinstance(value, dict) else None
+
+
+@pytest.mark.parametrize("past", [True, False])
+@pytest.mark.parametrize("exemplars_per_class", [1, 3, 50])
+@pytest.mark.parametrize("sizes", [(1,), (6,), (1, 1), (0, 4, 0, 2), (4, 1, 8)], ids=str)
+@pytest.mark.parametrize(("rule", "options"), REAL, ids=name_of)
+def test_a_proposal_has_every_image_of_the_task_once(
+    rule: str, options: Options, sizes: tuple[int, ...], exemplars_per_class: int, past: bool
+) -> None:
+    task = make_task(rule, *sizes, exemplars_per_class=exemplars_per_class, **options)
+    if not past:
+        task = replace(task, past=(task.images[:0], task.labels[:0]))
+    proposal = base.propose_exemplars(rule, task)
+    assert sorted(indices_of(proposal, task)) == list(range(sum(sizes)))
+    assert set(task.events) <= {"ocs: a class had too few candidates"}
+
+
+def assert_equal_proposals(one: Proposal, other: Proposal) -> None:
+    small.assert_equal_trees(vars(one), vars(other))
+
+
+@pytest.mark.parametrize(("rule", "options"), VARIANTS, ids=name_of)
+def test_a_proposal_depends_on_contents_and_generator_alone(rule: str, options: Options) -> None:
+    """Not on the order of the images, on torch's generator or on what the learner did before."""
+    task = make_task(rule, 17, 9, 6, **options)
+    order = torch.randperm(32, generator=generator(3))
+    assert not torch.equal(order, torch.arange(32))
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first = base.propose_exemplars(rule, task)
+    assert torch.equal(torch.get_rng_state(), state)
+    task.learner.model.parameters.fill_(torch.nan)
+    torch.manual_seed(2)
+    if rule == "ocs":  # it uses the learner's weights as it is given them
+        task.learner.load_client_weights()
+    shuffled = replace(task, images=task.images[order], labels=task.labels[order])
+    assert_equal_proposals(
+        base.propose_exemplars(rule, replace(shuffled, generator=generator())), first
+    )
+    others = [
+        base.propose_exemplars(rule, replace(task, generator=generator(seed))) for seed in (1, 2, 3)
+    ]
+    if rule != "ocs" or "batch_size" not in options:  # scores of a single batch need no draws
+        assert any(not torch.equal(other.images, first.images) for other in others)
+
+
+@pytest.mark.parametrize(("rule", "options"), VARIANTS, ids=name_of)
+def test_a_rule_writes_to_nothing_it_is_given(rule: str, options: Options) -> None:
+    task = make_task(rule, 9, 6, **options)
+    learner = task.learner
+    weights = *learner.client_weights, *learner.initial_weights
+    held = (task.images, task.labels, *task.past, *weights)
+    before = [tensor.clone() for tensor in held]
+    base.propose_exemplars(rule, task)
+    for tensor, old in zip(held, before, strict=True):
+        assert torch.equal(tensor, old)
+
+
+DIVERGED: list[tuple[str, Options, set[str]]] = [
+    *(("bcsr", {"space": s}, {"bcsr: a loss is not finite"}) for s in ("all", "head")),
+    ("csrel", {"reference": "client"}, {csrel.NOT_FINITE}),
+    *(
+        (
+            "ocs",
+            {"gradients": gradients, "order": order},
+            {
+                "ocs: a gradient was not finite",
+                "ocs: the gradient of the past was not finite",
+                "ocs: a class had too few candidates",
+            },
+        )
+        for gradients in ("all", "head")
+        for order in ("score", "random")
+    ),
+    *(
+        (
+            "sre2l",
+            {"network": network, "statistics_weight": 0.0},
+            {
+                "sre2l: the squeeze did not lower the loss",
+                "sre2l: real images in place of synthetic ones that are not finite",
+            },
+        )
+        for network in NETWORKS.values()
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "options", "events"), DIVERGED, ids=name_of)
+def test_a_diverged_client_keeps_random_real_images(
+    rule: str, options: Options, events: set[str]
+) -> None:
+    """As many of each class as there is room for; each event is recorded once."""
+    first = set()
+    for seed in range(12):
+        task = make_task(rule, 8, 1, 4, exemplars_per_class=3, **options)
+        task = replace(task, generator=generator(seed))
+        task.learner.client_weights[0].fill_(torch.nan)
+        task.learner.load_client_weights()
+        proposal = base.propose_exemplars(rule, task)
+        counts = torch.bincount(proposal.labels).tolist()
+        assert counts == [3, 1, 3] if rule in SYNTHETIC else counts == [8, 1, 4]
+        real, kept = (
+            {(image.numpy().tobytes(), int(y)) for image, y in zip(d.images, d.labels, strict=True)}
+            for d in (task, proposal)
+        )
+        assert kept <= real and len(kept) == len(proposal.labels)
+        assert sorted(task.events) == sorted(events)
+        first.add(proposal.images[proposal.labels == 0][0].numpy().tobytes())
+    assert len(first) > 3
+
+
+# ------------------------------------------------------------------------------------- options
+
+REFUSED: list[tuple[str, str, Any, str]] = [
+    *(("bcsr", n, 0, "must be at least 1") for n in ("batch_size", "outer_steps", "inner_steps")),
+    *(("bcsr", n, 0.0, "must be above 0") for n in ("proxy_lr", "weights_lr", "smoothing")),
+    *(("bcsr", n, -0.1, "must be at least 0") for n in ("beta", "past_weight")),
+    ("bcsr", "space", "haed", "unknown; did you mean 'head'"),
+    ("bcsr", "choice", "best", "unknown"),
+    *(("ocs", n, 0, "must be at least 1") for n in ("batch_size", "batch_candidates")),
+    ("ocs", "batch_candidates", 21, "must be at most batch_size, 20"),
+    ("ocs", "tau", -1.0, "must be at least 0"),
+    ("ocs", "gradients", "heads", "unknown; did you mean 'head'"),
+    ("ocs", "order", "scores", "unknown; did you mean 'score'"),
+    *(
+        ("csrel", n, 0, "must be at least 1")
+        for n in ("reference_epochs", "selection_steps", "train_steps", "batch_size")
+    ),
+    *(("csrel", n, 0.0, "must be above 0") for n in ("reference_lr", "train_lr")),
+    ("csrel", "reference", "server", "unknown"),
+    ("csrel", "balanced", 1, "must be true or false"),
+    *(("sre2l", n, -1, "must be at least 0") for n in ("squeeze_epochs", "roll")),
+    *(("sre2l", n, -0.1, "must be at least 0") for n in ("squeeze_lr", "statistics_weight")),
+    *(("sre2l", n, 0, "must be at least 1") for n in ("batch_size", "iterations", "group_size")),
+    ("sre2l", "lr", 0.0, "must be above 0"),
+    ("sre2l", "soft", "yes", "must be true or false"),
+]
+
+
+@pytest.mark.parametrize(("rule", "name", "value", "message"), REFUSED)
+def test_impossible_options_are_refused(rule: str, name: str, value: Any, message: str) -> None:
+    with pytest.raises(ParameterError, match=rf"options.{name} .*{message}"):
+        base.rule_options(rule, {name: value})
+
+
+@pytest.mark.parametrize("rule", PROPOSING)
+def test_unknown_options_are_refused(rule: str) -> None:
+    with pytest.raises(ParameterError, match="options: 'gamma' is unknown"):
+        base.rule_options(rule, {"gamma": 1})
+
+
+def test_the_defaults_are_the_published_numbers() -> None:
+    """Except the order of OCS's candidates and the learning rates of BCSR."""
+    assert base.rule_options("ocs", {}) == ocs.Options(20, 10, 1000.0, "all", "score")
+    assert base.rule_options("csrel", {}) == csrel.Options("fresh", 10, 3e-3, 40, 7, 5e-3, 32)
+    found = sre2l.Options()
+    assert (found.iterations, found.lr, found.statistics_weight, found.roll) == (
+        1000,
+        0.25,
+        0.01,
+        4,
+    )
+    found = bcsr.Options()
+    assert (found.outer_steps, found.inner_steps, found.beta, bcsr.NEUMANN_TERMS) == (5, 1, 0.1, 4)
+
+
+# ------------------------------------------------------------------------------ rules in clients
+
+QUICK: Mapping[str, Options] = MappingProxyType(
+    {
+        "csrel": {"reference_epochs": 1, "selection_steps": 2, "train_steps": 2},
+        "sre2l": {"squeeze_epochs": 1, "iterations": 3},
+    }
+)
+
+
+def memory_of(rule: str, exemplars_per_class: int = 3, **changes: Any) -> dict[str, Any]:
+    """The parameters of a memory by a rule, with options that take little time."""
+    options = dict(QUICK.get(rule, {}))
+    return {
+        "selection": rule,
+        "exemplars_per_class": exemplars_per_class,
+        "options": options,
+        **changes,
+    }
+
+
+def replaying(rule: str, exemplars_per_class: int = 3, **options: Any) -> Any:
+    """Replay with a rule, as coresets are compared."""
+    memory = memory_of(rule, exemplars_per_class, space="off")
+    return tiny("replay", memory=memory, balanced=True, weight=1.0, **options)
+
+
+def memories(worker: Worker, plan_: Plan, client: int = 0) -> list[State]:
+    """A client's memory after each experience."""
+    server, states, *_ = worker.initial_states(plan_.seed)
+    state, message, found = states[client], worker.method.broadcast(server, client), []
+    for experience in range(plan_.experiences):
+        round_id = RoundId(plan_.seed, client, experience, 0, last=True)
+        state = worker.train_client(round_id, state, message).reply.state
+        found.append(state["memory"])
+    return found
+
+
+def contents(images: Tensor) -> list[bytes]:
+    return sorted(image.contiguous().numpy().tobytes() for image in images)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("network", [small.NETWORK, small.BATCH_NORM], ids=["mlp", "batch norm"])
+def test_each_class_keeps_its_exemplars(rule: str, network: Any) -> None:
+    experiment = replaying(rule, network=network)
+    worker, dataset = small.worker(experiment, plan(experiment)), experiment.dataset()
+    for experience, memory in enumerate(memories(worker, plan(experiment))):
+        met = {c for task in plan(experiment).clients[0][: experience + 1] for c in task.classes}
+        labels = memory["labels"]
+        assert {c: (labels == c).sum().item() for c in met} == dict.fromkeys(met, 3)
+        assert set(labels.tolist()) == met
+        for label in met if rule not in SYNTHETIC else ():
+            real = set(contents(dataset.x_train[dataset.y_train == label]))
+            kept = contents(memory["images"][labels == label])
+            assert set(kept) <= real and len(set(kept)) == 3
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_class_with_fewer_images_than_its_budget_keeps_all(rule: str) -> None:
+    """Synthetic images can be more than the real ones."""
+    experiment = replaying(rule, exemplars_per_class=9, split={"images_per_class": 4})
+    worker, dataset = small.worker(experiment, plan(experiment)), experiment.dataset()
+    (memory, *_) = memories(worker, plan(experiment))
+    if rule in SYNTHETIC:
+        assert len(memory["labels"]) == 18
+        return
+    event = "memory: a class has fewer images than may be kept"
+    assert [row["events"].get(event) for row in run(experiment).history] == 3 * [None, 8]
+    own = plan(experiment).train_indices(dataset, 0, 0)
+    assert contents(memory["images"]) == contents(dataset.x_train[own]) and len(own) == 8
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_clients_with_one_image_one_class_or_nothing_stay_finite(rule: str) -> None:
+    experiment = replaying(rule)
+    plan_ = small.awkward(experiment)
+    worker = small.worker(experiment, plan_)
+    for client, expected in enumerate([3 if rule in SYNTHETIC else 1, 3, 0]):
+        reply = worker.method.train_client(small.arrived(worker, plan_, 2, client))
+        for task in range(3):
+            assert int((reply.state["memory"]["tasks"] == task).sum()) == expected
+        assert torch.isfinite(reply.message["parameters"]).all()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_selecting_changes_nothing_but_the_memory(rule: str) -> None:
+    """The first task, in which nothing is replayed, is bit-identical to FedAvg's."""
+    split = {"tasks": 1}
+    small.assert_same_weights(run(replaying(rule, split=split)), run(tiny(split=split)))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_stamp_can_use_any_rule(rule: str) -> None:
+    experiment = small.whole("stamp", memory=memory_of(rule), ratio=0.0)
+    worker = small.worker(experiment, plan(experiment))
+    client_round = small.arrived(worker, plan(experiment), 2)
+    assert len(client_round.state["memory"]["labels"]) == 12
+    reply = worker.method.train_client(client_round)
+    assert reply.log.numbers["temporal gradient count"] == 3
+    assert torch.isfinite(reply.message["parameters"]).all()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_class_met_again_is_merged_and_recorded(rule: str) -> None:
+    experiment = replaying(rule, split={"cycles": 2, "images_per_class": 6})
+    events = [row["events"].get("memory: a class was met again") for row in run(experiment).history]
+    assert events == 7 * [None] + [8, None, 8, None, 8]
+    *_, before, _, _, after = memories(small.worker(experiment, plan(experiment)), plan(experiment))
+    assert after["labels"].sort().values.tolist() == before["labels"].sort().values.tolist()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_resumed_run_is_bit_identical(rule: str, tmp_path: Path) -> None:
+    """Resumed from its checkpoint after the last round but one."""
+    experiment = replaying(
+        rule, split={"clients": 3, "images_per_class": 8}, training={"rounds": 1}
+    )
+    whole = run(experiment)
+    worker = small.worker(experiment, plan(experiment))
+    stopped = engine.Run(experiment, plan(experiment), worker, SerialExecutor(worker), tmp_path)
+    for experience in range(2):
+        stopped.train_round(experience, 0)
+    assert any(tmp_path.iterdir())
+    resumed = run(experiment, resume=tmp_path)
+    small.assert_same_weights(resumed, whole)
+    for name, values in whole.scores.items():
+        np.testing.assert_array_equal(resumed.scores[name], values)

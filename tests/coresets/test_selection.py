@@ -1,0 +1,232 @@
+"""Rules on features choose what their definitions say."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rule_tasks import candidates_of, normal
+from torch import Tensor
+
+from stamp_core.coresets.selection import herding, k_centre, least_squares, nonnegative
+from stamp_core.coresets.selection.base import Candidates, choose_exemplars
+from stamp_core.coresets.selection.herding import extend_by_herding
+from stamp_core.coresets.selection.least_squares import minimum_norm, solve_printed_problem
+from stamp_core.coresets.selection.nonnegative import nonnegative_solution
+
+quick = settings(deadline=None, max_examples=50, derandomize=True)
+seeds = st.integers(0, 10**6)
+
+
+def test_uniform_choice_depends_on_the_generator_alone() -> None:
+    """Each of the 12 ordered pairs out of 4 should come 1 time in 12: 5 deviations are 48."""
+    counts = Counter(
+        tuple(choose_exemplars("uniform", candidates_of(normal(4, 2, seed=s), 2, seed=s)).tolist())
+        for s in range(1200)
+    )
+    assert len(counts) == 12 and all(abs(times - 100) < 48 for times in counts.values())
+    several = [candidates_of(normal(50, 2, seed=s), 9, seed=5) for s in range(2)]
+    assert torch.equal(*(choose_exemplars("uniform", candidates) for candidates in several))
+
+
+# ----------------------------------------------------------------------------------------- herding
+
+vectors = st.integers(1, 3).flatmap(
+    lambda width: st.lists(
+        st.lists(st.integers(-3, 3), min_size=width, max_size=width), min_size=2, max_size=8
+    )
+)
+
+
+def distance(one: Sequence[Fraction], other: Sequence[Fraction]) -> Fraction:
+    return sum(((a - b) ** 2 for a, b in zip(one, other, strict=True)), Fraction())
+
+
+def exact_herding(rows: list[list[int]], target: list[Fraction], chosen: list[int]) -> list[int]:
+    """All images in the order of their choice: min || p - mean(S + i) || in exact fractions."""
+    chosen = list(chosen)
+    while len(chosen) < len(rows):
+
+        def error(i: int) -> Fraction:
+            several = [rows[k] for k in (*chosen, i)]
+            means = [Fraction(sum(c), len(several)) for c in zip(*several, strict=True)]
+            return distance(target, means)
+
+        free = [i for i in range(len(rows)) if i not in chosen]
+        chosen.append(min(free, key=error))  # the first of equals
+    return chosen
+
+
+@quick
+@given(rows=vectors, quarters=st.lists(st.integers(-12, 12), min_size=3, max_size=3))
+def test_herding_is_the_greedy_choice_in_exact_arithmetic(
+    rows: list[list[int]], quarters: list[int]
+) -> None:
+    """Duplicates and other ties are frequent here, and quarters are exact in float64 too."""
+    target = [Fraction(q, 4) for q in quarters[: len(rows[0])]]
+    candidates = candidates_of(torch.tensor(rows).float(), len(rows))
+    candidates = replace(candidates, prototype=torch.tensor([float(t) for t in target]).double())
+    assert herding.choose(candidates).tolist() == exact_herding(rows, target, [])
+    first = torch.tensor([len(rows) - 1])
+    extended = extend_by_herding(candidates, first).tolist()
+    assert extended == exact_herding(rows, target, first.tolist())
+
+
+@quick
+@given(seed=seeds, scale=st.sampled_from([1e-3, 1.0, 1e3]))
+def test_herding_is_the_greedy_choice_on_features(seed: int, scale: float) -> None:
+    features = scale * normal(40, 16, seed=seed).relu()
+    chosen = herding.choose(candidates_of(features, 12)).tolist()
+    rows = features.numpy().astype(float)
+    for size, pick in enumerate(chosen):
+        errors = {
+            i: np.linalg.norm(rows.mean(0) - rows[[*chosen[:size], i]].mean(0))
+            for i in set(range(40)) - set(chosen[:size])
+        }
+        assert min(errors, key=lambda i: float(errors[i])) == pick
+
+
+def test_ties_go_to_the_lowest_index() -> None:
+    """At any row and for any width of the features."""
+    for width in (1, 2, 3, 5, 8, 33, 512):
+        features = normal(7, width, seed=width).repeat(9, 1)  # row i equals rows i + 7, i + 14 ...
+        for rule in ("herding", "k_centre"):
+            chosen = choose_exemplars(rule, candidates_of(features, 63)).tolist()
+            for row in range(7):
+                copies = [index for index in chosen if index % 7 == row]
+                assert copies == sorted(copies)
+
+
+def test_the_error_of_herding_falls_on_average_and_ends_at_0() -> None:
+    """Mean over 100 classes of 12 images, and below that of a random choice.
+
+    It rises once more for 11 of 12: the image left out is the one that fitted worst all along.
+    """
+    errors = {"herding": np.zeros(12), "uniform": np.zeros(12)}
+    for seed in range(100):
+        features = normal(12, 4, seed=seed)
+        for rule, error in errors.items():
+            chosen = features[
+                choose_exemplars(rule, candidates_of(features, 12, seed=seed))
+            ].double()
+            means = chosen.cumsum(0) / torch.arange(1, 13)[:, None]
+            error += (means - features.double().mean(0)).norm(dim=1).numpy() / 100
+    assert (np.diff(errors["herding"])[:8] < 0).all()
+    assert errors["herding"][10] > errors["herding"][9]
+    assert (errors["herding"][:9] < 0.7 * errors["uniform"][:9]).all()
+    assert max(error[-1] for error in errors.values()) < 1e-12
+
+
+# ---------------------------------------------------------------- the printed problem and k-centre
+
+
+def with_memory(features: Tensor) -> Candidates:
+    """Candidates of a class with exemplars elsewhere, so that the printed problem selects."""
+    mean = normal(features.shape[1], seed=1).double()
+    return candidates_of(features, len(features), mean, seen=9)
+
+
+SHAPES = [(3, 8), (8, 8), (30, 8), (30, 1), (1, 5)]
+
+
+def problem(candidates: Candidates) -> tuple[Tensor, Tensor]:
+    """Matrix and target of the printed problem."""
+    matrix = candidates.features.double().T / len(candidates.features)
+    return matrix, candidates.prototype - candidates.exemplar_mean
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("seed", range(5))
+def test_least_squares_is_the_shortest_solution_of_the_normal_equations(
+    shape: tuple[int, int], seed: int
+) -> None:
+    """Compared with the pseudo-inverse; the last images are copies, so that ranks are low."""
+    features = normal(*shape, seed=seed)
+    features[-2:] = features[0]
+    candidates = with_memory(features)
+    matrix, target = problem(candidates)
+    a = solve_printed_problem(candidates, minimum_norm)
+    torch.testing.assert_close(matrix.T @ (matrix @ a), matrix.T @ target, rtol=0, atol=1e-10)
+    shortest = torch.linalg.pinv(matrix, rtol=1e-9) @ target
+    torch.testing.assert_close(a, shortest, rtol=1e-8, atol=1e-8)
+    ranks = least_squares.choose(candidates)
+    assert (a[ranks].diff() <= 1e-6).all()
+
+
+def test_without_exemplars_the_printed_problem_selects_the_lowest_indices() -> None:
+    """a = 1 is the only solution of both."""
+    features = normal(20, 50)
+    for rule, solver in ((least_squares, minimum_norm), (nonnegative, nonnegative_solution)):
+        a = solve_printed_problem(candidates_of(features, 5), solver)
+        torch.testing.assert_close(a, torch.ones(20).double())
+        assert rule.choose(candidates_of(features, 5)).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_singular_values_below_the_precision_of_features_are_cut_off() -> None:
+    """Otherwise the target's part along the second feature would need a of 10^6 and more."""
+    features = torch.ones(40, 2)
+    features[:, 1] = 1e-7 * normal(40, seed=2)
+    a = solve_printed_problem(with_memory(features), minimum_norm)
+    assert a.abs().max() < 10
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("seed", range(5))
+def test_nonnegative_coefficients_satisfy_karush_kuhn_tucker(
+    shape: tuple[int, int], seed: int
+) -> None:
+    """a >= 0, gradient >= 0, and one of the two is 0 for each image."""
+    candidates = with_memory(normal(*shape, seed=seed))
+    matrix, target = problem(candidates)
+    a = solve_printed_problem(candidates, nonnegative_solution)
+    gradient = matrix.T @ (matrix @ a - target)
+    assert (a >= 0).all() and (gradient > -1e-10).all()
+    assert (a * gradient).abs().max() < 1e-10
+
+
+def test_herding_fills_up_what_positive_coefficients_leave() -> None:
+    candidates = with_memory(normal(30, 8, seed=2))
+    a = solve_printed_problem(candidates, nonnegative_solution)
+    positive = int((a > 0).sum())
+    assert 2 < positive < 20
+    for count in (2, positive, 20):
+        limited = replace(candidates, exemplars_per_class=count)
+        chosen = nonnegative.choose(limited)
+        first = a.argsort(descending=True)[: min(count, positive)]
+        assert torch.equal(chosen[: len(first)], first)
+        assert torch.equal(chosen, extend_by_herding(limited, first))
+
+
+@quick
+@given(rows=vectors)
+def test_k_centre_is_farthest_first_from_the_image_nearest_to_the_prototype(
+    rows: list[list[int]],
+) -> None:
+    exact = [[Fraction(value) for value in row] for row in rows]
+    candidates = candidates_of(torch.tensor(rows).float(), len(rows))
+    expected = herding.choose(candidates).tolist()[:1]
+    while len(expected) < len(rows):
+        free = [i for i in range(len(rows)) if i not in expected]
+        expected.append(
+            max(free, key=lambda i: min(distance(exact[i], exact[k]) for k in expected))
+        )
+    assert k_centre.choose(candidates).tolist() == expected
+
+
+@quick
+@given(seed=seeds, count=st.integers(1, 4))
+def test_k_centre_is_at_most_twice_the_best(seed: int, count: int) -> None:
+    features = normal(9, 2, seed=seed)
+    apart = torch.cdist(features.double(), features.double()).numpy()
+
+    def radius(centres: Sequence[int]) -> float:
+        return float(apart[:, list(centres)].min(1).max())
+
+    best = min(map(radius, combinations(range(9), count)))
+    assert radius(k_centre.choose(candidates_of(features, count)).tolist()) <= 2 * best

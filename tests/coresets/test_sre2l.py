@@ -1,0 +1,416 @@
+"""SRe2L: statistics and images by hand, the teacher and its logits, quotas, divergence."""
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import small
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from rule_tasks import BATCH_NORM, CLASSES, MLP, NETWORKS, SRE2L, float_buffers, generator, normal
+from rule_tasks import sre2l_task as make_task
+from torch import Tensor, nn
+
+from stamp_core.config.schema import Network
+from stamp_core.coresets.learner import Learner
+from stamp_core.coresets.memory import MemoryParams
+from stamp_core.coresets.selection import base, sre2l
+from stamp_core.coresets.selection.base import TaskData
+from stamp_core.models.flat import flatten
+from stamp_core.models.networks import Classifier, set_train_mode
+
+Array = NDArray[np.float64]
+NO_NORM = "sre2l: no batch normalisation, no statistics to match"
+NO_SQUEEZE = "sre2l: the squeeze did not lower the loss"
+REPLACED = "sre2l: real images in place of synthetic ones that are not finite"
+
+
+def per_channel(images: Tensor) -> Tensor:
+    """Normalisation by different means and deviations of the channels."""
+    channels = images.shape[1]
+    mean, std = torch.tensor([0.2, 0.5, 0.7])[:channels], torch.tensor([0.5, 0.1, 0.3])[:channels]
+    return (images.float() / 255 - mean.view(-1, 1, 1)) / std.view(-1, 1, 1)
+
+
+class Backwards(nn.Module):
+    """Two parts, the second of which is registered first."""
+
+    def __init__(self, first: nn.Sequential, second: nn.Sequential) -> None:
+        super().__init__()
+        self.second, self.first = second, first
+
+    def forward(self, images: Tensor) -> Tensor:
+        features: Tensor = self.second(self.first(images))
+        return features
+
+
+def two_norms() -> Classifier:
+    """A network with two batch normalisations, registered in reverse order of execution."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        first = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Tanh())
+        second = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(3 * 36), nn.Linear(3 * 36, 5))
+        network = Classifier(Backwards(first, second), 5, CLASSES)
+        for norm in network.norms:
+            nn.init.uniform_(norm.weight, 0.5, 2)
+            assert norm.running_mean is not None and norm.running_var is not None
+            norm.running_mean.normal_()
+            norm.running_var.uniform_(0.2, 3)
+    return network.eval()
+
+
+Layer = tuple[float, Tensor, tuple[Tensor, Tensor]]
+
+
+def layers_of(network: Classifier, images: Tensor) -> list[Layer]:
+    """Weight, input, running mean and variance of each normalisation, without hooks."""
+    if not isinstance(network.encoder, Backwards):
+        return []
+    first, second = network.encoder.first, network.encoder.second
+    inputs = first[0](images), second[0](first(images))
+    norms = [(norm.running_mean, norm.running_var) for norm in (first[1], second[1])]
+    return list(zip((10.0, 1.0), inputs, norms, strict=True))
+
+
+# -------------------------------------------------------------------------------------- statistics
+
+
+def statistics_loss(network: Classifier, images: Tensor) -> float:
+    with torch.no_grad(), sre2l._record_norm_inputs(network) as inputs:
+        network(images)
+        return float(sre2l._statistics_loss(inputs))
+
+
+def test_the_statistics_loss_is_its_formula() -> None:
+    """Of each channel the biased variance and the mean, over images and pixels; the layer that
+    is executed first counts ten times, whatever the order of registration."""
+    network, images = two_norms(), normal(7, 2, 8, 8)
+    expected = 0.0
+    for weight, x, (mean, variance) in layers_of(network, images):
+        channels = x.detach().double().numpy().swapaxes(0, 1).reshape(x.shape[1], -1)
+        for difference in (
+            channels.var(axis=1, ddof=0) - variance.numpy(),
+            channels.mean(axis=1) - mean.numpy(),
+        ):
+            expected += weight * np.sqrt((difference**2).sum())
+    assert statistics_loss(network, images) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_statistics_loss_is_0_on_a_batch_with_the_running_statistics() -> None:
+    network, images = two_norms(), normal(7, 2, 8, 8)
+    for layer in (0, 1):  # the second layer's input depends on the first one's statistics
+        _, x, (mean, variance) = layers_of(network, images)[layer]
+        axes = [0, *range(2, x.dim())]
+        mean.copy_(x.detach().mean(axes))
+        variance.copy_(x.detach().var(axes, correction=0))
+    assert statistics_loss(network, images) < 1e-5
+    assert statistics_loss(network, images[:5]) > 1
+
+
+def test_the_gradient_of_a_statistics_loss_of_0_is_finite() -> None:
+    """Although a norm has no gradient at 0: here of a constant batch."""
+    norm = nn.BatchNorm2d(1)
+    assert norm.running_var is not None
+    norm.running_var.zero_()
+    x = torch.zeros(2, 1, 3, 3, requires_grad=True)
+    (gradient,) = torch.autograd.grad(sre2l._statistics_loss({norm: x}), x)
+    assert not gradient.any()
+
+
+def test_hooks_are_removed_after_a_failure() -> None:
+    network = two_norms()
+    with pytest.raises(RuntimeError), sre2l._record_norm_inputs(network) as inputs:
+        network(normal(2, 2, 8, 8))
+        assert len(inputs) == 2
+        network(normal(2, 5, 8, 8))
+    assert not any(norm._forward_pre_hooks for norm in network.norms)
+
+
+# ----------------------------------------------------------------------------------------- recover
+
+
+def defined_images(task: TaskData, labels: Tensor) -> Array:
+    """The iterations with Adam and its decay in numpy; pixels from 0 to 255, not rounded.
+
+    m <- b1 m + (1 - b1) g, v <- b2 v + (1 - b2) g^2, and from x is subtracted lr (1 + cos(pi t /
+    T)) / 2 times m / (1 - b1^(t + 1)) over sqrt(v / (1 - b2^(t + 1))) + 1e-8, for t = 0 ... T - 1.
+    """
+    options, network, draws = task.options, task.learner.network, task.generator
+    channels, height, width = task.images.shape[1:]
+    black = torch.zeros(1, channels, height, width, dtype=torch.uint8)
+    low, high = (task.learner.normalise(image).double().numpy() for image in (black, black + 255))
+    x = torch.randn(len(labels), channels, height, width, generator=draws).double().numpy()
+    down, right = (
+        torch.randint(min(options.roll, side // 8) + 1, (options.iterations,), generator=draws)
+        for side in (height, width)
+    )
+    m, v = np.zeros_like(x), np.zeros_like(x)
+    for t, (i, j) in enumerate(zip(down.tolist(), right.tolist(), strict=True)):
+        rolled = torch.tensor(np.roll(np.roll(x, i, axis=2), j, axis=3), requires_grad=True)
+        logits = network(rolled.float())
+        loss = (logits.logsumexp(1) - logits[torch.arange(len(labels)), labels]).mean()
+        for weight, inputs, (mean, variance) in layers_of(network, rolled.float()):
+            flat = inputs.transpose(0, 1).flatten(1)
+            spread = ((flat - flat.mean(1, keepdim=True)) ** 2).mean(1)
+            gap = ((spread - variance) ** 2).sum() ** 0.5
+            gap = gap + ((flat.mean(1) - mean) ** 2).sum() ** 0.5
+            loss = loss + options.statistics_weight * weight * gap
+        g = torch.autograd.grad(loss, rolled)[0].numpy()
+        g = np.roll(np.roll(g, -i, axis=2), -j, axis=3)
+        m, v = 0.5 * m + 0.5 * g, 0.9 * v + 0.1 * g**2
+        lr = options.lr * (1 + np.cos(np.pi * t / options.iterations)) / 2
+        x = x - lr * m / (1 - 0.5 ** (t + 1)) / (np.sqrt(v / (1 - 0.9 ** (t + 1))) + 1e-8)
+        x = np.clip(x, low, high)
+    return np.asarray(255 * (x - low) / (high - low))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shape": (2, 8, 24), "roll": 2, "lr": 0.1, "iterations": 9},
+        {"shape": (1, 16, 8), "roll": 9, "iterations": 2},
+        {"shape": (2, 8, 8), "roll": 0, "iterations": 5, "lr": 1.0},
+        {"shape": (2, 8, 8), "lr": 0.05, "statistics_weight": 0.3},
+    ],
+    ids=["rolled", "tall", "clamped", "statistics"],
+)
+def test_the_images_are_those_of_the_definition(options: dict[str, Any], seed: int) -> None:
+    """Some pixels lie at both ends of the range, some between."""
+    task = make_task(3, 2, 2, seed=seed, normalise=per_channel, **options)
+    if "statistics_weight" in options:
+        network = two_norms()
+        weights = 2 * flatten(list(network.parameters())), flatten(float_buffers(network))
+        task = replace(task, learner=Learner(network, per_channel, *weights))
+    labels = torch.tensor([0, 1, 2, 0, 1])
+    expected = defined_images(replace(task, generator=generator(9)), labels)
+    pixels = sre2l._recover(replace(task, generator=generator(9)), labels)
+    assert pixels.dtype == torch.float32 and pixels.shape == expected.shape
+    np.testing.assert_allclose(255 * pixels.numpy(), expected, atol=0.05)
+    assert (expected == 0).any() and (expected == 255).any()
+    assert ((expected > 1) & (expected < 254)).mean() > 0.02
+
+
+def test_rolls_are_uniform_up_to_an_eighth_of_the_side() -> None:
+    """Of 40 x 24 pixels up to 4, as published, and 3."""
+    task = make_task(1, iterations=600, shape=(1, 40, 24))
+    down, right = (np.bincount(shifts) for shifts in zip(*sre2l._random_rolls(task), strict=True))
+    assert len(down) == 5 and (abs(down - 120) < 50).all()  # 5 deviations
+    assert len(right) == 4 and (abs(right - 150) < 54).all()
+    still = replace(task, options=replace(task.options, roll=0))
+    assert list(sre2l._random_rolls(still)) == 600 * [(0, 0)]
+
+
+def test_a_larger_weight_matches_the_statistics_better() -> None:
+    losses = []
+    for weight in (0.0, 0.01, 1.0):
+        task = make_task(3, 3, 3, network=BATCH_NORM, statistics_weight=weight, iterations=60)
+        pixels = sre2l._recover(task, torch.arange(3).repeat(8))
+        losses.append(statistics_loss(task.learner.network, pixels))
+    assert losses[0] > 1.1 * losses[1] > 1.2 * losses[2]
+
+
+def test_recovering_images_changes_neither_teacher_nor_gradients() -> None:
+    task = make_task(3, 3, network=BATCH_NORM)
+    model = task.learner.model
+    held = model.parameters, model.buffers, model.gradients.fill_(0.7)
+    before = [tensor.clone() for tensor in held]
+    sre2l._recover(task, torch.tensor([0, 1, 0]))
+    assert all(torch.equal(tensor, old) for tensor, old in zip(held, before, strict=True))
+    assert not task.learner.network.training
+
+
+@pytest.mark.parametrize(
+    ("group_size", "sizes"), [(8, [7, 7, 7]), (21, [21]), (20, [11, 10]), (256, [21])]
+)
+def test_groups_have_similar_sizes_and_mix_classes(
+    group_size: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """3 classes, 7 each: 21 in groups of at most 8 are 3 groups of 7, not 8, 8 and 5."""
+    groups: list[Tensor] = []
+
+    def recover(task: TaskData, labels: Tensor) -> Tensor:
+        groups.append(labels)
+        return torch.full((len(labels), 1, 8, 8), len(groups) / 255)
+
+    monkeypatch.setattr(sre2l, "_recover", recover)
+    proposal = sre2l.propose(make_task(4, 4, 4, exemplars_per_class=7, group_size=group_size))
+    assert [len(group) for group in groups] == sizes
+    assert all(set(group.tolist()) == {0, 1, 2} for group in groups)
+    assert torch.equal(proposal.labels, torch.cat(groups))
+    levels = torch.arange(1, len(sizes) + 1).repeat_interleave(torch.tensor(sizes))
+    assert torch.equal(proposal.images[:, 0, 3, 3], levels.to(torch.uint8))
+
+
+# ----------------------------------------------------------------------------------------- squeeze
+
+
+@pytest.mark.parametrize("network", [MLP, BATCH_NORM], ids=lambda n: n.kind)
+def test_the_teacher_is_the_clients_model_after_more_training(network: Network) -> None:
+    """Step for step torch.optim.SGD over the same batches; the client's weights are kept."""
+    options = {"squeeze_epochs": 3, "squeeze_lr": 0.05, "batch_size": 4, "soft": False}
+    task = make_task(5, 4, network=network, **options)
+    learner, (inputs, labels) = task.learner, task.inputs()
+    expected, draws = copy.deepcopy(learner.network), generator()
+    sgd = torch.optim.SGD(expected.parameters(), lr=0.05)
+    for _ in range(3):
+        for indices in torch.randperm(9, generator=draws).split(4):
+            set_train_mode(expected, len(indices) > 1)
+            sgd.zero_grad()
+            F.cross_entropy(expected(inputs[indices]), labels[indices]).backward()
+            sgd.step()
+    sre2l.propose(task)
+    assert task.events == ([NO_NORM] if network is MLP else [])
+    torch.testing.assert_close(learner.model.parameters, flatten(list(expected.parameters())))
+    torch.testing.assert_close(learner.model.buffers, flatten(list(expected.buffers())))
+    assert (learner.model.parameters - learner.client_weights[0]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("lr", "epochs"), [(0.1, 0), (50.0, 5), (1e30, 5)])
+def test_a_squeeze_that_fails_leaves_the_clients_model(lr: float, epochs: int) -> None:
+    """Whether it ends at a higher loss or at nan; without epochs it does not fail."""
+    task = make_task(5, 4, network=BATCH_NORM, squeeze_lr=lr, squeeze_epochs=epochs)
+    proposal = sre2l.propose(task)
+    assert task.events == [NO_SQUEEZE] * (epochs > 0)
+    assert torch.equal(task.learner.model.parameters, task.learner.client_weights[0])
+    assert torch.equal(task.learner.model.buffers, task.learner.client_weights[1])
+    assert proposal.soft.isfinite().all()
+
+
+# ------------------------------------------------------------------------------- images and logits
+
+
+def test_soft_labels_are_the_teachers_logits_on_the_stored_images() -> None:
+    """In one pass as in several, and in evaluation mode."""
+    options = {"network": BATCH_NORM, "exemplars_per_class": 3, "group_size": 4}
+    task = make_task(5, 4, 3, normalise=per_channel, **options)
+    proposal = sre2l.propose(task)
+    with torch.no_grad():
+        expected = task.learner.network.eval()(per_channel(proposal.images))
+    assert proposal.soft.dtype == torch.float32 and proposal.soft.shape == (9, CLASSES)
+    torch.testing.assert_close(proposal.soft, expected)
+    assert not proposal.soft.requires_grad
+
+
+def test_without_soft_labels_only_hard_ones_are_stored() -> None:
+    hard, soft = (sre2l.propose(make_task(5, 4, soft=soft)) for soft in (False, True))
+    assert hard.soft.shape == (4, 0)
+    assert torch.equal(hard.images, soft.images) and torch.equal(hard.labels, soft.labels)
+    params = (MemoryParams(selection="sre2l", options={"soft": soft}) for soft in (False, True))
+    assert [each.soft for each in params] == [False, True]
+
+
+def test_the_teacher_recognises_the_images_after_enough_iterations() -> None:
+    """Class 0 is bright in its left half, class 1 in its right half."""
+    images = torch.randint(60, (40, 1, 8, 8), generator=generator(5)).to(torch.uint8)
+    images[:20, :, :, :4] += 180
+    images[20:, :, :, 4:] += 180
+    options: dict[str, Any] = {"squeeze_epochs": 30, "batch_size": 8, "roll": 1, "lr": 0.05}
+    shares = []
+    for iterations in (1, 100):
+        task = make_task(20, 20, exemplars_per_class=20, iterations=iterations, **options)
+        proposal = sre2l.propose(replace(task, images=images))
+        confidence = proposal.soft.softmax(1)[torch.arange(40), proposal.labels]
+        shares.append(float((confidence > 0.9).double().mean()))
+    assert shares[0] < 0.7 and shares[1] == 1
+    halves = [proposal.images[proposal.labels == k].double().mean((0, 1, 2)) for k in (0, 1)]
+    assert halves[0][:4].mean() > halves[0][4:].mean()
+    assert halves[1][:4].mean() < halves[1][4:].mean()
+
+
+@pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
+@pytest.mark.parametrize("sizes", [(5, 1, 3), (1,), (0, 2), (0, 0, 1)], ids=str)
+@pytest.mark.parametrize("exemplars_per_class", [1, 4])
+def test_each_class_has_as_many_images_as_exemplars(
+    network: Network, sizes: tuple[int, ...], exemplars_per_class: int
+) -> None:
+    """Even if it has fewer real ones, and without past exemplars."""
+    shape, count = (2, 8, 8), exemplars_per_class
+    task = make_task(*sizes, network=network, exemplars_per_class=count, shape=shape)
+    task = replace(task, past=(task.images[:0], task.labels[:0]))
+    proposal = base.propose_exemplars("sre2l", task)
+    images, labels = proposal.images, proposal.labels
+    assert images.dtype == torch.uint8 and images.shape[1:] == shape and images.is_contiguous()
+    counts = torch.bincount(labels, minlength=len(sizes))
+    assert labels.dtype == torch.int64 and counts.tolist() == [count * (n > 0) for n in sizes]
+    assert proposal.soft.shape == (len(labels), CLASSES) and proposal.soft.isfinite().all()
+    assert len(images) == len({image.numpy().tobytes() for image in images})
+
+
+def test_a_residual_network_on_colour_images() -> None:
+    network = Network("resnet18", norm="batch")
+    task = make_task(2, 1, network=network, shape=(3, 32, 32), iterations=2)
+    assert sre2l.propose(task).images.shape == (4, 3, 32, 32) and NO_NORM not in task.events
+
+
+@pytest.mark.parametrize(
+    ("network", "weight", "count"), [(MLP, 0.01, 1), (MLP, 0.0, 0), (BATCH_NORM, 0.01, 0)]
+)
+def test_missing_statistics_are_recorded_once(network: Network, weight: float, count: int) -> None:
+    task = make_task(3, 3, network=network, statistics_weight=weight, group_size=2)
+    sre2l.propose(task)
+    assert task.events.count(NO_NORM) == count
+
+
+def test_only_images_that_are_not_finite_are_replaced() -> None:
+    task = make_task(5, 4, exemplars_per_class=3)
+    pixels = torch.rand(6, 1, 8, 8, generator=generator(1))
+    pixels[2, 0, 1, 1] = torch.nan
+    images, labels = sre2l._replace_invalid(task, pixels, torch.tensor([0, 1, 0, 1, 0, 1]))
+    assert task.events == [REPLACED] and labels.tolist() == [0, 0, 0, 1, 1, 1]
+    expected = (pixels * 255).round().to(torch.uint8)
+    assert torch.equal(images[[0, 1, 3, 4, 5]], expected[[0, 4, 1, 3, 5]])
+    assert any(torch.equal(images[2], real) for real in task.images[:5])
+
+
+def test_labels_of_a_diverged_teacher_are_one_hot_logits() -> None:
+    task = make_task(5, 4)
+    task.learner.client_weights[0].fill_(torch.nan)
+    proposal = sre2l.propose(task)
+    assert torch.equal(proposal.soft, 10 * F.one_hot(proposal.labels, CLASSES).float())
+
+
+def test_pixels_are_rounded() -> None:
+    pixels = torch.tensor([0.0, 0.4, 0.6, 254.4, 254.6, 255.0]).view(1, 1, 2, 3) / 255
+    images, _ = sre2l._replace_invalid(make_task(1), pixels, torch.tensor([0]))
+    assert images.flatten().tolist() == [0, 0, 1, 254, 255, 255]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"squeeze_epochs": 3},
+        {"squeeze_lr": 0.2},
+        {"batch_size": 4},
+        {"iterations": 7},
+        {"lr": 0.5},
+        {"statistics_weight": 5.0},
+        {"roll": 0},
+        {"group_size": 3},
+    ],
+    ids=str,
+)
+def test_every_option_changes_the_images(changed: dict[str, Any]) -> None:
+    tasks = (
+        make_task(5, 4, exemplars_per_class=8, network=BATCH_NORM, **options)
+        for options in ({}, changed)
+    )
+    assert not torch.equal(*(sre2l.propose(task).images for task in tasks))
+
+
+def test_unusual_clients_train_on_soft_labels(tmp_path: Path) -> None:
+    """Client 0 has one image a task, client 1 one class and client 2 none."""
+    memory = {"selection": "sre2l", "space": "off", "exemplars_per_class": 2}
+    params = {"memory": {**memory, "options": dict(SRE2L)}, "weight": 1.0, "temperature": 2.0}
+    experiment = small.tiny("replay", **params)
+    record = small.run(experiment, small.awkward(experiment), resume=tmp_path)
+    assert all(np.isfinite(value).all() for value in record.weights.values())
+    for client in (0, 3):
+        kept = small.saved(experiment, tmp_path)["clients"][client]["memory"]
+        assert kept["soft"].shape == (len(kept["labels"]), 10)
+        assert kept["soft"].abs().sum(1).min() > 0
+    assert torch.bincount(kept["labels"]).max() == 2

@@ -1,0 +1,306 @@
+"""The cache: written once, checked when opened, shared by processes, rebuilt after damage."""
+
+import importlib
+import json
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from stamp_core.data import sources
+from stamp_core.data.dataset import ImageArrays, ImageDataset, load_dataset
+from stamp_core.data.sources import glyphs
+from stamp_core.data.store.cache import ARRAYS
+
+SMALL = {"source": "glyphs", "classes": 5, "train_per_class": 6, "test_per_class": 4}
+OWN = {"source": "own"}
+
+
+def cached(cache: Path) -> list[Path]:
+    """All that is in the cache, without the lock files."""
+    return sorted(cache.glob("[!.]*"))
+
+
+def equal(first: ImageDataset, second: ImageDataset) -> bool:
+    """Whether two data sets are equal in every array and name."""
+    arrays = all(torch.equal(getattr(first, key), getattr(second, key)) for key in ARRAYS)
+    keys = ("name", "classes", "domains", "digest")
+    return arrays and all(getattr(first, key) == getattr(second, key) for key in keys)
+
+
+def test_the_first_load_writes_and_later_ones_map_the_same_bytes(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = load_dataset(SMALL)
+    monkeypatch.setattr(glyphs, "make", None)
+    second = load_dataset(SMALL)
+    assert equal(first, second)
+    (folder,) = cached(cache)
+    assert folder.name.startswith("glyphs-") and len(folder.name) == len("glyphs-") + 12
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        assert maps.read_text().count(f"{folder}/x_train.npy") == 2
+
+
+def test_writing_into_a_loaded_dataset_stays_private() -> None:
+    first = load_dataset(SMALL)
+    first.x_train[:] = 0
+    assert load_dataset(SMALL).x_train.any()
+
+
+def test_types_shapes_and_moments() -> None:
+    found = load_dataset(SMALL)
+    assert found.x_train.shape == (30, 3, 20, 20) and found.x_test.shape == (20, 3, 20, 20)
+    assert found.x_train.dtype == torch.uint8 and found.y_train.dtype == torch.int64
+    assert found.classes == tuple("AC7M5") and found.domains == ("all",)
+    assert torch.bincount(found.y_train).tolist() == [6] * 5
+    assert not found.domain_train.any() and len(found.domain_test) == 20
+    pixels = found.x_train.double() / 255
+    assert torch.allclose(found.mean.double(), pixels.mean((0, 2, 3)), atol=1e-6)
+    assert torch.allclose(found.std.double(), pixels.std((0, 2, 3), correction=0), atol=1e-6)
+
+
+def test_options_and_code_decide_the_folder(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load_dataset(SMALL)
+    load_dataset(SMALL | {"style": 1.0})  # its default: the same options
+    assert len(cached(cache)) == 1
+    assert load_dataset(SMALL | {"seed": 1}).digest != load_dataset(SMALL).digest
+    assert len(cached(cache)) == 2
+    fingerprint = "stamp_core.core.fingerprint.combined_fingerprint"
+    monkeypatch.setattr(fingerprint, lambda *paths: "changed code")
+    load_dataset(SMALL)
+    assert len(cached(cache)) == 3
+
+
+def flip(path: Path) -> None:
+    """Change the last byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def rename(path: Path) -> None:
+    """Change the name of a class."""
+    meta = json.loads(path.read_text())
+    meta["classes"][0] = "B"
+    path.write_text(json.dumps(meta))
+
+
+@pytest.mark.parametrize(
+    ("file", "harm"),
+    [
+        ("x_train.npy", lambda path: os.truncate(path, 500)),
+        ("y_test.npy", lambda path: path.write_bytes(b"")),
+        ("std.npy", Path.unlink),
+        ("x_test.npy", flip),
+        ("meta.json", rename),
+        ("meta.json", lambda path: path.write_text('{"classes": [')),
+        ("meta.json", lambda path: path.write_text("[]")),
+    ],
+)
+def test_a_damaged_dataset_is_made_again_with_a_warning(
+    cache: Path, file: str, harm: Callable[[Path], None]
+) -> None:
+    first = load_dataset(SMALL)
+    before = {key: getattr(first, key).clone() for key in ARRAYS}
+    del first  # its memory is mapped from the files that are damaged now
+    (folder,) = cached(cache)
+    harm(folder / file)
+    with pytest.warns(UserWarning, match=f"{folder.name} is damaged") as seen:
+        second = load_dataset(SMALL)
+    assert len(seen) == 1 and "\n" not in str(seen[0].message)
+    assert all(torch.equal(before[key], getattr(second, key)) for key in ARRAYS)
+    assert cached(cache) == [folder]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert equal(second, load_dataset(SMALL))
+
+
+def test_two_threads_that_make_the_same_dataset_both_succeed(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meet = threading.Barrier(2, timeout=10)
+    found: list[ImageDataset] = []
+    glyphs_make = glyphs.make
+
+    def make(options: glyphs.Options) -> ImageArrays:
+        arrays = glyphs_make(options)
+        meet.wait()  # neither writes before both have made all arrays
+        return arrays
+
+    monkeypatch.setattr(glyphs, "make", make)
+    threads = [threading.Thread(target=lambda: found.append(load_dataset(SMALL))) for _ in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2 and equal(*found)
+    assert len(cached(cache)) == 1
+
+
+def test_a_full_disk_is_named_and_what_was_written_is_not_mistaken_for_a_dataset(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(path: Path, array: np.ndarray) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError) as error:
+        patch.setattr(np, "save", save)
+        load_dataset(SMALL)
+    (draft,) = cached(cache)
+    assert str(error.value) == f"[Errno 28] No space left on device: '{draft}'"
+    assert len(load_dataset(SMALL).y_train) == 30
+    assert [path.name for path in cached(cache)] == [draft.stem]
+
+
+# ------------------------------------------------------------------ a user's own source
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A source `own`, in a folder of a user."""
+    (tmp_path / "own.py").write_text(
+        "from dataclasses import dataclass\n\nPACKAGES = ()\n\n"
+        "@dataclass(frozen=True)\nclass Options:\n    many: int = 3\n"
+    )
+    monkeypatch.setattr(sources, "__path__", [*sources.__path__, str(tmp_path)])
+    monkeypatch.setattr("stamp_core.core.fingerprint.PACKAGE", tmp_path)
+    yield importlib.import_module("stamp_core.data.sources.own")
+    del sys.modules["stamp_core.data.sources.own"]
+
+
+def some(count: int = 6) -> ImageArrays:
+    """Arrays that fit together."""
+    x = np.arange(count * 8, dtype=np.uint8).reshape(count, 2, 2, 2)
+    x[:, 1] = 7
+    return ImageArrays(x, np.arange(count) % 2, x[:2], np.arange(2), ("a", "b"))
+
+
+def test_a_file_is_a_source(own: ModuleType) -> None:
+    own.make = lambda options: some(options.many)  # type: ignore[attr-defined]
+    found = load_dataset({**OWN, "many": 4})
+    assert found.name == "own" and len(found.x_train) == 4
+    assert found.std[1] == 1 and found.mean[1] == torch.tensor(7 / 255)  # a constant channel
+
+
+@pytest.fixture
+def number(own: Any, raw: Path) -> Path:
+    """A file from which the source `own` reads how many images there are."""
+    raw.mkdir()
+    path = raw / "number.txt"
+    path.write_text("3")
+    own.inputs = lambda options: [path]
+    own.make = lambda options: some(int(path.read_text()))
+    return path
+
+
+def count_datasets(cache: Path) -> int:
+    """How many data sets the cache holds after one more loading."""
+    load_dataset(OWN)
+    return len(cached(cache))
+
+
+def test_other_content_of_a_file_is_another_dataset(number: Path, cache: Path) -> None:
+    assert count_datasets(cache) == 1
+    before = number.stat()
+    number.write_text("4")
+    os.utime(number, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert count_datasets(cache) == 2 and len(load_dataset(OWN).x_train) == 4
+    number.write_text("3")
+    assert count_datasets(cache) == 2  # the first content again, whenever it was written
+
+
+def test_a_large_file_is_identified_by_size_and_time(
+    number: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stamp_core.data.store.cache.LARGE", 0)
+    assert count_datasets(cache) == 1
+    for content, expected in (("3", 2), (" 3", 3), (" 4", 3)):  # its content is not read
+        number.write_text(content)
+        os.utime(number, ns=(1, 1))
+        assert count_datasets(cache) == expected
+
+
+def test_a_folder_is_identified_by_names_sizes_and_times_of_its_files(
+    own: Any, number: Path, cache: Path
+) -> None:
+    own.inputs = lambda options: [number.parent]
+    inner = number.parent / "inner"
+    assert count_datasets(cache) == 1
+    inner.mkdir()
+    assert count_datasets(cache) == 1
+    (inner / "more.txt").write_text("a")
+    assert count_datasets(cache) == 2
+    os.utime(inner / "more.txt", ns=(1, 1))
+    assert count_datasets(cache) == 3
+    (inner / "more.txt").write_text("ab")
+    os.utime(inner / "more.txt", ns=(1, 1))
+    assert count_datasets(cache) == 4
+    (inner / "more.txt").rename(inner / "less.txt")
+    assert count_datasets(cache) == 5
+
+
+def test_a_missing_input_is_named(number: Path, cache: Path) -> None:
+    number.unlink()
+    with pytest.raises(FileNotFoundError) as error:
+        load_dataset(OWN)
+    assert str(error.value) == f"[Errno 2] No such file or directory: '{number}'"
+    assert not cache.exists()
+
+
+def test_a_large_dataset_is_read_only(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    own.make = lambda options: some()
+    modes: set[str] = set()
+    load = np.load
+
+    def noted(path: Path, mmap_mode: str) -> Any:
+        modes.add(mmap_mode)
+        return load(path, mmap_mode=mmap_mode)
+
+    monkeypatch.setattr(np, "load", noted)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first = load_dataset(OWN)
+        assert modes == {"c"}
+        monkeypatch.setattr("stamp_core.data.store.cache.LARGE", 0)
+        modes.clear()
+        assert equal(load_dataset(OWN), first)
+    assert modes == {"r"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"x_train": np.zeros((6, 2, 2), np.uint8)},
+            "x_train is uint8 [6, 2, 2]; it must be uint8",
+        ),
+        ({"x_test": np.zeros((2, 2, 2, 2))}, "x_test is float64"),
+        ({"x_test": np.zeros((0, 2, 2, 2), np.uint8)}, "x_test is uint8 [0, 2, 2, 2]"),
+        ({"x_test": np.zeros((2, 1, 2, 2), np.uint8)}, "it must be like x_train (6, 2, 2, 2)"),
+        ({"y_train": np.zeros(5, np.int64)}, "y_train is int64 [5]; it must be int64 [6]"),
+        ({"y_train": np.zeros(6)}, "y_train is float64 [6]"),
+        ({"y_train": np.full(6, 2)}, "y_train must be in 0..1"),
+        ({"y_test": np.full(2, -1)}, "y_test must be in 0..1"),
+        ({"domain_test": np.ones(2, np.int64)}, "domain_test must be in 0..0"),
+        ({"domain_train": np.zeros(1, np.int64)}, "domain_train is int64 [1]"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(
+    own: Any, cache: Path, change: dict[str, Any], message: str
+) -> None:
+    own.make = lambda options: replace(some(), **change)
+    with pytest.raises(ValueError) as error:
+        load_dataset(OWN)
+    assert str(error.value).startswith("own: ") and message in str(error.value)
+    assert not cache.exists()

@@ -1,0 +1,513 @@
+"""Decoding of image files: pixels, chunks, stops, damage, sets larger than memory."""
+
+import errno
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from folders import (
+    DIVIDED,
+    SIDE,
+    WHOLE,
+    all_images,
+    cached,
+    fill,
+    fill_train_and_test,
+    load_error,
+    noise,
+    write_image,
+)
+from PIL import Image
+
+from stamp_core.client.workspace import RoundId, Workspace
+from stamp_core.config.schema import Network, Setting, Split, Training
+from stamp_core.core import paths, vision
+from stamp_core.data import dataset as data
+from stamp_core.data.dataset import ImageDataset, load_dataset
+from stamp_core.data.store import cache, decoding
+from stamp_core.data.store.cache import ARRAYS, SUBSETS, Bytes
+from stamp_core.data.store.decoding import decode_image
+
+pytestmark = pytest.mark.filterwarnings("error::UserWarning")  # of a set that is made again
+
+
+@pytest.fixture(autouse=True)
+def three_per_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three images are decoded at a time."""
+    monkeypatch.setattr(decoding, "CHUNK_BYTES", 3 * 3 * SIDE**2 + 1)
+
+
+@pytest.fixture
+def images(raw: Path) -> list[Bytes]:
+    """The images of a set with folders train and test, those for training first."""
+    return fill_train_and_test(raw / "set")
+
+
+def the_folder(suffix: str = "") -> Path:
+    """The only set of image files in the cache."""
+    (folder,) = paths.CACHE.glob(f"folder-*{suffix}")
+    return folder
+
+
+# ------------------------------------------------------------------ pixels
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK"])
+def test_images_of_any_mode_are_converted(tmp_path: Path, mode: str) -> None:
+    image = Image.fromarray(noise(1)).convert(mode)
+    image.save(tmp_path / "image.tif")
+    found = decode_image(tmp_path / "image.tif", SIDE, grey=False)
+    assert np.array_equal(found, np.asarray(image.convert("RGB")))
+
+
+@pytest.mark.parametrize(
+    "shape", [(6, 6), (7, 6), (6, 9), (13, 31), (101, 7), (3, 4), (5, 2), (6, 601)]
+)
+def test_images_are_cropped_as_by_torchvision(tmp_path: Path, shape: tuple[int, int]) -> None:
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8))
+    image.save(tmp_path / "image.png")
+    transforms = vision.load_torchvision().transforms
+    expected = transforms.CenterCrop(SIDE)(transforms.Resize(SIDE)(image))
+    assert np.array_equal(decode_image(tmp_path / "image.png", SIDE, False), np.asarray(expected))
+
+
+def test_the_centre_of_a_wide_image_is_kept(tmp_path: Path) -> None:
+    """4 x 20 is halved to 2 x 10; its centre are columns 4 and 5."""
+    grey = np.repeat(np.arange(20, dtype=np.uint8) // 2 * 20, 4).reshape(20, 4).T
+    write_image(tmp_path / "wide.png", grey)
+    found = decode_image(tmp_path / "wide.png", 2, grey=True)[..., 0]
+    assert np.array_equal(found, decode_image(tmp_path / "wide.png", 2, grey=False)[..., 1])
+    assert np.abs(found.astype(int) - [[80, 100]]).max() <= 5  # the filter is wider than a pixel
+
+
+def test_the_digest_of_a_folder_is_pinned(images: list[Bytes]) -> None:
+    pinned = "c880c5c83f9dcc658ecbcad7e86b87aca33fe77a2754c62bce119ce91b425cae"
+    assert load_dataset(WHOLE).digest == pinned
+
+
+def test_chunks_and_threads_change_no_number(
+    images: list[Bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def counts() -> list[int]:
+        logs = [the_folder() / f"x_{subset}.jsonl" for subset in SUBSETS]
+        return [note["images"] for log in logs for note in cache.read_notes(log)]
+
+    first = load_dataset(WHOLE)
+    assert counts() == [3, 3, 1, 3, 1]
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(decoding, "CHUNK_BYTES", 1 << 20)
+    monkeypatch.setattr(paths, "CACHE", paths.CACHE.with_name("other"))
+    second = load_dataset(WHOLE)
+    assert counts() == [7, 4]
+    for key in ARRAYS:
+        assert torch.equal(getattr(first, key), getattr(second, key)), key
+    pixels = first.x_train.double() / 255
+    assert torch.allclose(first.mean.double(), pixels.mean((0, 2, 3)), atol=1e-6)
+    assert torch.allclose(first.std.double(), pixels.std((0, 2, 3), correction=0), atol=1e-6)
+
+
+# ------------------------------------------------------------------ what is decoded again
+
+
+def test_the_second_time_nothing_is_decoded(
+    images: list[Bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = load_dataset(WHOLE)
+    monkeypatch.setattr(decoding, "decode_image", None)
+    second = load_dataset(WHOLE)
+    assert np.array_equal(all_images(first), all_images(second)) and first.digest == second.digest
+    assert len(cached()) == 1
+
+
+def append(path: Path) -> None:
+    """Change the size of a file but not its time."""
+    before = path.stat()
+    path.write_bytes(path.read_bytes() + b"\0")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda image: os.utime(image, ns=(1, 1)),
+        lambda image: image.rename(image.with_name("0.png")),
+        lambda image: image.rename(image.parents[1] / "dog" / "a.png"),
+        append,
+    ],
+)
+def test_changed_files_are_decoded_again(
+    raw: Path, images: list[Bytes], change: Callable[[Path], None]
+) -> None:
+    load_dataset(WHOLE)
+    change(raw / "set" / "train" / "cat" / "00.png")
+    load_dataset(WHOLE)
+    assert len(cached()) == 2
+
+
+def test_every_part_of_a_listing_is_in_its_key(images: list[Bytes]) -> None:
+    module, options = data._find_source(WHOLE)
+    listing = module.listing(options)
+    train, test = listing.train, listing.test
+    changes: list[dict[str, Any]] = [
+        {"classes": ("cow", "dog")},
+        {"domains": ("one",)},
+        {"size": SIDE + 1},
+        {"grey": True},
+        {"train": replace(train, labels=1 - train.labels)},
+        {"train": replace(train, domains=1 - train.domains)},
+        {"train": replace(train, files=train.files[::-1])},
+        {"test": replace(test, labels=1 - test.labels)},
+    ]
+    keys = {decoding.listing_key(replace(listing, **change)) for change in ({}, *changes)}
+    assert len(keys) == len(changes) + 1
+
+
+def test_code_and_package_are_in_the_key_but_no_other_files(
+    raw: Path, images: list[Bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_dataset(WHOLE)
+    (raw / "set" / "notes.txt").write_text("no image")
+    load_dataset(WHOLE)
+    assert len(cached()) == 1
+    monkeypatch.setattr(decoding, "version", lambda name: "0")
+    load_dataset(WHOLE)
+    assert len(cached()) == 2
+    monkeypatch.setattr("stamp_core.core.fingerprint.code_digest", lambda path: "other code")
+    load_dataset(WHOLE)
+    assert len(cached()) == 3
+
+
+# ------------------------------------------------------------------ files and disks that fail
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("cut.png", "image file is truncated"),
+        ("cut.jpg", "image file is truncated"),
+        ("text.png", "cannot identify image file"),
+        ("empty.jpg", "cannot identify image file"),
+    ],
+)
+def test_a_damaged_image_is_named_and_decoding_can_be_continued(
+    raw: Path, images: list[Bytes], name: str, reason: str
+) -> None:
+    path = raw / "set" / "test" / "cat" / name
+    write_image(path, noise(0, 50))
+    content = path.read_bytes()
+    path.write_bytes({"cut": content[: len(content) * 3 // 4], "text": b"hi"}.get(path.stem, b""))
+    error = load_error(WHOLE, ValueError)
+    assert error.startswith(f"{path} is not a readable image: {reason}")
+    assert cached() == [the_folder(".part").name]
+    path.unlink()
+    assert np.array_equal(all_images(load_dataset(WHOLE)), np.stack(images))
+
+
+def test_an_image_of_too_many_pixels_is_refused(
+    raw: Path, images: list[Bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    error = load_error(WHOLE, ValueError)
+    assert error.startswith(f"{raw}/set/train/cat/00.png is not a readable image: ")
+
+
+def test_a_file_that_cannot_be_opened_is_named(raw: Path, images: list[Bytes]) -> None:
+    path = raw / "set" / "train" / "cat" / "00.png"
+    path.unlink()
+    path.symlink_to(path.parent / "gone.png")
+    assert load_error(WHOLE) == f"[Errno 2] No such file or directory: '{path}'"
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_decoded(
+    images: list[Bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """11 images of 6 x 6 in colour are 1188 bytes."""
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1187))
+        patch.setattr(decoding, "decode_image", None)
+        error = load_error(WHOLE, OSError)
+    reason = "1.188e-06 GB are needed, 1.187e-06 GB are free"
+    assert error == f"[Errno 28] {reason}: '{the_folder('.part')}'"
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1188))
+    assert len(load_dataset(WHOLE).x_train) == 7
+
+
+def test_a_disk_that_fills_up_is_named_and_decoding_can_be_continued(
+    images: list[Bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        error = load_error(WHOLE, OSError)
+    assert error == f"[Errno 28] No space left on device: '{the_folder('.part')}'"
+    assert np.array_equal(all_images(load_dataset(WHOLE)), np.stack(images))
+
+
+# ------------------------------------------------------------------ processes that are stopped
+
+
+def count_decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A list that receives the names of all images decoded from now on."""
+    names: list[str] = []
+
+    def counted(path: Path, size: int, grey: bool) -> Bytes:
+        names.append(path.name)
+        return decode_image(path, size, grey)
+
+    monkeypatch.setattr(decoding, "decode_image", counted)
+    return names
+
+
+def load_and_kill(after: int) -> None:
+    """Load the set in a process that is killed when it starts that many images and one."""
+
+    def run() -> None:
+        started = iter(range(after))
+
+        def deadly(path: Path, size: int, grey: bool) -> Bytes:
+            if next(started, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return decode_image(path, size, grey)
+
+        decoding.decode_image = deadly
+        os.cpu_count = lambda: 1
+        load_dataset(WHOLE)
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("after", "left"), [(0, 11), (2, 11), (3, 8), (6, 5), (7, 4), (10, 1)])
+def test_decoding_continues_after_the_last_chunk_of_a_killed_process(
+    images: list[Bytes], monkeypatch: pytest.MonkeyPatch, after: int, left: int
+) -> None:
+    """The chunks end at 3, 6 and 7 (training), 10 and 11 images (testing)."""
+    load_and_kill(after)
+    draft = the_folder(".part")
+    names = count_decoded(monkeypatch)
+    found = load_dataset(WHOLE)
+    assert len(names) == left
+    assert np.array_equal(all_images(found), np.stack(images))
+    assert cached() == [draft.stem]
+    monkeypatch.setattr(paths, "CACHE", paths.CACHE.with_name("uninterrupted"))
+    assert load_dataset(WHOLE).digest == found.digest
+
+
+def test_an_incomplete_note_is_ignored(
+    images: list[Bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_and_kill(6)
+    with (the_folder(".part") / "x_train.jsonl").open("a") as log:
+        log.write('\n{"images": 3, "sha')
+    names = count_decoded(monkeypatch)
+    for _ in range(2):
+        assert np.array_equal(all_images(load_dataset(WHOLE)), np.stack(images))
+    assert len(names) == 5
+
+
+def test_notes_without_their_array_are_ignored(images: list[Bytes]) -> None:
+    load_and_kill(7)
+    (the_folder(".part") / "x_train.npy").unlink()
+    assert np.array_equal(all_images(load_dataset(WHOLE)), np.stack(images))
+
+
+class Stop(BaseException):
+    """An exception that nothing catches."""
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "numpy.lib.format.open_memmap",
+        "stamp_core.data.store.cache.note_chunk",
+        "stamp_core.data.store.cache.complete",
+        "numpy.save",
+        "pathlib.Path.rename",
+        "json.dumps",
+    ],
+)
+def test_after_a_stop_anywhere_no_incomplete_set_is_opened(
+    images: list[Bytes], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        raise Stop
+
+    module, options = data._find_source(WHOLE)
+    write = partial(decoding.write_listing, module.listing(options))
+    folder = paths.CACHE / "folder-a"
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(where, stop)
+        cache.create(folder, write)
+    assert not folder.exists()
+    cache.create(folder, write)
+    assert np.array_equal(all_images(data._open(folder, "a")), np.stack(images))
+    assert cached() == ["folder-a"]
+
+
+def test_two_threads_decode_each_image_once(
+    images: list[Bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, found = count_decoded(monkeypatch), list[ImageDataset]()
+    meet = threading.Barrier(2, timeout=10)
+    create = cache.create
+
+    def create_together(*arguments: Any) -> None:
+        meet.wait()
+        create(*arguments)
+
+    monkeypatch.setattr(cache, "create", create_together)
+    threads = [threading.Thread(target=lambda: found.append(load_dataset(WHOLE))) for _ in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2 and len(names) == 11
+    assert found[0].digest == found[1].digest
+
+
+# ------------------------------------------------------------------ damage
+
+
+def flip(path: Path) -> None:
+    """Change the last byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def edit(old: str, new: str) -> Callable[[Path], None]:
+    """A change of a text in a file."""
+    return lambda path: path.write_text(path.read_text().replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("file", "harm"),
+    [
+        ("x_test.npy", flip),
+        ("x_train.npy", lambda path: os.truncate(path, path.stat().st_size - 1)),
+        ("x_train.npy", lambda path: np.save(path, np.load(path)[:-1])),
+        ("y_train.npy", lambda path: np.save(path, 1 - np.load(path))),
+        ("meta.json", edit('"cat"', '"cow"')),
+        ("x_train.jsonl", edit('"sha256": "', '"sha256": "0')),
+        ("x_test.jsonl", Path.unlink),
+    ],
+)
+@pytest.mark.parametrize("large", [False, True])
+def test_a_damaged_set_is_decoded_again_but_pixels_of_a_large_one_are_not_checked(
+    images: list[Bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    file: str,
+    harm: Callable[[Path], None],
+    large: bool,
+) -> None:
+    if large:
+        monkeypatch.setattr(cache, "LARGE", 100)
+    load_dataset(WHOLE)
+    folder = the_folder()
+    harm(folder / file)
+    if large and harm is flip:
+        assert not np.array_equal(all_images(load_dataset(WHOLE)), np.stack(images))
+        return
+    with pytest.warns(UserWarning, match=f"{folder.name} is damaged and is made again"):
+        found = load_dataset(WHOLE)
+    assert np.array_equal(all_images(found), np.stack(images))
+    assert np.array_equal(all_images(load_dataset(WHOLE)), np.stack(images))
+
+
+# ------------------------------------------------------------------ larger than memory
+
+
+def test_decoding_takes_no_more_memory_for_more_images(
+    raw: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """240 images of 128 x 128 are 11.8 MB, 60 of them 2.9 MB, a chunk of 8 is 0.4 MB.
+
+    Files of one colour are small, and so is what Pillow leaves to the garbage collector.
+    """
+
+    def peak(count: int) -> int:
+        for number in range(count):
+            content = np.full((128, 128, 3), number, np.uint8)
+            write_image(raw / "set" / "cat" / f"{number:03d}.png", content)
+        tracemalloc.start()
+        found = load_dataset({**DIVIDED, "size": 128})
+        highest = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert len(found.x_train) + len(found.x_test) == count
+        return highest
+
+    monkeypatch.setattr(decoding, "CHUNK_BYTES", 8 * 128 * 128 * 3)
+    peak(8)  # imports, pools
+    few, many = peak(60), peak(240)
+    assert many - few < 2_000_000
+    assert many < 4_000_000
+
+
+@pytest.fixture
+def huge(tmp_path: Path) -> ImageDataset:
+    """A black set four times as large as memory; its sparse files take no disk space."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    side = 1000
+    count = 4 * memory // (3 * side**2)
+    folder = tmp_path / "huge"
+    folder.mkdir()
+    arrays = {"mean": np.zeros(3, np.float32), "std": np.ones(3, np.float32)}
+    for subset, many in {"test": 4, "train": count}.items():
+        shape = (many, side, side, 3)
+        np.lib.format.open_memmap(folder / f"x_{subset}.npy", "w+", np.uint8, shape)
+        arrays |= {f"{key}_{subset}": np.arange(many) % 2 for key in ("y", "domain")}
+    note = {"images": count, "sha256": "0", "sums": [[0] * 3] * 2}
+    (folder / "x_train.jsonl").write_text(json.dumps(note))
+    cache.complete(folder, arrays, [["a", "b"], ["c", "d"]])
+    return data._open(folder, "huge")
+
+
+def test_a_set_larger_than_memory_is_opened_and_trained_on(huge: ImageDataset) -> None:
+    """The system would refuse a copy of it, and private pages too."""
+    network = Network("cnn", features=4, channels=(2,) * 6)
+    split = Split("classes", clients=1, tasks=1, classes_per_task=2)
+    training = Training(rounds=1, epochs=1, batch_size=2, lr=0.1, shift=1, flip=True)
+    work = Workspace(Setting("huge", {}, split, network, training), huge)
+    some = torch.tensor([0, 1, len(huge.y_train) // 2, len(huge.y_train) - 1])
+    batches = [x for x, _ in work.batches(RoundId(0, 0, 0, 0), some)]
+    assert [x.shape for x in batches] == [(2, 3, 1000, 1000)] * 2
+    assert not torch.cat(batches).any()
+    assert work.x_train.data_ptr() == huge.x_train.data_ptr()
+    assert work.outputs(huge.x_train[some]).shape == (4, 2)
+
+
+# ------------------------------------------------------------------ progress
+
+
+def test_logs_have_a_line_per_tenth_and_interactive_sessions_a_bar(
+    raw: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(raw / "set", {"cat": 100})
+    monkeypatch.setenv("STAMP_PROGRESS", "lines")
+    load_dataset(DIVIDED)
+    lines = capsys.readouterr().out.splitlines()
+    done = [line.split()[2] for line in lines]
+    assert done[:10] == [f"{k}/75" for k in (9, 15, 24, 30, 39, 45, 54, 60, 69, 75)]
+    assert lines[0].startswith(f"{the_folder().name} x_train  9/75 images  ")
+    assert [line.split()[1] for line in lines] == ["x_train"] * 10 + ["x_test"] * 9
+    monkeypatch.setenv("STAMP_PROGRESS", "bar")
+    load_dataset({**DIVIDED, "size": 5})
+    drawn = capsys.readouterr()
+    assert not drawn.out and "75/75" in drawn.err

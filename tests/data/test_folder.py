@@ -1,0 +1,316 @@
+"""Sources of image folders: the layouts that are read, and the errors for all others."""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import small
+import torch
+from folders import (
+    DIVIDED,
+    SIDE,
+    WHOLE,
+    all_images,
+    cached,
+    fill,
+    fill_train_and_test,
+    load_error,
+    noise,
+    write_image,
+)
+from PIL import Image
+
+from stamp_core.data.dataset import load_dataset
+from stamp_core.data.store import cache
+from stamp_core.data.store.cache import Bytes
+
+REAL = os.environ.get("STAMP_CHECK_DATA")  # a folder with larger sets, for a check by hand
+DOMAINS = {**DIVIDED, "domains": ["photo", "art"]}
+KINDS = "(.jpg, .jpeg, .png, .ppm, .bmp, .pgm, .tif, .tiff, .webp)"
+
+
+@pytest.fixture
+def images(raw: Path, monkeypatch: pytest.MonkeyPatch) -> list[Bytes]:
+    """The images of a set with folders train and test, those for training first."""
+    return fill_train_and_test(raw / "set")
+
+
+@pytest.mark.parametrize("name", ["test", "val"])
+def test_folders_train_and_test_are_read_in_order(
+    raw: Path, images: list[Bytes], name: str
+) -> None:
+    (raw / "set" / "test").rename(raw / "set" / name)
+    found = load_dataset(WHOLE)
+    assert np.array_equal(all_images(found), np.stack(images))
+    assert found.y_train.tolist() == [0, 0, 0, 0, 1, 1, 1] and found.y_test.tolist() == [0, 0, 1, 1]
+    assert found.classes == ("cat", "dog") and found.domains == ("all",)
+    assert not found.domain_train.any() and not found.domain_test.any()
+
+
+def test_of_test_and_val_the_first_is_read(raw: Path, images: list[Bytes]) -> None:
+    fill(raw / "set" / "val", {"cat": 1, "dog": 1})
+    assert len(load_dataset(WHOLE).x_test) == 4
+
+
+def test_test_images_are_evenly_spaced_in_each_class(raw: Path) -> None:
+    """Of 8 images 2 are for testing, those in the middle of each half; of 3 one, of 2 one."""
+    cat, dog, eel = (
+        fill(raw / "set", {name: n}, 9 * n) for name, n in (("c", 8), ("e", 3), ("f", 2))
+    )
+    found = load_dataset(DIVIDED)
+    assert np.array_equal(all_images(found)[-4:], [cat[2], cat[6], dog[1], eel[1]])
+    train = [*(cat[k] for k in (0, 1, 3, 4, 5, 7)), dog[0], dog[2], eel[0]]
+    assert np.array_equal(all_images(found)[:-4], train)
+    assert found.classes == ("c", "e", "f")
+
+
+def test_domains_have_the_order_of_the_option(raw: Path) -> None:
+    counts = {"photo/cat": 4, "photo/dog": 4, "art/cat": 8, "art/dog": 2, "sketch/cat": 1}
+    fill(raw / "set", counts)
+    found = load_dataset(DOMAINS)
+    assert found.domains == ("photo", "art") and found.classes == ("cat", "dog")
+    assert torch.bincount(found.domain_train * 2 + found.y_train).tolist() == [3, 3, 6, 1]
+    assert torch.bincount(found.domain_test * 2 + found.y_test).tolist() == [1, 1, 2, 1]
+    other = load_dataset({**DOMAINS, "domains": ["art", "photo"]})
+    assert other.domains == ("art", "photo")
+    for domain in (0, 1):
+        here, there = found.domain_train == domain, other.domain_train == 1 - domain
+        assert torch.equal(found.x_train[here], other.x_train[there])
+
+
+def test_all_images_of_subfolders_are_read_and_no_other_files(
+    raw: Path, images: list[Bytes]
+) -> None:
+    more = noise(7)
+    write_image(raw / "elsewhere" / "LAST.PNG", more)
+    (raw / "set" / "train" / "dog" / "inner").symlink_to(raw / "elsewhere")
+    for name in ("dog/notes.txt", "dog/._00.png", "dog/.DS_Store", "list.csv", ".hidden/a.png"):
+        path = raw / "set" / "train" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("no image")
+    found = load_dataset(WHOLE)
+    assert len(found.x_train) == 8 and np.array_equal(all_images(found)[7], more)
+    assert found.classes == ("cat", "dog")
+
+
+def test_images_can_be_made_grey(raw: Path, images: list[Bytes]) -> None:
+    found = load_dataset({**WHOLE, "grey": True})
+    grey = [np.asarray(Image.fromarray(each).convert("L")) for each in images]
+    assert found.x_train.shape[1:] == (1, SIDE, SIDE)
+    assert np.array_equal(all_images(found)[..., 0], grey)
+
+
+# ------------------------------------------------------------------ what a folder must hold
+
+
+def empty(path: Path) -> None:
+    """Replace the images in a folder by a text."""
+    shutil.rmtree(path)
+    path.mkdir()
+    (path / "readme.txt").write_text("to come")
+
+
+TRAIN_AND_TEST = "train/<class>/* and test/<class>/* (or val/), unless test_share is set"
+
+
+@pytest.mark.parametrize(
+    ("harm", "where", "right"),
+    [
+        (shutil.rmtree, ".", "{root} does not exist; {root} must hold " + TRAIN_AND_TEST),
+        (shutil.rmtree, "train", "{root}/train does not exist; {root} must hold " + TRAIN_AND_TEST),
+        (shutil.rmtree, "test", "{root}/test does not exist; {root} must hold " + TRAIN_AND_TEST),
+        (shutil.rmtree, "train/dog", "{root}/train/dog does not exist, but {root}/test/dog does"),
+        (shutil.rmtree, "test/cat", "{root}/test/cat does not exist, but {root}/train/cat does"),
+        (empty, "test/cat", "{root}/test/cat holds no images " + KINDS),
+        (empty, "train", "{root}/train/cat does not exist, but {root}/test/cat does"),
+    ],
+)
+def test_a_missing_folder_is_named(
+    raw: Path, images: list[Bytes], harm: Callable[[Path], None], where: str, right: str
+) -> None:
+    harm(raw / "set" / where)
+    assert load_error(WHOLE) == right.format(root=raw / "set")
+    assert cached() == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "layout"),
+    [(DIVIDED, "<class>/*"), (DOMAINS, "<domain>/<class>/*"), (WHOLE, TRAIN_AND_TEST)],
+)
+def test_folders_without_classes_are_refused(raw: Path, spec: dict[str, Any], layout: str) -> None:
+    for name in ("photo", "art", "train", "test"):
+        (raw / "set" / name).mkdir(parents=True)
+    if "domains" not in spec and "test_share" in spec:
+        shutil.rmtree(raw / "set")
+        (raw / "set").mkdir()
+    right = f"{raw}/set holds no folders of classes; it must hold {layout}"
+    assert load_error(spec) == right
+
+
+def test_a_domain_without_a_class_and_a_missing_domain_are_refused(raw: Path) -> None:
+    fill(raw / "set", {"photo/cat": 2, "photo/dog": 2, "art/cat": 2})
+    root = raw / "set"
+    assert load_error(DOMAINS) == f"{root}/art/dog does not exist, but {root}/photo/dog does"
+    other = {**DOMAINS, "domains": ["photo", "prints"]}
+    right = f"{root}/prints does not exist; {root} must hold <domain>/<class>/*"
+    assert load_error(other) == right
+
+
+def test_a_class_of_one_image_cannot_be_divided(raw: Path) -> None:
+    fill(raw / "set", {"cat": 2, "dog": 1})
+    right = f"{raw}/set/dog holds 1 image; to be divided it must hold 2"
+    assert load_error(DIVIDED, ValueError) == right
+
+
+def test_a_folder_that_cannot_be_read_is_refused(
+    raw: Path, images: list[Bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def walk(top: Path, onerror: Callable[[OSError], None], **_: Any) -> Iterator[Any]:
+        onerror(PermissionError(errno.EACCES, "Permission denied", str(top)))
+        yield top, [], []
+
+    monkeypatch.setattr(os, "walk", walk)
+    right = f"[Errno 13] Permission denied: '{raw}/set/train/cat'"
+    assert load_error(WHOLE, PermissionError) == right
+
+
+# ------------------------------------------------------------------ ImageNet-1K and Office-31
+
+
+@pytest.fixture
+def imagenet(raw: Path) -> list[Bytes]:
+    """Two classes of five images for training and three for validation, sorted."""
+    train = fill(raw / "imagenet1k" / "train", {"n01440764": 5, "n01443537": 5})
+    return train + fill(raw / "imagenet1k" / "val", {"n01440764": 3, "n01443537": 3}, seed=50)
+
+
+def test_imagenet_is_read_as_torchvision_lays_it_out(imagenet: list[Bytes]) -> None:
+    found = load_dataset({"source": "imagenet1k", "size": SIDE})
+    assert np.array_equal(all_images(found), np.stack(imagenet))
+    assert found.classes == ("n01440764", "n01443537")
+
+
+def test_imagenet_can_be_limited_to_the_first_images_of_each_class(imagenet: list[Bytes]) -> None:
+    spec = {"source": "imagenet1k", "size": SIDE, "per_class_train": 2, "per_class_test": 1}
+    found = load_dataset(spec)
+    assert np.array_equal(all_images(found), [imagenet[k] for k in (0, 1, 5, 6, 10, 13)])
+    assert found.y_train.tolist() == [0, 0, 1, 1] and found.y_test.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("count", "places"), [(2, (3, 4, 8, 9)), (1, (3, 8)), (None, (3, 4, 8, 9))]
+)
+def test_imagenet_can_be_tested_on_the_training_images_that_follow(
+    raw: Path, imagenet: list[Bytes], count: int | None, places: tuple[int, ...]
+) -> None:
+    shutil.rmtree(raw / "imagenet1k" / "val")  # not needed
+    spec = {"source": "imagenet1k", "size": SIDE, "per_class_train": 3, "test": "train"}
+    found = load_dataset({**spec, "per_class_test": count})
+    assert np.array_equal(all_images(found)[6:], [imagenet[k] for k in places])
+    assert np.array_equal(all_images(found)[:6], [imagenet[k] for k in (0, 1, 2, 5, 6, 7)])
+
+
+@pytest.mark.parametrize(
+    ("options", "right"),
+    [
+        ({"per_class_train": 6}, "train/n01440764 holds 5 images; it must hold 6"),
+        ({"per_class_test": 4}, "val/n01440764 holds 3 images; it must hold 4"),
+        ({"per_class_train": 5, "test": "train"}, "train/n01440764 holds 5 images; it must hold 6"),
+        (
+            {"per_class_train": 2, "per_class_test": 4, "test": "train"},
+            "train/n01440764 holds 5 images; it must hold 6",
+        ),
+    ],
+)
+def test_imagenet_classes_with_too_few_images_are_refused(
+    raw: Path, imagenet: list[Bytes], options: dict[str, Any], right: str
+) -> None:
+    spec = {"source": "imagenet1k", "size": SIDE, **options}
+    reason = ", as per_class_train and per_class_test require"
+    assert load_error(spec, ValueError) == f"{raw}/imagenet1k/{right}{reason}"
+
+
+def test_imagenet_with_unsorted_validation_images_is_refused(
+    raw: Path, imagenet: list[Bytes]
+) -> None:
+    root = raw / "imagenet1k"
+    for path in sorted((root / "val").glob("*/*")):
+        path.rename(root / "val" / f"{path.parent.name}_{path.name}")
+    for path in (root / "val").glob("*"):
+        if path.is_dir():
+            path.rmdir()
+    spec = {"source": "imagenet1k", "size": SIDE}
+    right = f"{root}/val/n01440764 does not exist, but {root}/train/n01440764 does"
+    assert load_error(spec) == right
+
+
+@pytest.mark.parametrize("inner", ["", "/images"])
+def test_office_is_read_in_both_layouts(raw: Path, inner: str) -> None:
+    names = [f"{domain}{inner}/class{k:02d}" for domain in ("webcam", "dslr") for k in range(31)]
+    content = fill(raw / "office31", dict.fromkeys(names, 2))
+    spec = {"source": "office31", "size": SIDE, "domains": ["webcam", "dslr"], "test_share": 0.5}
+    found = load_dataset(spec)
+    assert len(found.classes) == 31 and found.domains == ("webcam", "dslr")
+    assert np.array_equal(all_images(found), content[::2] + content[1::2])
+    assert torch.equal(found.domain_test, torch.arange(2).repeat_interleave(31))
+
+
+def test_office_with_other_than_31_classes_is_refused(raw: Path) -> None:
+    fill(raw / "office31", {"dslr/images/back_pack": 2, "dslr/images/bike": 2})
+    right = f"{raw}/office31/dslr/images holds 2 classes; it must hold 31"
+    assert load_error({"source": "office31", "domains": ["dslr"]}, ValueError) == right
+
+
+def test_a_missing_office_is_refused(raw: Path) -> None:
+    root = raw / "office31"
+    layout = "<domain>/<class>/* or <domain>/images/<class>/*"
+    right = f"{root} does not exist; {root} must hold {layout}"
+    assert load_error({"source": "office31"}) == right
+    root.mkdir(parents=True)
+    right = f"{root}/amazon does not exist; {root} must hold {layout}"
+    assert load_error({"source": "office31"}) == right
+
+
+# ------------------------------------------------------------------ training
+
+
+def learn(spec: dict[str, Any], tasks: int, rounds: int, **network: Any) -> np.ndarray:
+    """The final accuracies of FedAvg, each client with its own order of domains.  # [U, T]"""
+    experiment = small.tiny(
+        source=spec,
+        split={"kind": "domains", "clients": 2, "tasks": tasks, "classes_per_task": None},
+        training={"rounds": rounds, "lr": 0.05},
+        network=network or {"kind": "mlp", "features": 16},
+    )
+    return small.run(experiment).accuracy("global")[-1]
+
+
+def test_a_folder_of_domains_is_learned_domain_by_domain(raw: Path) -> None:
+    """Dark and light images, each domain in a colour of its own."""
+    for place, domain in enumerate(("red", "green", "blue")):
+        for number in range(24):
+            for name, light in (("dark", 20), ("light", 200)):
+                content = np.random.default_rng(number).integers(0, 50, (SIDE, SIDE, 3), np.uint8)
+                content[..., place] += light
+                write_image(raw / "set" / domain / name / f"{number:02d}.png", content)
+    spec = {**DIVIDED, "domains": ["red", "green", "blue"]}
+    assert learn(spec, tasks=3, rounds=3).min() > 0.9
+
+
+@pytest.mark.skipif(not REAL, reason="STAMP_CHECK_DATA is not set")
+def test_a_folder_of_real_domains_is_learned_domain_by_domain(raw: Path) -> None:
+    with np.load(Path(REAL or "", "pacs_mini.npz")) as arrays:
+        for part in cache.SUBSETS:
+            x, y, where = (arrays[f"{key}_{part}"] for key in ("x", "y", "domain"))
+            for k in range(len(x)):
+                path = raw / "set" / arrays["domains"][where[k]] / arrays["classes"][y[k]]
+                write_image(path / f"{part}{k:05d}.png", x[k])
+        domains = arrays["domains"].tolist()
+    spec = {**DIVIDED, "domains": domains, "size": 32}
+    accuracy = learn(spec, 4, 3, kind="cnn", channels=[8, 16], features=32)
+    assert accuracy.mean() > 1.3 / 7

@@ -1,0 +1,195 @@
+"""The built-in sets, digits and glyphs: the same bytes on every machine, and learnable."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib import ft2font, get_data_path
+from sklearn.neighbors import NearestCentroid
+
+from stamp_core.data.dataset import ImageArrays, load_dataset
+from stamp_core.data.sources import digits, glyphs
+from stamp_core.data.store.cache import Bytes
+
+SMALL = {"source": "glyphs", "classes": 5, "train_per_class": 6, "test_per_class": 4}
+OPTIONS = glyphs.Options(classes=5, train_per_class=6, test_per_class=4)
+WIDE = glyphs.Options(classes=100, train_per_class=20, test_per_class=2)
+FACES = len(glyphs.FACES)
+
+
+@pytest.fixture(scope="module")
+def wide() -> ImageArrays:
+    """Some images of every character."""
+    return glyphs.make(WIDE)
+
+
+@pytest.fixture(scope="module")
+def shapes() -> Bytes:
+    """Every character in every face."""
+    return glyphs.draw_outlines(glyphs.CHARACTERS, 12)
+
+
+# ------------------------------------------------------------------ digits
+
+
+def test_the_bytes_of_digits_are_pinned() -> None:
+    pinned = "4ef76bfc618f56bf8ca4aa41438143ae5c333aedd5b1efe30931e9ce4fd08230"
+    assert load_dataset({"source": "digits"}).digest == pinned
+
+
+def test_digits_have_the_same_share_of_test_images_in_each_class() -> None:
+    found = digits.make(digits.Options())
+    train, test = np.bincount(found.y_train), np.bincount(found.y_test)
+    assert len(found.x_train) + len(found.x_test) == 1797
+    assert np.abs(test / (train + test) - 0.25).max() < 0.005
+    assert found.x_train.min() == 0 and found.x_train.max() == 255
+    assert found.x_train.shape[1:] == (1, 8, 8)
+
+
+@pytest.mark.parametrize("share", [1e-9, 0.3, 1 - 1e-9])
+def test_digits_always_have_training_and_test_images(share: float) -> None:
+    found = digits.make(digits.Options(share))
+    assert set(found.y_train) == set(found.y_test) == set(range(10))
+
+
+# ------------------------------------------------------------------ glyphs
+
+
+def test_the_bytes_of_glyphs_are_pinned() -> None:
+    """Other versions of FreeType draw other edges; the pinned matplotlib has this one."""
+    assert ft2font.__freetype_version__ == "2.14.3", "not the pinned matplotlib"
+    pinned = "5b1f14cd5ce72459033e1d83494d81d70512393580c59dc6bfbb972ce29dec8f"
+    assert load_dataset(SMALL).digest == pinned
+
+
+def test_the_bytes_of_images_of_given_outlines_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    def outlines(characters: str, box: int) -> np.ndarray:
+        row, column = np.mgrid[: 2 * box + 4, : 2 * box + 4]
+        shape = (row * column) % 251 * (abs(row - column) < box)
+        return np.broadcast_to(shape, (len(characters), FACES, *shape.shape)).astype(np.uint8)
+
+    monkeypatch.setattr(glyphs, "draw_outlines", outlines)
+    pinned = "159d2398bc8c677b17fcfcaeaf6e7f0148bba4e7d539f154d0e51c4fd094c7ac"
+    assert load_dataset(SMALL).digest == pinned
+
+
+def test_the_characters_and_faces_are_a_hundred_and_sixteen() -> None:
+    assert len(set(glyphs.CHARACTERS)) == len(glyphs.CHARACTERS) == 100
+    assert len(set(glyphs.FACES)) == 16
+
+
+def test_every_face_has_every_character(shapes: Bytes) -> None:
+    folder = Path(get_data_path(), "fonts", "ttf")
+    for face in glyphs.FACES:
+        font = ft2font.FT2Font(str(folder / f"{face}.ttf"))
+        assert all(font.get_char_index(ord(character)) for character in glyphs.CHARACTERS)
+    assert (shapes.max((2, 3)) > 200).all()
+    assert not shapes[:, :, [0, -1]].any() and not shapes[:, :, :, [0, -1]].any()
+
+
+def test_a_character_that_a_face_lacks_is_refused() -> None:
+    with pytest.raises(ValueError, match="DejaVuSansMono-Oblique has no '★'"):
+        glyphs.draw_outlines("A★", 15)
+    with pytest.raises(ValueError, match="draws nothing for ' '"):
+        glyphs.draw_outlines("A ", 15)
+
+
+@pytest.mark.parametrize("face", range(FACES))
+def test_no_two_characters_are_the_same_up_to_size(shapes: Bytes, face: int) -> None:
+    flat = shapes[:, face].reshape(100, -1).astype(float)
+    flat /= np.linalg.norm(flat, axis=1, keepdims=True)
+    alike = flat @ flat.T - np.eye(100)  # of two images: 1 if they are the same
+    assert alike.max() < 0.95
+
+
+def test_more_classes_change_no_earlier_one(wide: ImageArrays) -> None:
+    few = glyphs.make(replace(WIDE, classes=3))
+    assert np.array_equal(few.x_train, wide.x_train[:60])
+    assert np.array_equal(few.x_test, wide.x_test[:6])
+    assert few.classes == wide.classes[:3]
+
+
+@pytest.mark.parametrize("face_domains", [False, True])
+def test_more_images_of_a_class_change_no_earlier_one(face_domains: bool) -> None:
+    counts = {"train_per_class": 16, "test_per_class": 17}
+    options = replace(OPTIONS, **counts, face_domains=face_domains)
+    few = glyphs.make(options)
+    more = glyphs.make(replace(options, train_per_class=130, test_per_class=20))
+    assert np.array_equal(few.x_train, of_class(more.x_train, 5)[:, :16].reshape(few.x_train.shape))
+    assert np.array_equal(few.x_test, of_class(more.x_test, 5)[:, :17].reshape(few.x_test.shape))
+
+
+def of_class(x: np.ndarray, classes: int) -> np.ndarray:
+    """The images by class: [classes, images of a class, C, H, W]."""
+    return x.reshape(classes, -1, *x.shape[1:])
+
+
+def test_drawing_in_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = glyphs.make(OPTIONS)
+    monkeypatch.setattr(glyphs, "BLOCK", 4)
+    assert np.array_equal(glyphs.make(OPTIONS).x_train, whole.x_train)
+
+
+def test_parts_classes_and_seeds_are_drawn_independently(wide: ImageArrays) -> None:
+    everything = np.concatenate([wide.x_train, wide.x_test]).reshape(2200, -1)
+    assert len(np.unique(everything, axis=0)) == 2200
+    noise = glyphs._draw_numbers(OPTIONS, 0, glyphs.TRAIN, 6)
+    for other in ((OPTIONS, 0, glyphs.TEST), (OPTIONS, 1, glyphs.TRAIN)):
+        assert (glyphs._draw_numbers(*other, 6) == noise).mean() < 0.01
+    assert (
+        glyphs._draw_numbers(replace(OPTIONS, seed=1), 0, glyphs.TRAIN, 6) == noise
+    ).mean() < 0.01
+
+
+@pytest.mark.parametrize(("size", "style"), [(8, 0.0), (8, 2.0), (20, 1.0)])
+def test_no_image_is_empty(size: int, style: float) -> None:
+    x = glyphs.make(replace(WIDE, train_per_class=8, size=size, style=style)).x_train.astype(int)
+    assert x.std((1, 2, 3)).min() > 2
+
+
+def test_an_empty_image_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(glyphs, "FAINT", glyphs.ONE)
+    with pytest.raises(ValueError, match=r"an image is empty at size 20, style 1.0"):
+        glyphs.make(OPTIONS)
+
+
+def test_the_character_is_lighter_than_the_background(wide: ImageArrays) -> None:
+    middle = wide.x_train[..., 5:15, 5:15].reshape(2000, -1)
+    rim = np.concatenate([wide.x_train[..., 0, :], wide.x_train[..., -1, :]], -1).reshape(2000, -1)
+    assert (np.percentile(middle, 95, axis=1) > np.median(rim, axis=1) + 15).mean() > 0.99
+
+
+def test_at_style_0_a_class_looks_the_same_in_a_face() -> None:
+    options = glyphs.Options(4, 3 * FACES, FACES, style=0, face_domains=True)
+    x = of_class(glyphs.make(options).x_train, 4).reshape(4, 3, FACES, -1)
+    assert (x == x[:, :1]).all()
+    assert (x[0, 0, 0] != x[0, 0, 1]).any() and (x[0, 0, 0] != x[1, 0, 0]).any()
+
+
+def test_more_style_is_more_variety() -> None:
+    def variety(style: float) -> float:
+        images = glyphs.make(glyphs.Options(2, 64, 1, style=style))
+        return float(of_class(images.x_train, 2).std(1).mean())
+
+    assert variety(0) < variety(0.3) < variety(0.6) < variety(1)
+
+
+def test_faces_as_domains_are_balanced_in_every_class() -> None:
+    options = replace(OPTIONS, train_per_class=2 * FACES, test_per_class=FACES + 3)
+    found = glyphs.make(replace(options, face_domains=True))
+    assert found.domains == glyphs.FACES
+    assert found.domain_train is not None and found.domain_test is not None
+    pairs = np.stack([found.y_train, found.domain_train])
+    assert (np.unique(pairs, axis=1, return_counts=True)[1] == 2).all()
+    assert np.unique(pairs, axis=1).shape[1] == 5 * FACES
+    pairs = np.stack([found.y_test, found.domain_test])
+    assert set(np.unique(pairs, axis=1, return_counts=True)[1]) == {1, 2}
+    assert glyphs.make(options).domains == ("all",)
+
+
+def test_ten_classes_can_be_learned() -> None:
+    images = glyphs.make(glyphs.Options(10, 60, 30, style=0.5))
+    train, test = (x.mean(1).reshape(len(x), -1) / 255 for x in (images.x_train, images.x_test))
+    model = NearestCentroid().fit(train, images.y_train)
+    assert model.score(test, images.y_test) > 0.85

@@ -1,0 +1,576 @@
+"""Sets from torchvision: read from its files, downloaded whole or not at all, errors by name."""
+
+import bz2
+import gzip
+import hashlib
+import importlib
+import io
+import pickle
+import re
+import socket
+import tarfile
+import urllib.request
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from urllib.error import URLError
+
+import numpy as np
+import pytest
+import torch
+from scipy.io import savemat
+
+from stamp_core.config.schema import Split
+from stamp_core.core import vision
+from stamp_core.data import split
+from stamp_core.data.dataset import ImageArrays, load_dataset
+from stamp_core.data.sources import digit10, mnist
+from stamp_core.data.store import downloads
+from stamp_core.data.store.downloads import ImageOptions as Options
+
+Files = dict[str, bytes]  # by their paths below data/raw
+
+ALL = ("cifar10", "cifar100", "mnist", "emnist_digits", "usps", "svhn")
+DIGITS = ("mnist", "emnist_digits", "usps", "svhn")
+LABELS = (*range(10), 3, 3)  # of the training images of every set here; tests are 0..9
+MNIST = "MNIST/raw/t10k-images-idx3-ubyte"
+EMNIST = "EMNIST/raw/emnist-digits-train-images-idx3-ubyte"
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise URLError("no network")
+
+
+def drawn(labels: tuple[int, ...], *shape: int) -> np.ndarray:
+    """Random images, another for each place and label."""
+    return np.random.default_rng([*labels, *shape]).integers(
+        0, 256, (len(labels), *shape), np.uint8
+    )
+
+
+def parts(*shape: int) -> list[tuple[str, np.ndarray, np.ndarray]]:
+    """Training and test images with their labels."""
+    both = ("train", LABELS), ("test", tuple(range(10)))
+    return [(part, drawn(labels, *shape), np.array(labels)) for part, labels in both]
+
+
+def md5(content: bytes) -> str:
+    return hashlib.md5(content).hexdigest()
+
+
+def idx(array: np.ndarray) -> bytes:
+    head = np.array([0x0800 + array.ndim, *array.shape], ">u4")
+    return head.tobytes() + array.astype(np.uint8).tobytes()
+
+
+def tar(files: Files) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:gz") as opened:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            opened.addfile(member, io.BytesIO(content))
+    return out.getvalue()
+
+
+def cifar(patch: pytest.MonkeyPatch, name: str, key: str, names: list[str]) -> tuple[Files, Files]:
+    """A small CIFAR: the files that are read, and the archive that they come in."""
+    kind = getattr(vision.load_torchvision().datasets, name.upper())
+    (_, x_train, y_train), (_, x_test, y_test) = parts(3, 32, 32)
+    batches, files = len(kind.train_list), {}
+    cuts = zip(np.array_split(x_train, batches), np.array_split(y_train, batches), strict=True)
+    for (file, _), (x, y) in zip(
+        [*kind.train_list, *kind.test_list], [*cuts, (x_test, y_test)], strict=True
+    ):
+        files[file] = pickle.dumps({"data": x.reshape(-1, 3072), key: y.tolist()})
+    files[kind.meta["filename"]] = pickle.dumps({kind.meta["key"]: names})
+    for listed in ("train_list", "test_list"):
+        sums = [[file, md5(files[file])] for file, _ in getattr(kind, listed)]
+        patch.setattr(kind, listed, sums)
+    patch.setattr(kind, "meta", {**kind.meta, "md5": md5(files[kind.meta["filename"]])})
+    read = {f"{kind.base_folder}/{file}": content for file, content in files.items()}
+    archive = tar(read)
+    patch.setattr(kind, "tgz_md5", md5(archive))
+    return read, {kind.filename: archive}
+
+
+def written(patch: pytest.MonkeyPatch, name: str) -> tuple[Files, Files]:
+    """A small set: the files that are read, and those that are downloaded; the checksums fit."""
+    return WRITERS[name](patch)
+
+
+def write_mnist(patch: pytest.MonkeyPatch) -> tuple[Files, Files]:
+    kind, read = vision.load_torchvision().datasets.MNIST, {}
+    for (_, x, y), start in zip(parts(28, 28), ("train", "t10k"), strict=True):
+        read |= {f"{start}-images-idx3-ubyte": idx(x), f"{start}-labels-idx1-ubyte": idx(y)}
+    packed = {f"{file}.gz": gzip.compress(content) for file, content in read.items()}
+    patch.setattr(kind, "resources", [(file, md5(packed[file])) for file, _ in kind.resources])
+    patch.setattr(mnist, "MD5", {file: md5(content) for file, content in read.items()})
+    return tuple({f"MNIST/raw/{f}": c for f, c in files.items()} for files in (read, packed))
+
+
+def write_emnist(patch: pytest.MonkeyPatch) -> tuple[Files, Files]:
+    """Its files hold rows for columns."""
+    read, archive = {}, io.BytesIO()
+    for part, x, y in parts(28, 28):
+        start = f"emnist-digits-{part}"
+        read[f"{start}-images-idx3-ubyte"] = idx(x.transpose(0, 2, 1))
+        read[f"{start}-labels-idx1-ubyte"] = idx(y)
+    with zipfile.ZipFile(archive, "w") as opened:
+        for file, content in read.items():
+            opened.writestr(f"gzip/{file}.gz", gzip.compress(content))
+    patch.setattr(vision.load_torchvision().datasets.EMNIST, "md5", md5(archive.getvalue()))
+    files = {f"EMNIST/raw/{file}": content for file, content in read.items()}
+    return files, {"EMNIST/raw/gzip.zip": archive.getvalue()}
+
+
+def write_usps(patch: pytest.MonkeyPatch) -> tuple[Files, Files]:
+    """Lines `label 1:pixel 2:pixel ...` with labels from 1 and pixels in -1..1."""
+    kind, read, sums = vision.load_torchvision().datasets.USPS, {}, {}
+    for part, x, y in parts(16, 16):
+        url, file, _ = kind.split_list[part]
+        lines = [
+            f"{label + 1} " + " ".join(f"{k}:{2 * v / 255 - 1:.6f}" for k, v in enumerate(row, 1))
+            for row, label in zip(x.reshape(len(x), -1).astype(int), y, strict=True)
+        ]
+        read[file] = bz2.compress(("\n".join(lines) + "\n").encode())
+        sums[part] = [url, file, md5(read[file])]
+    patch.setattr(kind, "split_list", sums)
+    return read, read
+
+
+def write_svhn(patch: pytest.MonkeyPatch) -> tuple[Files, Files]:
+    """Images [H, W, C, N]; the label of a zero is 10."""
+    kind, read = vision.load_torchvision().datasets.SVHN, {}
+    sums = {"extra": ["", "extra_32x32.mat", "0"]}
+    for part, x, y in parts(3, 32, 32):
+        url, file, _ = kind.split_list[part]
+        out = io.BytesIO()
+        savemat(out, {"X": x.transpose(2, 3, 1, 0), "y": np.where(y == 0, 10, y)[:, None]})
+        read[file], sums[part] = out.getvalue(), [url, file, md5(out.getvalue())]
+    patch.setattr(kind, "split_list", sums)
+    return read, read
+
+
+WRITERS: dict[str, Callable[[pytest.MonkeyPatch], tuple[Files, Files]]] = {
+    "cifar10": lambda patch: cifar(patch, "cifar10", "labels", [f"kind {k}" for k in range(10)]),
+    "cifar100": lambda patch: cifar(
+        patch, "cifar100", "fine_labels", [f"fine {k}" for k in range(100)]
+    ),
+    "mnist": write_mnist,
+    "emnist_digits": write_emnist,
+    "usps": write_usps,
+    "svhn": write_svhn,
+}
+SHAPES = {"cifar10": (3, 32, 32), "cifar100": (3, 32, 32), "usps": (16, 16), "svhn": (3, 32, 32)}
+PLAIN = tuple("0123456789")
+SPOKEN = ("0 - zero", "1 - one", "2 - two", "3 - three", "4 - four", "5 - five", "6 - six")
+CLASSES = {
+    "cifar10": tuple(f"kind {k}" for k in range(10)),
+    "cifar100": tuple(f"fine {k}" for k in range(100)),
+    "mnist": (*SPOKEN, "7 - seven", "8 - eight", "9 - nine"),
+}
+
+
+def put(raw: Path, files: Files) -> None:
+    """Write files below data/raw."""
+    for file, content in files.items():
+        (raw / file).parent.mkdir(parents=True, exist_ok=True)
+        (raw / file).write_bytes(content)
+
+
+def there(raw: Path) -> set[str]:
+    """All files below data/raw, also hidden ones, and temporary folders."""
+    found = {path for path in raw.rglob("*") if path.is_file() or path.name.startswith(".")}
+    return {path.relative_to(raw).as_posix() for path in found}
+
+
+class Answer(io.BytesIO):
+    """What a server sends; once something was read, it breaks if it has an error for that."""
+
+    def __init__(self, url: str, content: bytes, got: list[str], broken: BaseException | None):
+        super().__init__(content)
+        self.url, self.length, self.got, self.broken = url, len(content), got, broken
+
+    def read(self, size: int | None = -1) -> bytes:
+        if not self.tell():
+            self.got.append(Path(self.url).name)
+        elif self.broken:
+            raise self.broken
+        return super().read(size)
+
+
+def serve(
+    patch: pytest.MonkeyPatch, files: Files, broken: BaseException | None = None
+) -> list[str]:
+    """Let the network have these files; the list fills with the names of those that are got."""
+    named, got = {Path(file).name: content for file, content in files.items()}, []
+
+    def urlopen(request: urllib.request.Request, *_: object, **__: object) -> Answer:
+        return Answer(request.full_url, named[Path(request.full_url).name], got, broken)
+
+    patch.setattr(urllib.request, "urlopen", urlopen)
+    return got
+
+
+def source(name: str) -> ModuleType:
+    """The module of a source."""
+    return importlib.import_module(f"stamp_core.data.sources.{name}")
+
+
+def make(name: str, options: Options | None = None) -> ImageArrays:
+    """The images of a source."""
+    images: ImageArrays = source(name).make(options or Options())
+    return images
+
+
+# ------------------------------------------------------------------ images
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_images_labels_and_names_are_those_of_the_files(
+    name: str, raw: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """USPS holds six decimals of 2 v / 255 - 1, which torchvision cuts to v or v - 1."""
+    put(raw, written(monkeypatch, name)[0])
+    found = make(name)
+    shape = SHAPES.get(name, (28, 28))
+    for part, x, y in parts(*shape):
+        pixels = getattr(found, f"x_{part}")
+        want = x.reshape(len(x), -1, *shape[-2:])
+        assert pixels.dtype == np.uint8 and pixels.shape == want.shape
+        assert 0 <= (want.astype(int) - pixels).max() <= (name == "usps")
+        assert (want.astype(int) - pixels).min() == 0
+        labels = getattr(found, f"y_{part}")
+        assert labels.dtype == np.int64 and labels.tolist() == y.tolist()
+    assert found.classes == CLASSES.get(name, PLAIN)
+    assert found.domains == ("all",) and found.domain_train is None
+
+
+def test_a_set_that_is_cached_needs_neither_its_files_nor_torchvision(
+    raw: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, _ = written(monkeypatch, "mnist")
+    put(raw, read)
+    first = load_dataset({"source": "mnist"})
+    monkeypatch.setattr(vision, "load_torchvision", refuse)
+    (raw / MNIST).unlink()
+    assert load_dataset({"source": "mnist"}).digest == first.digest
+    assert first.x_train.shape == (12, 1, 28, 28) and first.classes == CLASSES["mnist"]
+
+
+@pytest.mark.parametrize("name", (*ALL, "digit10", "npz"))
+def test_sources_name_the_packages_that_they_come_from(name: str) -> None:
+    """Versions of theirs enter the key of the cache: other ones may read other bytes."""
+    module = source(name)
+    assert ("torchvision" in module.PACKAGES) == (name != "npz")
+    assert ("scipy" in module.PACKAGES) == (name in ("svhn", "digit10"))
+
+
+# ------------------------------------------------------------------ downloads
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_missing_set_is_downloaded_once(
+    name: str, raw: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the files that are read stay; archives and hidden folders do not."""
+    read, fetched = written(monkeypatch, name)
+    got = serve(monkeypatch, fetched)
+    first = make(name)
+    assert there(raw) == set(read)
+    assert got == [Path(file).name for file in fetched]
+    assert np.array_equal(make(name).x_train, first.x_train) and len(got) == len(fetched)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_archives_in_data_raw_are_unpacked_without_a_network(
+    name: str, raw: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, fetched = written(monkeypatch, name)
+    put(raw, fetched)
+    assert len(make(name).x_test) == 10
+    assert there(raw) == {*read, *fetched}
+
+
+@pytest.mark.parametrize("name", ["cifar10", "mnist", "usps"])
+def test_a_missing_file_is_downloaded_and_others_are_not_touched(
+    name: str, raw: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, fetched = written(monkeypatch, name)
+    gone, *rest = read
+    put(raw, {file: read[file] for file in rest})
+    before = {file: (raw / file).stat().st_mtime_ns for file in rest}
+    got = serve(monkeypatch, fetched)
+    make(name)
+    assert (raw / gone).read_bytes() == read[gone]
+    assert {file: (raw / file).stat().st_mtime_ns for file in rest} == before
+    assert name != "usps" or got == [gone]
+
+
+ARCHIVES = {
+    "cifar10": ["cifar-10-python.tar.gz"],
+    "cifar100": ["cifar-100-python.tar.gz"],
+    "mnist": [
+        f"MNIST/raw/{part}-{what}-ubyte.gz"
+        for part in ("train", "t10k")
+        for what in ("images-idx3", "labels-idx1")
+    ],
+    "emnist_digits": ["EMNIST/raw/gzip.zip"],
+    "usps": ["usps.bz2", "usps.t.bz2"],
+    "svhn": ["train_32x32.mat", "test_32x32.mat"],
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_without_files_and_network_the_error_names_the_files_to_download(
+    name: str, raw: Path
+) -> None:
+    with pytest.raises(FileNotFoundError) as error:
+        make(name)
+    text, _, files = str(error.value).partition("; put there: ")
+    reason = "<urlopen error no network>"
+    assert text == f"{name} is not in {raw} and could not be downloaded ({reason})"
+    assert re.sub(r" \(MD5 [0-9a-f]{32}\)", "", files) == ", ".join(ARCHIVES[name])
+    assert files.count("MD5") == len(ARCHIVES[name])
+    assert not there(raw)
+
+
+def test_the_error_names_missing_archives_only(raw: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, fetched = written(monkeypatch, "usps")
+    put(raw, {"usps.bz2": fetched["usps.bz2"]})
+    with pytest.raises(FileNotFoundError) as error:
+        make("usps")
+    assert str(error.value).endswith(f"put there: usps.t.bz2 (MD5 {md5(fetched['usps.t.bz2'])})")
+    assert there(raw) == {"usps.bz2"}
+
+
+@pytest.mark.parametrize("name", ["cifar10", "emnist_digits", "svhn"])
+def test_a_download_with_another_checksum_leaves_nothing(
+    name: str, raw: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, fetched = written(monkeypatch, name)
+    serve(monkeypatch, {file: content[:-1] for file, content in fetched.items()})
+    with pytest.raises(FileNotFoundError) as error:
+        make(name)
+    assert f"{name} is not in {raw} and could not be downloaded (File not found" in str(error.value)
+    assert not there(raw)
+
+
+@pytest.mark.parametrize("broken", [TimeoutError("timed out"), KeyboardInterrupt()])
+def test_a_download_that_breaks_off_leaves_nothing(
+    broken: BaseException, raw: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, fetched = written(monkeypatch, "cifar10")
+    serve(monkeypatch, {file: bytes(100_000) for file in fetched}, broken)
+    with pytest.raises((FileNotFoundError, KeyboardInterrupt), match=r"timed out|^$"):
+        make("cifar10")
+    assert not there(raw)
+
+
+def test_a_download_without_data_is_given_up(raw: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a limit of its own, urlopen waits as long as sockets do by default: for ever."""
+    limits = []
+
+    def urlopen(*_: object, **__: object) -> None:
+        limits.append(socket.getdefaulttimeout())
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    with pytest.raises(FileNotFoundError, match="timed out"):
+        make("usps")
+    assert set(limits) == {downloads.STALL_SECONDS} and socket.getdefaulttimeout() is None
+
+
+def test_a_set_that_cannot_be_unpacked_says_why(raw: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, fetched = written(monkeypatch, "cifar10")
+    put(raw, fetched)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tarfile.TarFile, "extractall", full)
+    with pytest.raises(OSError) as error:
+        make("cifar10")
+    reason = "[Errno 28] No space left on device"
+    assert str(error.value) == f"cifar10 could not be unpacked in {raw}: {reason}"
+    assert type(error.value) is OSError  # not of files that are missing
+    assert there(raw) == set(fetched)
+
+
+# ------------------------------------------------------------------ damage
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ALL)
+def test_a_file_with_another_checksum_is_named_and_not_changed(
+    name: str, packed: bool, raw: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of EMNIST nobody publishes the checksums of the unpacked files; see the next test."""
+    files = written(monkeypatch, name)[packed]
+    file = next(iter(files))
+    put(raw, files | {file: files[file][:-1]})
+    with pytest.raises(ValueError) as error:
+        make(name)
+    if name == "emnist_digits" and not packed:
+        length = len(files[file])
+        assert str(error.value) == (
+            f"{raw / file} has {length - 1} bytes; its header states {length}"
+        )
+    else:
+        assert str(error.value) == (
+            f"{raw / file} is damaged or another file: its MD5 is {md5(files[file][:-1])}; it "
+            f"must be {md5(files[file])}; delete it to have it downloaded again"
+        )
+    assert there(raw) == set(files) and (raw / file).read_bytes() == files[file][:-1]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is not an idx file of bytes with 3 axes"),
+        (idx(np.zeros(3)), "is not an idx file of bytes with 3 axes"),
+        (idx(np.zeros((3, 2, 2)))[:10], "has 10 bytes; its header states 16"),
+        (idx(np.zeros((3, 2, 2))) + b" ", "has 29 bytes; its header states 28"),
+        (b"\0\0\x08\x03" + b"\xff" * 12, f"has 16 bytes; its header states {16 + 4294967295**3}"),
+    ],
+)
+def test_an_invalid_idx_file_is_named(
+    content: bytes, message: str, raw: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(raw, written(monkeypatch, "emnist_digits")[0] | {EMNIST: content})
+    with pytest.raises(ValueError) as error:
+        make("emnist_digits")
+    assert str(error.value) == f"{raw / EMNIST} {message}"
+
+
+def test_too_few_labels_and_other_labels_are_refused(
+    raw: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = written(monkeypatch, "emnist_digits")[0]
+    labels = EMNIST.replace("images-idx3", "labels-idx1")
+    for y, message in (
+        (np.zeros(11), "y_train is int64 [11]; it must be int64 [12]"),
+        (np.full(12, 10), "y_train must be in 0..9, as for its names"),
+    ):
+        put(raw, read | {labels: idx(y)})
+        with pytest.raises(ValueError) as error:
+            load_dataset({"source": "emnist_digits"})
+        assert str(error.value) == f"emnist_digits: {message}"
+
+
+# ------------------------------------------------------------------ size and colours
+
+
+def test_grey_is_the_usual_weighted_sum() -> None:
+    """ITU-R 601-2 as whole numbers: 65536 * (0.299, 0.587, 0.114) = (19595, 38470, 7471)."""
+    x = drawn((1, 2, 3), 3, 9, 7)
+    weights = np.array([19595, 38470, 7471])[:, None, None]
+    expected = ((x * weights).sum(1, keepdims=True) + 32768) >> 16
+    found = downloads._convert(x, Options(grey=True))
+    assert found.dtype == np.uint8 and np.array_equal(found, expected)
+
+
+def test_half_the_size_is_a_weighted_mean_of_neighbours() -> None:
+    """A triangle of half-width 2 at distances 0.5 and 1.5 has weights 3, 3 and 1, 1, of 8."""
+    x = drawn((5,), 1, 12, 12)
+    weights = np.zeros((6, 12))
+    for row, column in np.ndindex(6, 12):
+        weights[row, column] = max(0, 2 - abs(2 * row + 0.5 - column))
+    weights /= weights.sum(1, keepdims=True)
+    found = downloads._convert(x, Options(size=6))
+    assert np.abs(found[0, 0] - weights @ x[0, 0] @ weights.T).max() <= 1
+
+
+def test_the_bytes_of_resized_and_grey_images_are_pinned() -> None:
+    x = np.arange(5 * 3 * 20 * 14).reshape(5, 3, 20, 14) ** 2 % 251
+    found = [
+        downloads._convert(x.astype(np.uint8), Options(size, grey))
+        for size, grey in ((28, False), (9, True), (None, True))
+    ]
+    assert [part.shape for part in found] == [(5, 3, 28, 28), (5, 1, 9, 9), (5, 1, 20, 14)]
+    pinned = "0146412198f9a756342b4bb6deb7fdbbc6a351594d53067f75dbefd39f6be567"
+    assert hashlib.sha256(b"".join(part.tobytes() for part in found)).hexdigest() == pinned
+
+
+@pytest.mark.parametrize("options", [Options(), Options(size=8), Options(grey=True)])
+def test_images_of_the_wanted_kind_are_not_copied(options: Options) -> None:
+    x = drawn((1,), 1, 8, 8)
+    assert downloads._convert(x, options) is x
+
+
+def test_size_and_grey_apply_to_training_and_test_images(
+    raw: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(raw, written(monkeypatch, "svhn")[0])
+    found = load_dataset({"source": "svhn", "size": 10, "grey": True})
+    assert found.x_train.shape == (12, 1, 10, 10) and found.x_test.shape == (10, 1, 10, 10)
+
+
+# ------------------------------------------------------------------ Digit-10
+
+
+@pytest.fixture
+def four(raw: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All four sets of digits."""
+    for name in DIGITS:
+        put(raw, written(monkeypatch, name)[0])
+
+
+@pytest.mark.usefixtures("four")
+def test_digit10_is_four_domains_of_grey_digits() -> None:
+    found = load_dataset({"source": "digit10"})
+    assert found.domains == ("mnist", "emnist", "usps", "svhn") and found.classes == PLAIN
+    assert found.x_train.shape == (48, 1, 28, 28) and found.x_test.shape == (40, 1, 28, 28)
+    assert found.domain_train.tolist() == np.repeat(range(4), 12).tolist()
+    assert found.domain_test.tolist() == np.repeat(range(4), 10).tolist()
+    for domain, name in enumerate(DIGITS):
+        own = make(name, Options(28, True))
+        assert np.array_equal(found.x_train[found.domain_train == domain], own.x_train)
+        assert np.array_equal(found.y_train[found.domain_train == domain], own.y_train)
+        assert np.array_equal(found.x_test[found.domain_test == domain], own.x_test)
+        assert np.array_equal(found.y_test[found.domain_test == domain], own.y_test)
+
+
+def test_digit10_has_the_named_sets_in_their_order(
+    raw: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("usps", "mnist"):
+        put(raw, written(monkeypatch, name)[0])
+    found = load_dataset({"source": "digit10", "sets": ["usps", "mnist"]})
+    assert found.domains == ("usps", "mnist")
+    assert np.array_equal(found.x_test[10:], make("mnist").x_test)
+
+
+@pytest.mark.usefixtures("four")
+def test_digit10_is_balanced_by_the_first_images_of_a_class() -> None:
+    """Label 3 is at places 3, 10 and 11 of the training images, all others once."""
+    whole = digit10.make(digit10.Options())
+    two, one = (digit10.make(digit10.Options(per_class=count)) for count in (2, 1))
+    kept = np.arange(48).reshape(4, 12)
+    assert np.array_equal(two.x_train, whole.x_train[kept[:, :11].ravel()])
+    assert np.array_equal(one.x_train, whole.x_train[kept[:, :10].ravel()])
+    assert np.bincount(one.domain_train).tolist() == [10] * 4
+    assert np.array_equal(one.x_test, whole.x_test) and np.array_equal(one.y_test, whole.y_test)
+    tests = replace(whole, x_test=whole.x_train, y_test=whole.y_train)
+    assert (
+        digit10._take_first(tests, 1).y_test.tolist() == list(range(10)) and len(tests.y_test) == 48
+    )
+
+
+@pytest.mark.usefixtures("four")
+def test_digit10_is_learnt_domain_by_domain() -> None:
+    found = load_dataset({"source": "digit10", "per_class": 1})
+    plan = split.make_plan(Split("domains", 2, 4, order="common", alpha=100.0), found, seed=0)
+    for task, domain in enumerate(each.domain for each in plan.clients[0]):
+        parts = [plan.train_indices(found, client, task) for client in (0, 1)]
+        own = torch.nonzero(found.domain_train == domain).flatten()
+        assert torch.equal(torch.cat(parts).sort().values, own)
+    assert sorted(each.domain or 0 for each in plan.clients[0]) == [0, 1, 2, 3]

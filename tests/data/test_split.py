@@ -1,0 +1,531 @@
+"""Plans: sizes, orders, shares, reproducible draws, and files whose changes are detected."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import chain, pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from stamp_core.config.decode import ParameterError
+from stamp_core.config.schema import Split
+from stamp_core.data import split as module
+from stamp_core.data.dataset import ImageDataset
+from stamp_core.data.split import Plan, make_plan
+
+quick = settings(deadline=None, max_examples=40)
+seeds = st.integers(0, 2**31)
+
+
+def images(classes: int, each: int = 4, domains: int = 1) -> ImageDataset:
+    """`each` training images, and 2 test images, of each class in each domain, interleaved."""
+    index = {
+        "train": torch.arange(each * classes * domains),
+        "test": torch.arange(2 * classes * domains),
+    }
+    arrays = {"mean": torch.zeros(1), "std": torch.ones(1)}
+    for subset, place in index.items():
+        arrays[f"x_{subset}"] = torch.zeros(len(place), 1, 1, 1, dtype=torch.uint8)
+        arrays |= {f"y_{subset}": place % classes, f"domain_{subset}": place // classes % domains}
+    names = {
+        "classes": tuple(f"class {i}" for i in range(classes)),
+        "domains": tuple("abcdefgh"[:domains]),
+    }
+    return ImageDataset("toy", digest="the digest", **names, **arrays)
+
+
+TEN = images(10)
+THREE_DOMAINS = images(4, each=6, domains=3)
+OWN = Split("classes", clients=3, tasks=5, classes_per_task=2)
+SHARED = Split("classes", clients=3, tasks=2, classes_per_task=3, order="common", alpha=0.5)
+DOMAINS = Split("domains", clients=3, tasks=3)
+
+
+@st.composite
+def splits(draw: st.DrawFn, *orders: str) -> tuple[Split, ImageDataset]:
+    """A split by classes that its data can fulfil."""
+    size, tasks, clients = (draw(st.integers(1, 4)) for _ in range(3))
+    order = draw(st.sampled_from(orders or ("independent", "common", "given", "mixed", "disjoint")))
+    least = size * max(tasks, clients if order == "disjoint" else 1)
+    common = draw(st.integers(0, clients)) if order == "mixed" else 0
+    dataset = images(least + draw(st.integers(0, 5)), each=2)
+    cycles = draw(st.integers(1, 3))
+    return Split("classes", clients, tasks, size, cycles, order, common), dataset
+
+
+def orders(plan: Plan) -> list[list[tuple[int, ...]]]:
+    """The classes of each client's tasks."""
+    return [[task.classes for task in tasks] for tasks in plan.clients]
+
+
+@quick
+@given(splits(), seeds)
+def test_tasks_have_their_size_and_do_not_overlap(
+    case: tuple[Split, ImageDataset], seed: int
+) -> None:
+    split, dataset = case
+    plan = make_plan(split, dataset, seed)
+    assert (len(plan.clients), plan.tasks, plan.experiences) == (
+        split.clients,
+        split.tasks,
+        split.tasks * split.cycles,
+    )
+    for tasks in orders(plan):
+        met = [label for classes in tasks for label in classes]
+        assert [len(classes) for classes in tasks] == [split.classes_per_task] * split.tasks
+        assert len(set(met)) == len(met) and set(met) <= set(range(plan.classes))
+
+
+@quick
+@given(splits(), seeds)
+def test_one_seed_one_plan(case: tuple[Split, ImageDataset], seed: int) -> None:
+    split, dataset = case
+    first, second = make_plan(split, dataset, seed), make_plan(split, dataset, seed)
+    assert first == second and first.hash == second.hash
+    assert first.hash != make_plan(split, dataset, seed + 1).hash
+    assert first.hash != make_plan(split, replace(dataset, digest="other"), seed).hash
+
+
+def test_seeds_and_clients_have_different_orders() -> None:
+    assert len({str(orders(make_plan(OWN, TEN, seed))) for seed in range(20)}) == 20
+    assert len(set(map(str, orders(make_plan(Split("classes", 8, 10, 1), TEN, 0))))) == 8
+    plan = make_plan(replace(DOMAINS, clients=20), THREE_DOMAINS, 0)
+    assert len({tuple(task.domain for task in tasks) for tasks in plan.clients}) > 3
+
+
+def test_the_draw_is_pinned() -> None:
+    """A new numpy stream or a renumbered purpose would change every stored plan: notice it."""
+    assert orders(make_plan(OWN, TEN, seed=0)) == [
+        [(1, 9), (3, 8), (6, 7), (0, 4), (2, 5)],
+        [(2, 7), (0, 4), (1, 6), (8, 9), (3, 5)],
+        [(7, 9), (1, 5), (0, 4), (3, 8), (2, 6)],
+    ]
+
+
+@quick
+@given(splits(), seeds, st.integers(1, 3))
+def test_more_clients_do_not_change_the_first_ones(
+    case: tuple[Split, ImageDataset], seed: int, more: int
+) -> None:
+    split, dataset = case
+    more = min(more, len(dataset.classes) // split.classes_per_task - split.clients)
+    assume(split.order != "disjoint" or more > 0)
+    grown = replace(split, clients=split.clients + max(more, 1))
+    assert (
+        make_plan(grown, dataset, seed).clients[: split.clients]
+        == make_plan(split, dataset, seed).clients
+    )
+
+
+@quick
+@given(splits("independent", "common", "mixed"), seeds)
+def test_common_clients_have_the_common_order_and_the_others_their_own(
+    case: tuple[Split, ImageDataset], seed: int
+) -> None:
+    split, dataset = case
+    followers = split.clients if split.order == "common" else split.common_clients
+    common = orders(make_plan(replace(split, order="common", common_clients=0), dataset, seed))
+    own = orders(make_plan(replace(split, order="independent", common_clients=0), dataset, seed))
+    assert len(set(map(str, common))) == 1
+    assert orders(make_plan(split, dataset, seed)) == common[:followers] + own[followers:]
+
+
+@quick
+@given(splits("disjoint"), seeds)
+def test_disjoint_clients_share_no_class_in_any_experience(
+    case: tuple[Split, ImageDataset], seed: int
+) -> None:
+    plan = make_plan(*case, seed)
+    for e in range(plan.experiences):
+        labels = [label for tasks in plan.clients for label in tasks[e % plan.tasks].classes]
+        assert len(set(labels)) == len(labels)
+
+
+def test_in_the_given_order_all_clients_learn_the_classes_in_the_order_of_the_data() -> None:
+    """For every seed; three tasks of two classes leave out the last four of ten."""
+    split = Split("classes", clients=3, tasks=3, classes_per_task=2, cycles=2, order="given")
+    for seed in range(5):
+        assert orders(make_plan(split, TEN, seed)) == 3 * [[(0, 1), (2, 3), (4, 5)]]
+
+
+def test_in_the_given_order_all_clients_learn_the_domains_in_the_order_of_the_data() -> None:
+    plan = make_plan(replace(DOMAINS, order="given", tasks=2), THREE_DOMAINS, 7)
+    assert [[task.domain for task in tasks] for tasks in plan.clients] == 3 * [[0, 1]]
+    assert {task.classes for tasks in plan.clients for task in tasks} == {(0, 1, 2, 3)}
+
+
+def test_disjoint_clients_use_all_classes_in_each_experience() -> None:
+    """5 clients, 5 tasks, 10 classes by 2: each class is at one client in each experience."""
+    plan = make_plan(Split("classes", 5, 5, 2, order="disjoint"), TEN, 3)
+    for t in range(5):
+        assert sorted(label for tasks in orders(plan) for label in tasks[t]) == list(range(10))
+    neighbours = list(pairwise(orders(plan)))
+    assert not all(own[1:] == other[:-1] for own, other in neighbours)
+    assert not all(own[:-1] == other[1:] for own, other in neighbours)
+
+
+def test_seen_classes_grow_by_task_and_stay_in_later_cycles() -> None:
+    plan = make_plan(replace(OWN, tasks=3, cycles=2), TEN, 0)
+    a, b, c = orders(plan)[1]
+    assert plan.experiences == 6
+    assert plan.seen(1, -1) == ()
+    assert plan.seen(1, 0) == a
+    assert plan.seen(1, 1) == tuple(sorted(a + b))
+    assert plan.seen(1, 2) == plan.seen(1, 3) == plan.seen(1, 5) == tuple(sorted(a + b + c))
+
+
+def test_indices_are_all_images_of_the_classes() -> None:
+    plan = make_plan(OWN, TEN, 0)
+    for client, tasks in enumerate(orders(plan)):
+        for t, classes in enumerate(tasks):
+            train, test = plan.train_indices(TEN, client, t), plan.test_indices(TEN, client, t)
+            assert train.dtype == test.dtype == torch.int64
+            assert train.tolist() == [i for i in range(40) if i % 10 in classes]
+            assert test.tolist() == [i for i in range(20) if i % 10 in classes]
+
+
+def test_indices_of_other_images_are_refused() -> None:
+    plan = make_plan(OWN, TEN, 0)
+    other = replace(TEN, digest="another")
+    for indices in (plan.train_indices, plan.test_indices):
+        with pytest.raises(ParameterError, match=r"digest .* 'another'; .* plan's, the digest"):
+            indices(other, 0, 0)
+
+
+# --- each client's own draw
+
+
+@quick
+@given(splits(), seeds, st.integers(1, 6))
+def test_own_images(case: tuple[Split, ImageDataset], seed: int, count: int) -> None:
+    split, dataset = case[0], images(len(case[1].classes), each=6)
+    plan = make_plan(replace(split, images_per_class=count), dataset, seed)
+    assert orders(plan) == orders(make_plan(split, dataset, seed))
+    for client, tasks in enumerate(orders(plan)):
+        for t, classes in enumerate(tasks):
+            chosen = plan.train_indices(dataset, client, t)
+            assert chosen.tolist() == sorted(set(chosen.tolist()))
+            held = torch.bincount(dataset.y_train[chosen], minlength=plan.classes)
+            assert held.tolist() == [count * (label in classes) for label in range(plan.classes)]
+            assert len(plan.test_indices(dataset, client, t)) == 2 * len(classes)
+
+
+def test_own_images_differ_by_client_and_not_by_order() -> None:
+    dataset = images(10, each=50)
+    drawn = replace(OWN, images_per_class=10)
+    independent, common = (
+        make_plan(drawn, dataset, 0),
+        make_plan(replace(drawn, order="common"), dataset, 0),
+    )
+
+    def held(plan: Plan, client: int) -> list[int]:
+        return sorted(i for task in plan.clients[client] for i in task.train or ())
+
+    assert orders(independent) != orders(common)
+    assert held(independent, 1) == held(common, 1) != held(common, 0)
+
+
+def test_own_images_by_domain() -> None:
+    plan = make_plan(replace(DOMAINS, images_per_class=5), THREE_DOMAINS, 0)
+    for client, tasks in enumerate(plan.clients):
+        for t, task in enumerate(tasks):
+            chosen = plan.train_indices(THREE_DOMAINS, client, t)
+            assert set(THREE_DOMAINS.domain_train[chosen].tolist()) == {task.domain}
+            assert torch.bincount(THREE_DOMAINS.y_train[chosen]).tolist() == [5] * 4
+    places = {str((plan.train_indices(THREE_DOMAINS, 0, t) // 12).tolist()) for t in range(3)}
+    assert len(places) == 3  # each domain has a draw of its own
+
+
+# --- Dirichlet shares
+
+
+@quick
+@given(
+    st.integers(1, 5),
+    st.sampled_from([1e-300, 0.01, 0.1, 1.0, 100.0, 1e308]),
+    st.sampled_from(["common", "given"]),
+    seeds,
+)
+def test_shares_partition_the_images_of_a_task(
+    clients: int, alpha: float, order: str, seed: int
+) -> None:
+    split = replace(SHARED, clients=clients, alpha=alpha, order=order, min_samples=0)
+    plan = make_plan(split, TEN, seed)
+    assert len(set(map(str, orders(plan)))) == 1
+    for t, classes in enumerate(orders(plan)[0]):
+        parts = [plan.train_indices(TEN, client, t).tolist() for client in range(clients)]
+        assert all(part == sorted(part) for part in parts)
+        assert sorted(chain(*parts)) == [i for i in range(40) if i % 10 in classes]
+        tests = [plan.test_indices(TEN, client, t).tolist() for client in range(clients)]
+        assert tests == [[i for i in range(20) if i % 10 in classes]] * clients
+
+
+def test_shares_of_a_domain() -> None:
+    split = replace(DOMAINS, order="common", alpha=1.0)
+    plan = make_plan(split, THREE_DOMAINS, 0)
+    for t, task in enumerate(plan.clients[0]):
+        parts = [plan.train_indices(THREE_DOMAINS, client, t).tolist() for client in range(3)]
+        in_domain = (THREE_DOMAINS.domain_train == task.domain).nonzero().flatten().tolist()
+        assert sorted(chain(*parts)) == in_domain
+
+
+def test_shares_are_drawn_anew_for_each_task_and_at_random_inside_a_class() -> None:
+    dataset = images(10, each=100)
+    plan = make_plan(Split("classes", 2, 10, 1, order="common", alpha=1.0), dataset, 0)
+    parts = [plan.train_indices(dataset, 0, t) // 10 for t in range(10)]  # places in the class
+    assert len({len(part) for part in parts}) > 5
+    assert all(part.tolist() != list(range(len(part))) for part in parts if len(part) < 100)
+
+
+def shares(alpha: float) -> np.ndarray:
+    """The counts [U, C] of 4 clients in one task with 5 classes of 400 images."""
+    dataset = images(5, each=400)
+    split = Split("classes", 4, 1, 5, order="common", alpha=alpha, min_samples=0)
+    plan = make_plan(split, dataset, 0)
+    own = [dataset.y_train[plan.train_indices(dataset, client, 0)] for client in range(4)]
+    return np.array([torch.bincount(labels, minlength=5).tolist() for labels in own])
+
+
+def test_a_large_alpha_is_nearly_equal_and_a_small_one_skewed() -> None:
+    assert np.abs(shares(1e6) - 100).max() <= 2
+    assert (shares(0.05).max(axis=0) > 200).sum() >= 4  # one client holds most of a class
+    spreads = [shares(alpha).std() for alpha in (0.1, 1.0, 10.0, 100.0)]
+    assert spreads == sorted(spreads, reverse=True)
+
+
+class Scripted:
+    """A generator with given Dirichlet draws and identity permutations."""
+
+    def __init__(self, *draws: tuple[float, ...]) -> None:
+        self.draws = [np.array(shares) for shares in draws]
+
+    def permutation(self, values: np.ndarray) -> np.ndarray:
+        return values
+
+    def dirichlet(self, alphas: np.ndarray) -> np.ndarray:
+        return self.draws.pop(0)
+
+
+def test_the_balance_rule_by_hand() -> None:
+    """3 clients, 3 classes of 4 images: a client with N / U = 4 gets no more.
+
+    Class 0, p = (1, 0, 0): client 0 is full. Class 1, p = (1, 0, 0) draws no client with room:
+    equal among clients 1 and 2. Class 2, p = (.5, .25, .25) becomes (0, .5, .5).
+    """
+    labels = np.repeat(np.arange(3), 4)
+    draw = Scripted((1, 0, 0), (1, 0, 0), (0.5, 0.25, 0.25))
+    owners = module._draw_dirichlet(SHARED, labels, draw)
+    assert owners.tolist() == [0, 0, 0, 0, 1, 1, 2, 2, 1, 1, 2, 2]
+
+
+def test_cuts_are_floored_by_hand() -> None:
+    """p = (.3, .3, .4) of 4 images: cuts at floor(1.2) and floor(2.4)."""
+    owners = module._draw_dirichlet(SHARED, np.zeros(4, dtype=np.int64), Scripted((0.3, 0.3, 0.4)))
+    assert owners.tolist() == [0, 1, 2, 2]
+
+
+def test_redrawn_until_each_client_has_enough() -> None:
+    split, dataset = replace(SHARED, tasks=1, alpha=1.0, min_samples=0), images(10, each=20)
+    seed = next(s for s in range(99) if smallest(make_plan(split, dataset, s)) < 15)
+    assert smallest(make_plan(replace(split, min_samples=15), dataset, seed)) >= 15
+
+
+def smallest(plan: Plan) -> int:
+    """The least images of a client in a task."""
+    return min(len(task.train or ()) for tasks in plan.clients for task in tasks)
+
+
+def test_redrawing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """12 images cannot give 3 clients 5 each: 100 draws, then the best of them is named."""
+    draws: list[int] = []
+    once = module._draw_dirichlet
+
+    def counted(*given: object) -> np.ndarray:
+        owners = once(*given)
+        draws.append(np.bincount(owners, minlength=3).min())
+        return owners
+
+    monkeypatch.setattr(module, "_draw_dirichlet", counted)
+    with pytest.raises(ParameterError) as error:
+        make_plan(replace(SHARED, min_samples=5), TEN, 0)
+    assert len(draws) == 100
+    assert str(error.value) == (
+        "alpha 0.5 leaves a client of task 0 with fewer than min_samples = 5 of its 12 images: "
+        f"in 100 draws the smallest of 3 clients had {max(draws)} at best; raise alpha, lower "
+        "min_samples, or have fewer clients or more images"
+    )
+
+
+# --- domains
+
+
+@pytest.mark.parametrize("order", ["independent", "common", "disjoint"])
+def test_a_task_is_a_domain_with_all_classes(order: str) -> None:
+    plan = make_plan(replace(DOMAINS, order=order), THREE_DOMAINS, 1)
+    domains = [[task.domain for task in tasks] for tasks in plan.clients]
+    assert all(sorted(own) == [0, 1, 2] for own in domains)
+    at_a_time = {len({own[t] for own in domains}) for t in range(3)}
+    if order != "independent":
+        assert at_a_time == ({1} if order == "common" else {3})
+    assert all(plan.seen(client, 0) == (0, 1, 2, 3) for client in range(3))
+    for t, domain in enumerate(domains[2]):
+        train, test = (f(THREE_DOMAINS, 2, t) for f in (plan.train_indices, plan.test_indices))
+        assert THREE_DOMAINS.domain_train[train].tolist() == [domain] * 24
+        assert THREE_DOMAINS.domain_test[test].tolist() == [domain] * 8
+
+
+# --- impossible splits
+
+
+@pytest.mark.parametrize(
+    ("split", "dataset", "message"),
+    [
+        (
+            replace(OWN, tasks=6),
+            TEN,
+            "tasks * classes_per_task = 6 * 2 is 12; it must be at most 10, the number of classes",
+        ),
+        (
+            replace(OWN, clients=6, order="disjoint"),
+            TEN,
+            "clients * classes_per_task = 6 * 2 is 12; it must be at most 10, the number of "
+            "classes, as order is 'disjoint'",
+        ),
+        (
+            replace(OWN, tasks=6, order="given"),
+            TEN,
+            "tasks * classes_per_task = 6 * 2 is 12; it must be at most 10, the number of classes",
+        ),
+        (
+            replace(DOMAINS, tasks=4),
+            THREE_DOMAINS,
+            "tasks is 4; it must be at most 3, the number of domains",
+        ),
+        (
+            replace(DOMAINS, clients=4, order="disjoint"),
+            THREE_DOMAINS,
+            "clients is 4; it must be at most 3, the number of domains, as order is 'disjoint'",
+        ),
+        (
+            replace(OWN, tasks=1, classes_per_task=10, images_per_class=5),
+            TEN,
+            "images_per_class is 5; it must be at most 4, the training images of class 'class 0'",
+        ),
+        (
+            replace(DOMAINS, tasks=1, order="common", images_per_class=7),
+            replace(THREE_DOMAINS, domains=("a",)),
+            "images_per_class is 7; it must be at most 6, the training images of class 'class 0' "
+            "in domain 'a'",
+        ),
+    ],
+)
+def test_an_impossible_split_is_refused(split: Split, dataset: ImageDataset, message: str) -> None:
+    with pytest.raises(ParameterError) as error:
+        make_plan(split, dataset, 0)
+    assert message in str(error.value)
+
+
+def test_a_split_of_wrong_types_is_refused() -> None:
+    with pytest.raises(ParameterError, match=r"split.tasks is 2.0; it must be a whole number"):
+        make_plan(replace(OWN, tasks=2.0), TEN, 0)
+
+
+# --- files
+
+
+@pytest.mark.parametrize(
+    ("split", "dataset"),
+    [
+        (OWN, TEN),
+        (replace(OWN, images_per_class=3, order="mixed", common_clients=2), TEN),
+        (replace(SHARED, min_samples=0), TEN),
+        (replace(SHARED, alpha=1, min_samples=0), TEN),
+        (DOMAINS, THREE_DOMAINS),
+    ],
+)
+def test_a_saved_plan_comes_back(split: Split, dataset: ImageDataset, tmp_path: Path) -> None:
+    plan, path = make_plan(split, dataset, 7), tmp_path / "new" / "plan.json"
+    plan.save(path)
+    loaded = Plan.load(path)
+    assert loaded == plan and loaded.hash == plan.hash
+    assert [entry.name for entry in path.parent.iterdir()] == ["plan.json"]
+    assert json.loads(path.read_text())["hash"] == plan.hash
+    loaded.save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
+
+
+def test_a_plan_file_reads_well(tmp_path: Path) -> None:
+    plan = make_plan(replace(OWN, images_per_class=3), TEN, 0)
+    plan.save(tmp_path / "plan.json")
+    lines = (tmp_path / "plan.json").read_text().splitlines()
+    first = plan.clients[0][0]
+    assert f'    "classes": {list(first.classes)},' in lines
+    assert f'    "train": {list(first.train or ())}' in lines
+
+
+def test_a_failing_save_leaves_the_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "plan.json"
+    make_plan(OWN, TEN, 0).save(path)
+    before = path.read_bytes()
+
+    def full(self: Path, text: str) -> int:
+        with self.open("w") as file:
+            file.write(text[:10])
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="disk full"):
+        make_plan(OWN, TEN, 1).save(path)
+    assert path.read_bytes() == before
+
+
+def edited(change: Callable[[dict], object]) -> Callable[[str], str]:
+    """A change of the values that a plan file holds."""
+
+    def edit(text: str) -> str:
+        values = json.loads(text)
+        change(values)
+        return json.dumps(values)
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda text: text[: len(text) // 2], "is damaged: "),
+        (lambda text: "", "is damaged: "),
+        (lambda text: "[1, 2]", "is not a plan: it has no hash"),
+        (edited(lambda values: values.pop("hash")), "is not a plan: it has no hash"),
+        (edited(lambda values: values.pop("seed")), ": plan.seed is missing"),
+        (edited(lambda values: values["split"].pop("tasks")), ": plan.split.tasks is missing"),
+        (edited(lambda values: values.update(more=1)), ": plan: 'more' is unknown"),
+        (edited(lambda values: values.update(seed="0")), ": plan.seed is '0'; it must be"),
+        (edited(lambda values: values.update(seed=1)), "was altered: it says hash "),
+        (edited(lambda values: values["clients"][0].reverse()), "was altered: it says hash "),
+        (edited(lambda values: values.update(hash="0" * 64)), f"it says hash {'0' * 64}, it has"),
+    ],
+)
+def test_a_broken_file_is_refused(
+    damage: Callable[[str], str], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    make_plan(OWN, TEN, 0).save(path)
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(ParameterError) as error:
+        Plan.load(path)
+    assert str(error.value).startswith(f"{path}") and message in str(error.value)
+
+
+def test_a_binary_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ParameterError, match=r"plan.json is damaged"):
+        Plan.load(path)

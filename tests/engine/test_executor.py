@@ -1,0 +1,373 @@
+"""The number of processes changes no bit, and whoever is killed leaves nothing hanging."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import small
+import torch
+from small import BATCH_NORM, ROUNDS, plans, run, saved, tiny, whole, with_train
+
+from stamp_core.core.paths import ROOT
+from stamp_core.data.split import Plan
+from stamp_core.engine import checkpoint, executor
+from stamp_core.engine import train as engine
+from stamp_core.engine.executor import ProcessExecutor
+from stamp_core.methods.base.method import ClientRound, DivergedError, InitialStates, Method
+from stamp_core.results.records import Record
+
+PATIENCE = 60  # seconds until something that must happen is given up
+FEW = {"images_per_class": 20}
+ALL = {"angles": True, "displacements": True, "features": 2}
+RANDOM = {"participation": 0.75, "dropout": 0.2, "shift": 1, "buffers": "local"}
+CELLS = {
+    "fedavg": tiny("fedavg", network=BATCH_NORM, split=FEW, training=RANDOM),
+    "replay": tiny("replay", training={"dropout": 0.2}),
+    "stamp": whole("stamp", split=FEW, diagnostics=ALL),
+}
+
+
+def wait_until(happened: Callable[[], Any], what: str) -> None:
+    """Look again and again until something has happened, but not for ever."""
+    end = time.monotonic() + PATIENCE
+    while not happened():
+        assert time.monotonic() < end, f"{what}: not within {PATIENCE} s"
+        time.sleep(0.02)
+
+
+def gone(process: psutil.Process) -> bool:
+    """Whether a process has ended, be it that nobody has asked how."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+# ------------------------------------------------------------------ same results
+
+
+@pytest.mark.parametrize("kind", CELLS)
+def test_the_number_of_workers_changes_no_bit(kind: str) -> None:
+    """Nor does it matter whether two seeds are trained one by one, in turn, or side by side."""
+    experiment = CELLS[kind]
+    plans_ = plans(experiment, 0, 1)
+    alone = {seed: run(experiment, plan) for seed, plan in plans_.items()}
+    for workers in (1, 2, 3):
+        together = engine.train(experiment, plans_, workers, "cpu")
+        assert list(together) == [0, 1]
+        for seed, record in together.items():
+            small.assert_same(record, alone[seed])
+            for name, values in alone[seed].features.items():
+                np.testing.assert_array_equal(record.features[name], values)
+
+
+def test_trees_come_through_to_another_process_unchanged() -> None:
+    """Parts of a tensor travel without the rest of it; all types, also empty and without axes."""
+    tree = {
+        "part": torch.arange(10_000.0)[10:20],
+        "crossed": torch.arange(6).reshape(2, 3).T,
+        "none": torch.empty(0, 3, dtype=torch.uint8),
+        "one": torch.tensor(True),
+        "rest": ["text", 1, 0.5, None, torch.tensor(float("nan"), dtype=torch.float64)],
+    }
+    packed = executor._dumps(tree)
+    assert len(packed) < 2000
+    back = executor.pickle.loads(packed)
+    small.assert_equal_trees(back, tree)
+    back["part"] += 1  # a client may write into what it got
+
+
+@pytest.mark.parametrize(
+    ("requested", "device", "environment", "workers"),
+    [(3, "cpu", "5", 3), (0, "cpu", "5", 5), (0, "cuda", "5", 5), (0, "cuda", None, 1)],
+)
+def test_the_number_of_workers_is_the_argument_the_environment_or_the_cores(
+    requested: int,
+    device: str,
+    environment: str | None,
+    workers: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("STAMP_WORKERS", raising=False)
+    if environment:
+        monkeypatch.setenv("STAMP_WORKERS", environment)
+    assert executor.resolve_workers(requested, device) == workers
+
+
+def test_the_default_is_a_worker_per_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("STAMP_WORKERS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 5, 7}, raising=False)
+    assert executor.resolve_workers(0, "cpu") == 3
+
+
+# ------------------------------------------------------------------ failures
+
+
+def test_divergence_in_a_worker_is_named_and_other_seeds_end(tmp_path: Path) -> None:
+    """Seed 1 has no images, so that it cannot diverge."""
+    experiment = tiny(training={"lr": 1e38})
+    plans_ = plans(experiment, 0, 1)
+    plans_[1] = with_train(plans_[1], dict.fromkeys(small.everywhere(plans_[1]), ()))
+    with pytest.raises(DivergedError, match=r"client 0, experience 0, round 0: .*training\.lr"):
+        engine.train(experiment, plans_, 2, "cpu", tmp_path)
+    assert saved(experiment, tmp_path, seed=1)["next"] == ROUNDS
+
+
+def test_a_killed_worker_ends_the_run_with_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the kernel would when memory runs out; the finished rounds are kept."""
+    experiment, map_, once = CELLS["replay"], ProcessExecutor.map, threading.Lock()
+
+    def deadly(self: ProcessExecutor, calls: Any) -> list[Any]:
+        both_began = len(list(tmp_path.glob("*.safetensors"))) == 2
+        if both_began and once.acquire(blocking=False):
+            self.pool.submit(signal.raise_signal, signal.SIGKILL)
+        return map_(self, calls)
+
+    def train() -> None:
+        try:
+            engine.train(experiment, plans(experiment, 0, 1), 2, "cpu", tmp_path)
+        except RuntimeError as error:
+            errors.append(error)
+
+    errors: list[RuntimeError] = []
+    monkeypatch.setattr(ProcessExecutor, "map", deadly)
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert not thread.is_alive(), "the training hangs"
+    assert "a worker process ended" in str(errors[0]) and "STAMP_WORKERS=1" in str(errors[0])
+    kept = [saved(experiment, tmp_path, seed)["next"] for seed in (0, 1)]
+    assert min(kept) > 0 and kept != [ROUNDS, ROUNDS]
+    for seed, record in engine.train(
+        experiment, plans(experiment, 0, 1), 1, "cpu", tmp_path
+    ).items():
+        small.assert_same(record, run(experiment, small.plan(experiment, seed)))
+
+
+class Greedy(Method):
+    """FedAvg that asks for more memory than there is, on the second task."""
+
+    def train(self, client_round: ClientRound) -> list[torch.Tensor]:
+        """No losses: it does not come so far."""
+        if client_round.experience:
+            torch.empty(10**15)
+        return super().train(client_round)
+
+
+class GreedyAtOnce(Method):
+    """FedAvg that asks for more memory than there is before the first round."""
+
+    def initial_states(self, plan: Plan) -> InitialStates:
+        """Nothing: it does not come so far."""
+        torch.empty(10**15)
+        return super().initial_states(plan)
+
+
+class Mistaken(Method):
+    """FedAvg with a mistake in it."""
+
+    def train(self, client_round: ClientRound) -> list[torch.Tensor]:
+        """No losses: shapes do not fit."""
+        return [torch.ones(2) @ torch.ones(3)]
+
+
+class Elsewhere(small.Quick):
+    """An experiment whose method has no file of its own."""
+
+    def files(self) -> list[Path]:
+        """This one."""
+        return [Path(__file__)]
+
+
+def with_method(kind: type[Method]) -> Elsewhere:
+    """Two clients who train by such a method, 12 images at once."""
+    network = {**BATCH_NORM, "micro_batch_size": 12}
+    experiment = tiny(network=network, split={"clients": 2, **FEW})
+    return Elsewhere(experiment.setting, "fedavg", kind, experiment.params)
+
+
+ENOUGH = (
+    "params/settings.yaml: tiny.network.micro_batch_size is 12; there is not enough memory for a "
+    "batch of 16: lower it, to 6, and fewer images pass the network at a time; finished rounds "
+    "are kept"
+)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_error_for_lack_of_memory_says_what_to_lower(workers: int, tmp_path: Path) -> None:
+    """In this process and through one from another; what came before it is on disk."""
+    experiment = with_method(Greedy)
+    with pytest.raises(MemoryError) as error:
+        engine.train(experiment, plans(experiment, 0), workers, "cpu", tmp_path)
+    assert str(error.value) == ENOUGH
+    assert "can't allocate memory" in str(error.value.__cause__)
+    assert saved(experiment, tmp_path)["next"] == 2
+
+
+def test_an_error_for_lack_of_memory_before_the_first_round_says_so_too() -> None:
+    experiment = with_method(GreedyAtOnce)
+    with pytest.raises(MemoryError) as error:
+        engine.train(experiment, plans(experiment, 0), 1, "cpu")
+    assert str(error.value) == ENOUGH
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_other_errors_come_through_as_they_are(workers: int) -> None:
+    experiment = with_method(Mistaken)
+    with pytest.raises(RuntimeError, match="inconsistent tensor size") as error:
+        engine.train(experiment, plans(experiment, 0), workers, "cpu")
+    assert type(error.value) is RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("error", "lacking"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to"), True),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (RuntimeError("expected scalar type Float but found Half"), False),
+    ],
+)
+def test_which_errors_are_for_lack_of_memory(error: RuntimeError, lacking: bool) -> None:
+    assert executor.is_out_of_memory(error) == lacking
+
+
+@pytest.mark.parametrize(
+    ("norm", "batch_size", "micro_batch_size", "advice"),
+    [
+        ("none", 64, None, "lower it, to 32,"),
+        ("none", 64, 200, "lower it, to 32,"),  # a batch has no more than 64
+        ("none", 64, 5, "lower it, to 2,"),
+        ("none", 64, 2, "lower it, to 1,"),
+        ("none", 64, 1, "take a smaller network"),
+        ("none", 1, None, "take a smaller network"),
+        ("batch", 64, 3, "lower it, to 2,"),  # a single image has no spread of its own
+        ("batch", 64, 2, "take a smaller network"),
+    ],
+)
+def test_what_is_lowered_is_never_below_what_there_can_be(
+    norm: str, batch_size: int, micro_batch_size: int | None, advice: str
+) -> None:
+    network = {**BATCH_NORM, "norm": norm, "micro_batch_size": micro_batch_size}
+    text = executor.memory_advice(
+        tiny(network=network, training={"batch_size": batch_size}).setting
+    )
+    assert text.startswith(
+        f"params/settings.yaml: tiny.network.micro_batch_size is {micro_batch_size}; "
+    )
+    assert f"a batch of {batch_size}: {advice}" in text and text.endswith("rounds are kept")
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import small
+from stamp_core.engine import train as engine
+cell = small.long()
+engine.train(cell, small.plans(cell, 0, 1), 2, "cpu", Path(sys.argv[1]))
+"""
+
+
+@cache
+def unbroken(seed: int) -> Record:
+    """What the script's training leaves behind if nobody ends it."""
+    return run(small.long(), small.plan(small.long(), seed))
+
+
+def hear_ctrl_c() -> None:
+    """A shell that starts tests in the background makes all of them deaf to it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+UNGUARDED = """
+from stamp_core import load_experiment, load_plans, train
+
+experiment = load_experiment("tiny", "fedavg")
+train(experiment, load_plans(experiment.setting, experiment.dataset(), "0"), workers=2)
+"""
+
+
+def test_a_script_whose_workers_would_run_it_again_is_told_of_its_guard(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(UNGUARDED)
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE)
+    assert done.returncode == 1
+    assert "In a script, call train under `if __name__ == '__main__':`" in done.stderr
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_training_leaves_no_process_and_goes_on_to_the_same_bits(
+    end: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed outright or by Ctrl-C, somewhere after the fifth of 90 rounds of two seeds."""
+    experiment = small.long()
+    names = [f"tiny-replay-{seed}.safetensors" for seed in (0, 1)]
+
+    def next_round() -> int:
+        files = [tmp_path / name for name in names]
+        return min(checkpoint.read_checkpoint(f)[0]["next"] if f.exists() else 0 for f in files)
+
+    training = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, tmp_path],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(Path(small.__file__).parent)},
+        preexec_fn=hear_ctrl_c,
+    )
+    try:
+        wait_until(lambda: next_round() >= 5 or training.poll() is not None, "5 rounds")
+        children = psutil.Process(training.pid).children(recursive=True)
+        assert len(children) >= 2
+        training.send_signal(end)
+        assert training.wait(PATIENCE) != 0
+        wait_until(lambda: all(map(gone, children)), "the end of the workers")
+    finally:
+        training.kill()
+        training.wait()
+
+    done = [saved(experiment, tmp_path, seed)["next"] for seed in (0, 1)]
+    assert max(done) < 90
+    train_round, trained = engine.Run.train_round, []
+    monkeypatch.setattr(
+        engine.Run, "train_round", lambda *where: (trained.append(1), train_round(*where))[1]
+    )
+    resumed = engine.train(experiment, plans(experiment, 0, 1), 1, "cpu", tmp_path)
+    assert len(trained) == 180 - sum(done)
+    for seed, record in resumed.items():
+        small.assert_same(record, unbroken(seed))
+
+
+LARGE = """
+import subprocess, sys, torch
+from stamp_core.engine.executor import peak_memory
+
+before = peak_memory()
+held = torch.ones(200_000_000)
+small = subprocess.run([sys.executable, "-c", sys.argv[1]], capture_output=True, check=True)
+print(before, int(small.stdout), peak_memory())
+"""
+SMALL = "import torch; from stamp_core.engine.executor import peak_memory; print(peak_memory())"
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="macOS inherits nothing")
+def test_the_peak_of_memory_is_that_of_the_process_itself() -> None:
+    """Of two equal new processes, one holds 800 MB when it starts the other."""
+    command = [sys.executable, "-c", LARGE, SMALL]
+    done = subprocess.run(command, capture_output=True, check=True, cwd=ROOT)
+    before, small, large = map(int, done.stdout.split())
+    assert 50e6 < small < before + 200e6 < before + 700e6 < large

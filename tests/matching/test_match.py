@@ -1,0 +1,828 @@
+"""Gradient matching: properties that hold for all gradients, closed forms and degenerate cases.
+
+In all tests g are the gradients [K, P] and g0 is the reference [P].
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import minimize
+from torch import Tensor
+
+from stamp_core.config.decode import ParameterError, build
+from stamp_core.matching.gram import gram
+from stamp_core.matching.match import MatchingParams, MatchResult, match, match_gram
+from stamp_core.matching.simplex import Problem, SoftmaxParams, minimise_on_simplex
+
+quick = settings(deadline=None, max_examples=40, derandomize=True)
+FREE = MatchingParams(length="free")
+KAPPAS = (0.05, 0.25, 0.5, 0.9, 1.0, 2.0)
+PARETO_STATUS = "pareto: projected on the cone"
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+
+FAMILIES: dict[str, Callable[[int, int, int], Tensor]] = {
+    "independent": lambda k, d, s: normal(k, d, seed=s),
+    "a common part": lambda k, d, s: normal(k, d, seed=s) + normal(d, seed=s + 1),
+    "cosine 0.99": lambda k, d, s: normal(k, d, seed=s) + 10 * normal(d, seed=s + 1),
+    "log-normal norms": lambda k, d, s: (
+        (normal(k, d, seed=s) + normal(d, seed=s + 1)) * normal(k, 1, seed=s + 2).exp()
+    ),
+    "rank 5": lambda k, d, s: (normal(k, 5, seed=s) + 1) @ normal(5, d, seed=s + 1),
+    "two opposite groups": lambda k, d, s: (
+        normal(d, seed=s + 1) * (torch.arange(k) % 3 - 0.8).sign()[:, None]
+        + normal(k, d, seed=s) / 2
+    ),
+}
+Instance = tuple[str, int, int, int]
+instances = st.tuples(
+    st.sampled_from(sorted(FAMILIES)), st.integers(2, 9), st.integers(3, 40), st.integers(0, 10**6)
+)
+any_kappa = st.sampled_from([0.0, *KAPPAS])
+any_reference = st.sampled_from(["mean", "current", "half", "weighted"])
+
+
+def drawn(instance: Instance) -> tuple[Tensor, Tensor]:
+    """The gradients of an instance, and weights for the reference "weighted"."""
+    family, count, width, seed = instance
+    return FAMILIES[family](count, width, seed), normal(count, seed=seed).abs()
+
+
+def reference_of(g: Tensor, name: str, weights: Tensor) -> Tensor:
+    """g0 by its definition."""
+    if name == "weighted":
+        return (weights[:, None] * g).sum(0) / weights.sum()
+    if name == "mean" or len(g) == 1:
+        return g.mean(0)
+    return g[-1] if name == "current" else (g[-1] + g[:-1].mean(0)) / 2
+
+
+def matched(
+    instance: Instance, kappa: float, reference: Any, **changes: Any
+) -> tuple[Tensor, Tensor, Tensor, MatchResult]:
+    """g, g0, d and the result, d without a length of its own."""
+    g, weights = drawn(instance)
+    matching = replace(FREE, kappa=kappa, reference=reference, **changes)
+    return g, reference_of(g, reference, weights), *match(g, matching, weights)
+
+
+def dual(g: Tensor, g0: Tensor, kappa: float, w: Tensor) -> float:
+    """F(w) from the gradients."""
+    return float(w @ g @ g0 + kappa * g0.norm() * (w @ g).norm())
+
+
+def close(one: Tensor, other: Tensor, tolerance: float = 1e-6) -> bool:
+    return float((one - other).norm()) <= tolerance * max(float(other.norm()), 1e-300)
+
+
+def finite(result: MatchResult) -> bool:
+    numbers = [value for value in vars(result).values() if isinstance(value, float)]
+    tensors = torch.isfinite(result.coefficients).all() and torch.isfinite(result.weights).all()
+    return bool(np.isfinite(numbers).all() and tensors)
+
+
+# --- what holds for every match, before d is rescaled to its length
+
+
+@quick
+@given(instances, any_kappa, any_reference)
+def test_the_duality_gap_certifies_the_result(instance, kappa, reference) -> None:
+    """w.grad F = F and grad_i F = <g_i, d(w)>, so F(w) - min_i <g_i, d(w)> >= 0 bounds the distance
+    to the optimum: d(w) is feasible in the maximum that F(w) bounds."""
+    g, g0, d, result = matched(instance, kappa, reference)
+    square = float(g0 @ g0)
+    assert result.gap <= 1e-8 and result.status in ("exact", PARETO_STATUS)
+    assert float((g @ d).min()) == pytest.approx(result.worst_product * square, abs=1e-7 * square)
+    slack = 2e-8 + 2e-7 * (result.status == PARETO_STATUS)
+    assert result.worst_product == pytest.approx(result.value, abs=slack)
+    worst_reference = result.worst_product_reference * square
+    assert float((g @ g0).min()) == pytest.approx(worst_reference, rel=1e-6)
+    assert float(d.norm()) == pytest.approx(result.length * square**0.5, rel=1e-6, abs=1e-9)
+    if result.status == "exact":
+        w = result.weights[0]
+        assert dual(g, g0, kappa, w) == pytest.approx(result.value * square, abs=1e-7 * square)
+        assert float(w.sum()) == pytest.approx(1) and w.min() >= 0
+
+
+@quick
+@given(instances, any_kappa, any_reference, st.integers(0, 10**6))
+def test_no_weights_and_no_direction_are_better(instance, kappa, reference, seed) -> None:
+    """F* <= F(w) for any w, and min_i <g_i, x> <= F* for any x of the ball. As g0 is one of them,
+    matching is never worse than g0 for the worst-served gradient."""
+    g, g0, _, result = matched(instance, kappa, reference)
+    count, square = len(g), float(g0 @ g0)
+    random = normal(count, seed=seed).abs()
+    uniform = torch.full_like(random, 1 / count)
+    for w in [*torch.eye(count, dtype=torch.float64), uniform, random / random.sum()]:
+        assert result.value * square <= dual(g, g0, kappa, w) + 1e-7 * square
+    x = normal(len(g0), seed=seed)
+    for inside in (g0, g0 + kappa * g0.norm() * x / x.norm()):
+        assert float((g @ inside).min()) <= (result.worst_product + 2e-7) * square
+    assert result.worst_product >= result.worst_product_reference - 2e-7
+
+
+@quick
+@given(instances, any_kappa, any_reference)
+def test_d_lies_on_the_ball(instance, kappa, reference) -> None:
+    """|d - g0| = kappa rho, so 2 <g0, d> = |d|^2 + (1 - kappa^2) rho^2 and |d| within
+    (1 -+ kappa) rho; the angle is largest where d is tangent to the ball, sin = kappa."""
+    _, g0, d, result = matched(instance, kappa, reference)
+    rho = float(g0.norm())
+    if result.status != "exact":
+        assert float((d - g0).norm()) <= kappa * rho * (1 + 1e-7)
+        return
+    assert float((d - g0).norm()) == pytest.approx(kappa * rho, rel=1e-6, abs=1e-9 * rho)
+    both = float(d @ d) + (1 - kappa**2) * rho**2
+    assert 2 * float(g0 @ d) == pytest.approx(both, abs=1e-6 * rho**2)
+    assert abs(1 - kappa) * rho * (1 - 1e-6) <= float(d.norm()) <= (1 + kappa) * rho * (1 + 1e-6)
+    if kappa < 1:
+        assert result.cosine >= (1 - kappa**2) ** 0.5 - 1e-6
+        assert result.cosine == pytest.approx(float(d @ g0 / d.norm() / rho), abs=1e-6)
+
+
+@quick
+@given(instances, st.sampled_from([1.0, 1.5, 2.0, 10.0]), any_reference)
+def test_from_kappa_1_on_no_inner_product_is_negative(instance, kappa, reference) -> None:
+    """0 is in the ball, so the worst-served gradient gets at least <g_i, 0> = 0."""
+    g, g0, d, _ = matched(instance, kappa, reference)
+    assert ((g @ d) / (g.norm(dim=1) * float(g0.norm())) >= -1e-6 * kappa).all()
+
+
+def test_below_kappa_1_an_inner_product_may_be_negative() -> None:
+    """g0 = (-0.5, 0.05), and no d within half its length of it has <(1, 0), d> >= 0."""
+    d, result = match(torch.tensor([[1.0, 0.0], [-2.0, 0.1]]), FREE)
+    assert d[0] < -0.2 and 0 > result.worst_product > result.worst_product_reference
+
+
+@quick
+@given(instances, any_reference)
+def test_a_larger_kappa_is_no_worse(instance, reference) -> None:
+    """The larger ball contains the smaller one."""
+    values = [matched(instance, kappa, reference)[-1].value for kappa in (0.0, *KAPPAS)]
+    assert all(b >= a - 3e-8 for a, b in itertools.pairwise(values))
+
+
+@quick
+@given(instances)
+def test_kappa_0_is_the_reference(instance) -> None:
+    g, _ = drawn(instance)
+    for reference, expected in {"mean": g.mean(0), "current": g[-1]}.items():
+        d, result = match(g, MatchingParams(kappa=0.0, reference=reference))
+        assert close(d, expected, 1e-13)
+        assert result.value == pytest.approx(result.worst_product_reference) and result.gap == 0
+    assert (match_gram(gram(g), MatchingParams(kappa=0.0)).coefficients == 1 / len(g)).all()
+
+
+def test_a_large_kappa_is_the_shortest_vector_of_the_hull() -> None:
+    """(d - g0) / r -> g_w / |g_w| of the shortest g_w, which has <g_i, g_w> >= |g_w|^2. Of two
+    gradients: the foot of the perpendicular from 0 to the line through them."""
+    g = torch.tensor([[2.0, 0.0], [0.0, 1.0]], dtype=torch.float64)  # the foot is (0.4, 0.8)
+    d, _ = match(g, replace(FREE, kappa=1e6))
+    unit = (d - g.mean(0)) / (1e6 * g.mean(0).norm())
+    assert close(unit, torch.tensor([0.4, 0.8], dtype=torch.float64) / 0.8**0.5, 1e-5)
+    assert (g @ unit >= 0.8**0.5 - 1e-5).all()
+
+
+@quick
+@given(instances, any_kappa, st.integers(0, 10**6))
+def test_symmetries(instance, kappa, seed) -> None:
+    """Order, scale, sign and rotation of the gradients carry over to d; repeating all of them
+    changes nothing."""
+    g, matching = drawn(instance)[0], MatchingParams(kappa=kappa)
+    d, result = match(g, matching)
+    if result.status != "exact" or result.value < 1e-4:  # g_w is nearly 0 and has no direction
+        return
+    order = torch.randperm(len(g), generator=torch.Generator().manual_seed(seed))
+    rotation = torch.linalg.qr(normal(g.shape[1], g.shape[1], seed=seed))[0]
+    for changed, expected in (
+        (g[order], d),
+        (1e-3 * g, 1e-3 * d),
+        (-g, -d),
+        (g @ rotation, d @ rotation),
+        (g.repeat(3, 1), d),
+    ):
+        assert close(match(changed, matching)[0], expected, 1e-4)
+
+
+def test_one_gradient_repeated_is_another_problem() -> None:
+    """It moves the mean."""
+    g = normal(3, 20)
+    repeated = match(g[[0, 1, 2, 2]], MatchingParams())[0]
+    assert not close(repeated, match(g, MatchingParams())[0], 1e-2)
+
+
+# --- the optimum itself
+
+
+def problem_of(g: Tensor, kappa: float) -> Problem:
+    """The problem with the mean as reference, scaled to norms near 1."""
+    a = gram(g)[0].numpy()
+    scale, rho = a.diagonal().mean(), max(float(a.mean()), 0.0) ** 0.5
+    radius = np.array([kappa * rho / scale**0.5])
+    return Problem(a[None] / scale, a.mean(1) / scale, radius, rho**2 / scale)
+
+
+@quick
+@given(instances, any_kappa)
+def test_a_scaled_reference_has_the_same_weights(instance, kappa) -> None:
+    """With the sum in place of the mean F is K times as large, so its minimiser is the same."""
+    mean = problem_of(drawn(instance)[0], kappa)
+    count = len(mean.linear)
+    total = replace(mean, linear=count * mean.linear, radii=count * mean.radii)
+    one, other = (mean.evaluate(minimise_on_simplex(p).weights)[0] for p in (mean, total))
+    assert one == pytest.approx(other, abs=1e-7 * max(mean.unit, 1e-6))
+
+
+def slsqp(problem: Problem) -> float:
+    """The minimum of F by SLSQP with the gradient, started from uniform weights."""
+    count = len(problem.linear)
+    found = minimize(
+        lambda w: problem.evaluate(w)[:2],
+        np.full(count, 1 / count),
+        jac=True,
+        method="SLSQP",
+        bounds=[(0, 1)] * count,
+        constraints={"type": "eq", "fun": lambda w: w.sum() - 1, "jac": np.ones_like},
+        options={"ftol": 1e-14, "maxiter": 100},
+    )
+    w = np.maximum(found.x, 0)
+    return problem.evaluate(w / w.sum())[0]
+
+
+def adversarial(seed: int) -> tuple[Tensor, float]:
+    """Gradients of a family, some nearly equal, opposite or much shorter than others, and kappa."""
+    draw = np.random.default_rng(seed)
+    family, count = draw.choice(sorted(FAMILIES)), int(draw.integers(2, 7))
+    g = FAMILIES[family](count, int(draw.integers(2, 30)), seed)
+    change = draw.integers(5)
+    if change == 1:
+        g[0] = g[-1] * (1 + 1e-6)
+    if change == 2:
+        g[0] = -g[-1] + 1e-3 * g[0]
+    if change == 3:
+        g[0] *= 1e-3
+    return g, float(draw.choice(KAPPAS))
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_slsqp_finds_no_smaller_value_in_1000_instances(block: int) -> None:
+    """F is compared, not w: several w may be optimal."""
+    near = 0
+    for seed in range(250 * block, 250 * block + 250):
+        problem = problem_of(*adversarial(seed))
+        if problem.unit < 1e-8:  # two gradients, exactly opposite
+            near += 1
+            continue
+        minimum = minimise_on_simplex(problem)
+        value, best = problem.evaluate(minimum.weights)[0], slsqp(problem)
+        slack = 1e-8 if minimum.cone is None else 1e-6  # g_w = 0 to 1e-7
+        assert value <= best + slack * problem.unit, seed
+        near += value >= best - 1e-6 * problem.unit
+    assert near > 240  # SLSQP nearly always reached the same value, so it was a fair comparison
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("count", [2, 3, 5, 10, 24, 25, 50, 100, 500])
+def test_every_size_is_solved(family: str, count: int) -> None:
+    """A small problem by a few faces of the simplex."""
+    a = gram(FAMILIES[family](count, 700, count))
+    for kappa in KAPPAS:
+        result = match_gram(a, MatchingParams(kappa=kappa))
+        assert result.status in ("exact", PARETO_STATUS), kappa
+        assert result.gap <= 1e-8, (kappa, result.gap)
+        assert result.worst_product >= result.worst_product_reference
+    if count <= 10:
+        assert match_gram(a, MatchingParams()).iterations <= 2 * count
+
+
+def test_the_solver_leaves_a_start_at_the_kink() -> None:
+    """Uniform weights of (g, -g, ..) with the last one as g0 are g_w = 0, where F has a kink: but
+    F(e_1) = -|g|^2 + kappa |g|^2 < 0 is less. In two dimensions d = g0 - kappa |g0| g0 / |g0|."""
+    g = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]], dtype=torch.float64)
+    for some in (g[:2], g):
+        d, result = match(some, replace(FREE, reference="current"))
+        assert result.status == "exact" and result.gap <= 1e-8
+        assert close(d, some[-1] / 2) and result.value == pytest.approx(-0.5)
+
+
+# --- closed forms
+
+
+@quick
+@given(st.integers(0, 10**6), any_kappa, any_reference)
+def test_one_gradient(seed, kappa, reference) -> None:
+    """d = (1 + kappa) g."""
+    g = normal(1, 7, seed=seed)
+    d, result = match(g, replace(FREE, kappa=kappa, reference=reference), torch.ones(1))
+    assert close(d, (1 + kappa) * g[0]) and result.status == "one gradient"
+    assert result.weights.tolist() == [[1.0]] and result.value == pytest.approx(1 + kappa)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 10, 40])
+def test_identical_gradients_are_their_own_match(count: int) -> None:
+    """With "1+kappa" at their length; with the authors' 1 + kappa^2 longer: 1.25 / 1.0625 at kappa
+    0.25 and 1.5 / 1.25 at 0.5."""
+    g = normal(50)
+    for kappa, factor in ((0.25, 1.25 / 1.0625), (0.5, 1.2)):
+        matching = MatchingParams(kappa=kappa)
+        longer = replace(matching, length="1+kappa^2")
+        for each, expected, tolerance in (
+            (matching, g, 1e-6),
+            (longer, factor * g, 1e-6),
+            (replace(longer, solver="authors"), factor * g, 1e-4),
+        ):
+            assert close(match(g.repeat(count, 1), each)[0], expected, tolerance)
+
+
+@quick
+@given(st.integers(0, 10**6), st.sampled_from(KAPPAS))
+def test_two_gradients_of_one_norm(seed, kappa) -> None:
+    """F is symmetric and convex: w = (1/2, 1/2), d = (1 + kappa) g0."""
+    g = normal(2, 10, seed=seed)
+    d, result = match(g, MatchingParams(kappa=kappa, normalise="mean"))
+    normalised = g / g.norm(dim=1, keepdim=True) * g.norm(dim=1).mean()
+    assert close(d, normalised.mean(0))
+    assert result.weights[0].tolist() == pytest.approx([0.5, 0.5])
+
+
+@quick
+@given(st.integers(0, 10**6), st.sampled_from(KAPPAS), any_reference)
+def test_two_gradients_are_solved_in_closed_form(seed, kappa, reference) -> None:
+    """A ternary search over the single weight, F being convex, finds the same F."""
+    g, weights = normal(2, 4, seed=seed) * normal(2, 1, seed=seed + 1).exp(), torch.ones(2)
+    _, result = match(g, replace(FREE, kappa=kappa, reference=reference), weights)
+    g0 = reference_of(g, reference, weights)
+
+    def value(x: float) -> float:
+        return dual(g, g0, kappa, torch.tensor([x, 1 - x], dtype=torch.float64))
+
+    low, high = 0.0, 1.0
+    for _ in range(80):
+        a, b = low + (high - low) / 3, high - (high - low) / 3
+        low, high = (low, b) if value(a) < value(b) else (a, high)
+    assert result.value * float(g0 @ g0) == pytest.approx(value(low), abs=1e-9 * float(g0 @ g0))
+    assert result.gap < 1e-11 and result.iterations == 1
+
+
+@pytest.mark.parametrize("count", [3, 5, 30])
+def test_orthogonal_gradients_of_one_norm(count: int) -> None:
+    """By symmetry w is uniform and d = (1 + kappa) g0."""
+    d, result = match(7 * torch.eye(count), MatchingParams(kappa=0.4))
+    assert close(d, torch.full((count,), 7 / count)) and result.support == count
+    assert result.entropy == pytest.approx(np.log(count)) and result.cosine == pytest.approx(1)
+
+
+# --- parameters
+
+
+def test_references_by_hand() -> None:
+    """(4, 0), (0, 2), (0, 0.5) at kappa 0, so d = g0: mean (4, 2.5) / 3, weights 1 : 1 : 2
+    (1, 0.75), current the last one, half ((0, 0.5) + (2, 1)) / 2."""
+    g, weights = torch.tensor([[4.0, 0.0], [0.0, 2.0], [0.0, 0.5]]), torch.tensor([1, 1, 2])
+    for reference, g0 in {
+        "mean": [4 / 3, 2.5 / 3],
+        "weighted": [1, 0.75],
+        "current": [0, 0.5],
+        "half": [1, 0.75],
+    }.items():
+        matching = MatchingParams(kappa=0, reference=reference)
+        assert match(g, matching, weights)[0].tolist() == pytest.approx(g0)
+        d, result = match(g, replace(matching, length="current"), weights)
+        assert float(d.norm()) == pytest.approx(0.5)
+        assert result.length == pytest.approx(0.5 / np.hypot(*g0))
+
+
+@quick
+@given(instances, st.sampled_from(KAPPAS), st.sampled_from(["none", "mean", "current"]))
+def test_lengths_share_one_direction(instance, kappa, normalise) -> None:
+    """ "current" is the norm of the last gradient before normalisation."""
+    g, _ = drawn(instance)
+    current = float(g[-1].norm())
+    matching = MatchingParams(kappa=kappa, length="free", normalise=normalise)
+    free, result = match(g, matching)
+    if float(free.norm()) < 1e-4 * current:  # d = 0 has no direction
+        return
+    rho = float(free.norm()) / result.length
+    for name, length in {
+        "1+kappa": float(free.norm()) / (1 + kappa),
+        "1+kappa^2": float(free.norm()) / (1 + kappa**2),
+        "reference": rho,
+        "current": current,
+    }.items():
+        d, other = match(g, replace(matching, length=name))
+        assert float(d.norm()) == pytest.approx(length, rel=1e-6), name
+        assert close(d / length, free / free.norm(), 1e-6)
+        assert other.length * rho == pytest.approx(length, rel=1e-6)
+        assert other.worst_product == result.worst_product
+
+
+@quick
+@given(instances, st.sampled_from(KAPPAS), any_reference)
+def test_normalising_is_scaling_the_gradients_beforehand(instance, kappa, reference) -> None:
+    """The coefficients are those of the gradients as they came."""
+    g, weights = drawn(instance)
+    norms = g.norm(dim=1, keepdim=True)
+    for normalise, target in {"mean": norms.mean(), "current": norms[-1]}.items():
+        matching = MatchingParams(kappa=kappa, reference=reference, normalise=normalise)
+        d, result = match(g, matching, weights)
+        plain, other = match(g / norms * target, replace(matching, normalise="none"), weights)
+        assert result.value == pytest.approx(other.value, abs=1e-7)
+        assert close(result.coefficients[0] @ g, d, 1e-9)
+        if result.status == other.status == "exact" and result.value > 1e-4:
+            assert close(d, plain, 1e-4)
+
+
+@quick
+@given(instances, st.sampled_from(KAPPAS), any_reference)
+def test_the_form_direction_is_d_without_the_reference(instance, kappa, reference) -> None:
+    _, g0, d, result = matched(instance, kappa, reference)
+    direction = matched(instance, kappa, reference, form="direction")[2]
+    if result.status == "exact":
+        assert float((d - direction - g0).norm()) <= 1e-7 * float(g0.norm())
+        assert float(direction.norm()) == pytest.approx(kappa * float(g0.norm()), rel=1e-6)
+    else:
+        assert close(direction, d)
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({"kappa": -0.1}, "kappa is -0.1; it must be at least 0"),
+        ({"kappa": "0.5"}, "it must be a number"),
+        ({"reference": "men"}, "did you mean 'mean'"),
+        ({"solver": "authors", "blocks": "coupled"}, "solver is 'authors'; it must be 'exact'"),
+        ({"solver": "authors", "blocks": "elements"}, "solver is 'authors'; it must be 'exact'"),
+        ({"softmax": {"lr": 0.0}}, "lr is 0.0; it must be above 0"),
+        ({"softmax": {"momentum": 1.0}}, "momentum is 1.0; it must be at least 0 and below 1"),
+        ({"softmax": {"schedule": 0}}, "schedule is 0; it must be at least 1"),
+        ({"softmax": {"rounds": -1}}, "rounds is -1; it must be at least 0"),
+        ({"softmax": {"decay": 0.0}}, "decay is 0.0; it must be above 0"),
+    ],
+)
+def test_invalid_parameters_are_refused(block: dict, message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        build(MatchingParams, block, "matching")
+
+
+def test_invalid_arguments_are_refused() -> None:
+    g, weighted = torch.eye(3), MatchingParams(reference="weighted")
+    for weights in (None, torch.ones(2), torch.zeros(3), torch.tensor([1.0, -1.0, 1.0])):
+        with pytest.raises(ParameterError, match="weights is"):
+            match(g, weighted, weights)
+    with pytest.raises(ParameterError, match="sizes is None"):
+        match(g, MatchingParams(blocks="layers"))
+    with pytest.raises(ParameterError, match="3 elements in all"):
+        match(g, MatchingParams(blocks="layers"), sizes=[1, 1])
+    with pytest.raises(ParameterError, match="blocks is 'elements'"):
+        match_gram(gram(g), MatchingParams(blocks="elements"))
+
+
+# --- degenerate gradients, in the order in which they are decided
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e30])
+@pytest.mark.parametrize("blocks", ["model", "layers", "coupled", "elements"])
+@pytest.mark.parametrize("listed", [False, True])
+def test_gradients_that_are_not_finite_are_dropped(bad: float, blocks: str, listed: bool) -> None:
+    """1e30 is finite in float32, but its square is not."""
+    g, weights = normal(5, 30).float(), torch.arange(1.0, 6)
+    g[1, 3], g[3, 20] = bad, bad
+    others = [0, 2, 4]
+    for matching in (
+        MatchingParams(blocks=blocks, reference="weighted", normalise="mean"),
+        MatchingParams(blocks=blocks, reference="half", length="current", normalise="current"),
+    ):
+        d, result = match(list(g) if listed else g, matching, weights, sizes=[10, 20])
+        expected, _ = match(g[others], matching, weights[others], sizes=[10, 20])
+        assert close(d, expected, 1e-6) and result.dropped == 2 and finite(result)
+        assert not result.coefficients[:, [1, 3]].any()
+
+
+@pytest.mark.parametrize("blocks", ["model", "layers", "coupled", "elements"])
+@pytest.mark.parametrize("value", [float("nan"), 0.0])
+def test_without_a_usable_gradient_d_is_zero(blocks: str, value: float) -> None:
+    d, result = match(torch.full((3, 30), value), MatchingParams(blocks=blocks), sizes=[10, 20])
+    assert not d.any() and result.status == "no usable gradient" and result.dropped == 3
+    assert finite(result)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"reference": "current"},
+        {"reference": "half"},
+        {"length": "current"},
+        {"normalise": "current"},
+    ],
+)
+def test_without_the_current_gradient_what_needs_it_is_zero(change: dict) -> None:
+    g = normal(3, 30)
+    g[-1, 0] = float("nan")
+    d, result = match(g, MatchingParams(**change))
+    assert not d.any() and finite(result)
+    assert result.status == "the current gradient is not finite"
+    assert match(g, MatchingParams())[1].status == "exact"
+
+
+def test_tiny_gradients_are_in_the_reference_only() -> None:
+    """d = g0 + kappa rho g_w / |g_w| with g_w from the first two, g0 from all three."""
+    g = normal(3, 30)
+    for share in (0.0, 1e-9, 1e-12):
+        g[2] = normal(30, seed=9)
+        g[2] *= share * g[:2].norm(dim=1).max() / g[2].norm()
+        d, result = match(g, FREE)
+        assert result.dropped == 1 and result.weights[0, 2] == 0 and result.status == "exact"
+        assert close(d, match(g[:2], FREE)[0] * 2 / 3, 1e-6)
+    g[2] = 1e-6 * normal(30, seed=9)
+    assert match(g, FREE)[1].dropped == 0
+
+
+@pytest.mark.parametrize("normalise", ["mean", "current"])
+def test_normalising_does_not_amplify_noise(normalise: Any) -> None:
+    g = normal(3, 30)
+    g[0] = 1e-20 * g[0]
+    d, result = match(g, MatchingParams(normalise=normalise))
+    assert result.dropped == 1 and result.coefficients[0, 0] < 1 and torch.isfinite(d).all()
+
+
+def test_one_usable_gradient_has_a_closed_form() -> None:
+    """g0 = g / 2, d = g0 + kappa |g0| g / |g|."""
+    g = normal(10)
+    d, result = match(torch.stack([g, torch.zeros(10)]), FREE)
+    assert close(d, 0.75 * g) and result.status == "one gradient" and result.dropped == 1
+
+
+def test_where_the_reference_is_zero_d_is_the_reference() -> None:
+    """g - g = 0 leaves no ball; three gradients that add up to 0 leave rounding."""
+    one, two = normal(1, 30), normal(2, 30).float()
+    changes: list[dict] = [{}, {"length": "current"}, {"form": "direction"}]
+    for g in (torch.cat([one, -one]), torch.cat([two, -two.sum(0, keepdim=True)])):
+        for change in changes:
+            d, result = match(g.double(), MatchingParams(**change))
+            assert result.status == "reference is zero" and finite(result)
+            assert d.norm() <= 1e-6 * g.norm()
+    g = torch.cat([normal(2, 30), torch.zeros(1, 30)])
+    d, result = match(g, MatchingParams(reference="current", length="current"))
+    assert result.status == "reference is zero" and not d.any()
+
+
+PARETO = {
+    "0 between opposite gradients": torch.tensor([[1.0, 0], [-1, 0], [0, 1]]),
+    "0 inside the hull": torch.tensor([[1.0, 0.2], [-1, 0.2], [0, 1], [0.1, -1]]),
+    "more gradients than dimensions": normal(40, 3).float(),
+}
+
+
+@pytest.mark.parametrize("name", sorted(PARETO))
+@pytest.mark.parametrize("kappa", [1.5, 2.0, 5.0])
+def test_where_0_is_in_the_hull_g0_is_projected_on_the_cone(name: str, kappa: float) -> None:
+    """F* = 0 at g_w = 0, which has no direction. p = proj g0 solves min |p - g0|, <g_i, p> >= 0, so
+    p and p - g0 are orthogonal (the cone's Moreau decomposition), and p - g0 = G'v with v >= 0."""
+    g = PARETO[name].double()
+    d, result = match(g, replace(FREE, kappa=kappa))
+    assert result.status == PARETO_STATUS and finite(result)
+    assert (g @ d >= -1e-8).all() and abs(float(d @ (d - g.mean(0)))) <= 1e-8
+    assert (result.coefficients[0] >= 1 / len(g) - 1e-9).all()
+    assert result.gap <= 1e-8 and result.value == 0
+    assert torch.isfinite(match(g, MatchingParams(kappa=kappa))[0]).all()
+
+
+def test_0_on_the_edge_of_the_hull_below_kappa_1() -> None:
+    """(1, 0), (-1, 0), (0, 1): g0 = (0, 1/3) is in conflict with none, F* = 0: d is g0 itself."""
+    d, result = match(PARETO["0 between opposite gradients"].double(), FREE)
+    assert result.status == PARETO_STATUS and close(d, d.new_tensor([0, 1 / 3]))
+
+
+@quick
+@given(
+    st.lists(
+        st.lists(st.sampled_from([0.0, 1.0, -1.0, 1e-9, 1e4, 3.0]), min_size=3, max_size=3),
+        min_size=1,
+        max_size=7,
+    ),
+    st.sampled_from([0.0, *KAPPAS, 100.0]),
+    st.sampled_from(["mean", "current", "half"]),
+    st.sampled_from(["model", "layers", "coupled", "elements"]),
+    st.sampled_from(["none", "mean", "current"]),
+    st.sampled_from(["free", "1+kappa", "reference", "current"]),
+    st.booleans(),
+)
+def test_no_result_is_nan(values, kappa, reference, blocks, normalise, length, authors) -> None:
+    """Few values, so that gradients are equal, opposite, dependent or 0."""
+    solver = "authors" if authors and blocks in ("model", "layers") else "exact"
+    matching = MatchingParams(kappa, reference, "full", length, normalise, blocks, solver)
+    for form in ("full", "direction"):
+        d, result = match(torch.tensor(values), replace(matching, form=form), sizes=[1, 2])
+        assert torch.isfinite(d).all() and finite(result)
+        if solver == "exact" and blocks in ("model", "layers"):
+            assert "not solved" not in result.status
+
+
+def test_float32_and_float64_agree_for_equal_gradients_too() -> None:
+    """Rounding makes the smallest eigenvalues negative, which must not be taken for descent."""
+    for seed in range(6):
+        base, noise = normal(1, 2000, seed=seed), normal(12, 2000, seed=seed + 1)
+        for g in (base + 1e-4 * noise, base.repeat(12, 1), (base + noise)[[0, 0, 0, 1, 1, 2]]):
+            for kappa in (0.5, 0.9):
+                d, _ = match(g, MatchingParams(kappa=kappa))
+                single, result = match(g.float(), MatchingParams(kappa=kappa))
+                assert result.gap <= 1e-6 and close(single.double(), d, 1e-3)
+
+
+@pytest.mark.parametrize("blocks", ["model", "elements"])
+def test_gradients_in_bfloat16_are_matched_in_float32(blocks: Any) -> None:
+    g, matching = normal(4, 5000).bfloat16(), MatchingParams(blocks=blocks)
+    d, _ = match(g, matching)
+    assert d.dtype == torch.float32
+    assert close(d.double(), match(g.double(), matching)[0], 1e-5)
+
+
+# --- layers, shared weights, elements
+
+
+SIZES = [7, 1, 22]
+
+
+@quick
+@given(st.sampled_from(sorted(FAMILIES)), st.integers(2, 6), st.integers(0, 999), any_kappa)
+def test_layers_guarantee_less_than_the_model(family, count, seed, kappa) -> None:
+    """Each layer has its own ball and worst-served gradient: sum_l F_l* <= min_i <g_i, d> <= F*,
+    and the balls make up |d - g0| = kappa |g0|. Sharing w among layers lies between."""
+    g = FAMILIES[family](count, sum(SIZES), seed)
+    matching = replace(FREE, kappa=kappa)
+    d, own = match(g, replace(matching, blocks="layers"), sizes=SIZES)
+    shared, coupled = match(g, replace(matching, blocks="coupled"), sizes=SIZES)
+    model = match(g, matching)[1].value
+    g0 = g.mean(0)
+    square = float(g0 @ g0)
+    assert own.value <= own.worst_product + 1e-6 and own.worst_product <= model + 1e-6
+    assert own.value - 1e-6 <= coupled.value <= model + 1e-6
+    assert float((g @ d).min()) == pytest.approx(own.worst_product * square, abs=1e-6 * square)
+    assert own.gap <= 1e-7 and coupled.gap <= 1e-7, (own.gap, coupled.gap)
+    assert own.weights.shape == (3, count) and coupled.weights.shape == (1, count)
+    for each, result in ((d, own), (shared, coupled)):
+        if result.status == "exact":
+            for part, middle in zip(each.split(SIZES), g0.split(SIZES), strict=True):
+                radius = kappa * float(middle.norm())
+                assert float((part - middle).norm()) == pytest.approx(radius, rel=1e-5, abs=1e-9)
+    if coupled.status == "exact":
+        assert coupled.worst_product == pytest.approx(coupled.value, abs=1e-6)
+
+
+def test_layers_are_separate_problems() -> None:
+    g = normal(4, sum(SIZES))
+    together, result = match(g, MatchingParams(blocks="layers"), sizes=SIZES)
+    alone = [match(part, MatchingParams())[0] for part in g.split(SIZES, 1)]
+    assert close(together, torch.cat(alone)) and result.coefficients.shape == (3, 4)
+
+
+def test_coupled_layers_have_the_minimal_sum() -> None:
+    """No w of a fine grid on the simplex of three has a smaller sum_l F_l(w)."""
+    g = normal(3, sum(SIZES)) * torch.tensor([[1.0], [0.5], [2.0]])
+    _, result = match(g, replace(FREE, blocks="coupled"), sizes=SIZES)
+    parts = [(part, part.mean(0)) for part in g.split(SIZES, 1)]
+    grid = [(a / 60, b / 60, (60 - a - b) / 60) for a in range(61) for b in range(61 - a)]
+    sums = [
+        sum(dual(part, g0, 0.5, torch.tensor(w, dtype=torch.float64)) for part, g0 in parts)
+        for w in grid
+    ]
+    square = float(g.mean(0).square().sum())
+    assert result.value * square <= min(sums) + 1e-9
+    assert result.value * square == pytest.approx(min(sums), abs=2e-3 * square)
+
+
+@pytest.mark.parametrize("blocks", ["layers", "coupled"])
+def test_one_layer_is_the_model_and_a_layer_of_zeros_changes_nothing(blocks: Any) -> None:
+    g, matching = normal(4, 20), MatchingParams(blocks=blocks)
+    d, _ = match(g, MatchingParams())
+    assert close(match(g, matching, sizes=[20])[0], d, 1e-5)
+    whole, result = match(torch.cat([g, torch.zeros(4, 5)], 1), matching, sizes=[20, 5])
+    assert close(whole[:20], d, 1e-5) and not whole[20:].any() and finite(result)
+
+
+@quick
+@given(st.integers(0, 10**6), st.integers(1, 6), any_kappa, any_reference)
+def test_elements_are_blocks_of_one(seed, count, kappa, reference) -> None:
+    """The closed form against the solver on blocks of one, and a fine search in the ball."""
+    g, weights = normal(count, 12, seed=seed), normal(count, seed=seed + 1).abs()
+    g[:, ::3] = g[:, ::3].abs()  # some elements without a conflict
+    matching = replace(FREE, kappa=kappa, reference=reference)
+    d, result = match(g, replace(matching, blocks="elements"), weights)
+    _, layered = match(g, replace(matching, blocks="layers"), weights, [1] * 12)
+    assert result.value == pytest.approx(layered.value, abs=1e-6)
+    g0 = reference_of(g, reference, weights)
+    square = float(g0 @ g0)
+    line = torch.linspace(-1, 1, 401, dtype=torch.float64)[:, None]
+    candidates = g0 + kappa * g0.abs() * line  # [401, 12]
+    best = (g[:, None] * candidates).amin(0).amax(0)
+    own = (g * d).amin(0)
+    assert (own >= best - 1e-9).all() and ((d - g0).abs() <= kappa * g0.abs() + 1e-9).all()
+    assert float(own.sum() / square) == pytest.approx(result.value, abs=1e-6)
+    assert float((g @ d).min() / square) == pytest.approx(result.worst_product, abs=1e-6)
+    cosine = float(d @ g0 / d.norm() / g0.norm()) if d.any() else 0.0
+    assert result.cosine == pytest.approx(cosine, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kappa", "full", "direction"),
+    [
+        (0.5, [4.5, 0.5, 0, 1.5], [1.5, -0.5, 0, 0.5]),
+        (1.0, [6, 0, 0, 2], [3, 0, 0, 1]),
+        (2.0, [9, 0, 0, 3], [6, 0, 0, 2]),
+    ],
+)
+def test_elements_by_hand(kappa: float, full: list[float], direction: list[float]) -> None:
+    """Columns: without conflict (1 + kappa) g0; in conflict (1 - kappa) g0, or 0 from kappa 1 on;
+    g0 = 0. Without g0: kappa g0 with either sign."""
+    g = torch.tensor([[2.0, 3.0, 1.0, 0.0], [4.0, -1.0, -1.0, 2.0]])  # mean 3, 1, 0, 1
+    matching = MatchingParams(kappa=kappa, blocks="elements", length="free")
+    assert match(g, matching)[0].tolist() == full
+    assert match(g, replace(matching, form="direction"))[0].tolist() == direction
+    short, result = match(g, replace(matching, length="reference"))
+    assert float(short.norm()) == pytest.approx(11**0.5) and result.length == pytest.approx(1)
+
+
+# --- the public code
+
+
+def authors_by_torch(g: Tensor, kappa: float, softmax: SoftmaxParams) -> Tensor:
+    """The optimiser of the public code written with autograd, torch's SGD and StepLR."""
+    a = g @ g.T
+    a = a / (a.diagonal() + 1e-4).sqrt().mean() ** 2
+    b, c = a.mean(1), kappa * (a.mean() + 1e-4).sqrt()
+    z = torch.zeros(len(g), dtype=torch.float64, requires_grad=True)
+    sgd = torch.optim.SGD([z], lr=softmax.lr, momentum=softmax.momentum)
+    schedule = torch.optim.lr_scheduler.StepLR(sgd, softmax.schedule, softmax.decay)
+    best, smallest = z.detach().clone(), float("inf")
+    for iteration in range(softmax.rounds + 1):
+        sgd.zero_grad()
+        w = torch.softmax(z, 0)
+        objective = w @ b + c * (w @ a @ w + 1e-4).sqrt()
+        if objective.item() < smallest:
+            best, smallest = z.detach().clone(), objective.item()
+        if iteration < softmax.rounds:
+            objective.backward()
+            sgd.step()
+            schedule.step()
+    w = torch.softmax(best, 0)
+    multiplier = c / ((w @ a @ w + 1e-4).sqrt() + 1e-4)
+    return ((1 / len(g) + multiplier * w) @ g) / (1 + kappa**2)
+
+
+@pytest.mark.parametrize("family", ["a common part", "two opposite groups"])
+@pytest.mark.parametrize(
+    "softmax", [SoftmaxParams(), SoftmaxParams(25, momentum=0.1), SoftmaxParams(70, 5.0)]
+)
+def test_the_solver_of_the_public_code(family: str, softmax: SoftmaxParams) -> None:
+    for count, scale in ((1, 1.0), (5, 0.01), (20, 1e-3)):
+        g = scale * FAMILIES[family](count, 60, count)
+        matching = MatchingParams(0.25, length="1+kappa^2", solver="authors", softmax=softmax)
+        d, result = match(g, matching)
+        assert close(d, authors_by_torch(g, 0.25, softmax), 1e-7)
+        assert result.status == "authors" and result.iterations == softmax.rounds
+        layered, _ = match(g, replace(matching, blocks="layers"), sizes=[20, 40])
+        parts = [authors_by_torch(part, 0.25, softmax) for part in g.split([20, 40], 1)]
+        assert close(layered, torch.cat(parts), 1e-7)
+
+
+@pytest.mark.parametrize("solver", ["authors", "exact"])
+def test_only_the_public_code_depends_on_the_scale(solver: Any) -> None:
+    """Its 1e-4 exceed the squares of gradients of norm 1e-4: the weights stay uniform."""
+    g = normal(6, 40) * torch.arange(1, 7)[:, None]
+    g /= g.norm(dim=1).mean()
+    short, long = (
+        match_gram(gram(scale * g), MatchingParams(solver=solver)).weights for scale in (1e-4, 1.0)
+    )
+    away = [float((w - 1 / 6).abs().sum()) for w in (short, long)]
+    assert away[1] > 0.1
+    assert away[0] < 0.01 if solver == "authors" else away[0] == pytest.approx(away[1], rel=1e-6)
+
+
+def test_the_public_code_is_near_the_optimum_for_similar_gradients_only() -> None:
+    g = FAMILIES["cosine 0.99"](6, 400, 3)
+    many = SoftmaxParams(3000, schedule=1000)
+    exact, short, long = (
+        match_gram(gram(g), matching)
+        for matching in (
+            MatchingParams(),
+            MatchingParams(solver="authors"),
+            MatchingParams(solver="authors", softmax=many),
+        )
+    )
+    assert exact.gap < 1e-9 < long.gap < 1e-4 < short.gap
+    assert exact.value <= long.value <= short.value + 1e-12
+    assert close(long.coefficients @ g, exact.coefficients @ g, 1e-2)
+    wild = gram(FAMILIES["independent"](50, 400, 3) * normal(50, 1, seed=4).exp())
+    assert match_gram(wild, MatchingParams(solver="authors")).gap > 1e-3
+    assert match_gram(wild, FREE).gap < 1e-8

@@ -1,0 +1,257 @@
+"""The quadratic program against all its active sets, and projections of all kinds of gradients."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy.optimize import minimize
+from torch import Tensor
+
+from stamp_core.matching.gram import Difference
+from stamp_core.matching.projection import (
+    NOT_FINITE,
+    NOT_SOLVED,
+    RESIDUAL,
+    Projection,
+    minimise_program,
+    project_gradient,
+)
+
+Array = NDArray[np.float64]
+quick = settings(deadline=None, max_examples=60, derandomize=True)
+
+FAMILIES = "independent", "equal", "opposite", "nearly opposite", "rank 3", "some zero", "all norms"
+instances = st.tuples(
+    st.sampled_from(FAMILIES),
+    st.integers(1, 50),
+    st.sampled_from([2, 10, 60, 5000]),
+    st.sampled_from([torch.float32, torch.float64]),
+    st.integers(0, 10**6),
+)
+Instance = tuple[str, int, int, torch.dtype, int]
+
+
+def drawn(instance: Instance) -> tuple[Tensor, Tensor]:
+    """The gradients of a family [K, P] and a vector [P]."""
+    family, count, width, dtype, seed = instance
+    draw = np.random.default_rng(seed)
+    gradients = draw.standard_normal((count, width))
+    if family in ("equal", "opposite", "nearly opposite"):
+        gradients = gradients[draw.integers(0, (count + 1) // 2, count)]
+    if "opposite" in family:
+        gradients *= draw.choice([-1, 1], (count, 1))
+    if family == "nearly opposite":
+        gradients += 1e-3 * draw.standard_normal(gradients.shape)
+    if family == "rank 3":
+        gradients = draw.standard_normal((count, 3)) @ draw.standard_normal((3, width))
+    if family == "some zero":
+        gradients *= draw.integers(0, 2, (count, 1))
+    if family == "all norms":
+        gradients *= np.exp(5 * draw.standard_normal((count, 1)))
+    vector = draw.standard_normal(width)
+    return torch.tensor(gradients, dtype=dtype), torch.tensor(vector, dtype=dtype)
+
+
+def projected(vector: Tensor, projection: Projection) -> Tensor:
+    """The projected vector in float64."""
+    return vector.double() if projection.added is None else vector.double() + projection.added
+
+
+def cosines(gradients: Tensor, result: Tensor, vector: Tensor) -> Tensor:
+    """<g_k, result> / (|g_k| |vector|) for the gradients that are not 0."""
+    norms = gradients.double().norm(dim=1)
+    return (gradients.double() @ result)[norms > 0] / (norms[norms > 0] * vector.double().norm())
+
+
+def best_face(matrix: Array, linear: Array, lower: float = 0.0) -> Array:
+    """The minimiser of 0.5 v'Av + b'v over v >= lower, A regular: the best of all 2^K active sets.
+
+    On each, v outside is at its bound and the others solve A_SS v_S = -(b_S + A_SN lower).
+    """
+    count, minima = len(linear), []
+    for size in range(count + 1):
+        for inside in map(list, combinations(range(count), size)):
+            v = np.full(count, lower)
+            outside = [k for k in range(count) if k not in inside]
+            right = linear[inside] + matrix[np.ix_(inside, outside)] @ v[outside]
+            v[inside] = np.linalg.solve(matrix[np.ix_(inside, inside)], -right)
+            if (v >= lower - 1e-12).all():
+                minima.append((0.5 * v @ matrix @ v + linear @ v, tuple(v)))
+    return np.array(min(minima)[1])
+
+
+# --- the program
+
+
+@pytest.mark.parametrize("lower", [0.0, 0.5])
+@pytest.mark.parametrize("seed", range(20))
+def test_the_minimum_is_the_best_of_all_active_sets(seed: int, lower: float) -> None:
+    draw = np.random.default_rng(seed)
+    gradients = draw.standard_normal((1 + seed % 6, 8)) * np.exp(
+        draw.standard_normal((1 + seed % 6, 1))
+    )
+    matrix, linear = gradients @ gradients.T, gradients @ draw.standard_normal(8)
+    minimum = minimise_program(matrix, linear, lower, size=1.0)
+    assert minimum.residual < 1e-12 and (minimum.v >= lower).all()
+    np.testing.assert_allclose(minimum.v, best_face(matrix, linear, lower), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_slsqp_finds_the_same_minimum(seed: int) -> None:
+    """20 gradients of 12 numbers: the matrix is singular, so v is not unique but its value is."""
+    draw = np.random.default_rng(seed)
+    gradients, vector = draw.standard_normal((20, 12)), draw.standard_normal(12)
+    matrix, linear = gradients @ gradients.T, gradients @ vector
+
+    def cost(v: Array) -> float:
+        return float(0.5 * v @ matrix @ v + linear @ v)
+
+    minimum = minimise_program(matrix, linear, size=float(np.linalg.norm(vector)))
+    other = minimize(
+        cost,
+        np.ones(20),
+        jac=lambda v: matrix @ v + linear,
+        bounds=[(0, None)] * 20,
+        options={"ftol": 1e-14, "maxiter": 1000},
+    )
+    assert other.success and minimum.residual < 1e-10
+    assert cost(minimum.v) == pytest.approx(other.fun, abs=1e-8) and cost(minimum.v) < -0.1
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_gradients_of_zero_stay_at_the_bound(count: int) -> None:
+    """Even if all are 0: scipy's solver must never see an empty matrix."""
+    zeros = np.zeros(count)
+    for lower in (0.0, 0.5):
+        minimum = minimise_program(np.zeros((count, count)), zeros, lower)
+        assert minimum.v.tolist() == [lower] * count and minimum.residual == 0
+    one_zero = minimise_program(np.diag([0.0, 4.0]), np.array([0.0, -2.0]))
+    assert one_zero.v.tolist() == [0.0, 0.5]
+
+
+def test_an_unbounded_program_has_a_large_residual() -> None:
+    """0.5 (v_1 - v_2)^2 - v_1 - v_2 decreases without end along (1, 1)."""
+    matrix = np.array([[1.0, -1.0], [-1.0, 1.0]])
+    assert minimise_program(matrix, np.array([-1.0, -1.0])).residual > 0.1
+
+
+# --- vectors
+
+
+@quick
+@given(instances)
+def test_the_result_has_no_conflict_and_is_the_nearest(instance: Instance) -> None:
+    """<g_k, x> >= 0 for all; x - p is a sum of gradients with v >= 0 and orthogonal to x. So for
+    every other y without conflict <x - p, y> >= 0 = <x - p, x>: x is the projection of p."""
+    gradients, vector = drawn(instance)
+    projection = project_gradient(vector, list(gradients))
+    result = projected(vector, projection)
+    assert projection.troubles == ()
+    least = cosines(gradients, result, vector).tolist()
+    assert min(least, default=0.0) >= -2 * RESIDUAL
+    assert result.norm() <= vector.double().norm() * (1 + RESIDUAL)  # a projection is never longer
+    if projection.added is not None:
+        square = float(vector.double() @ vector.double())
+        assert abs(float(projection.added @ result)) <= 1e-4 * square
+    else:
+        assert min(cosines(gradients, vector.double(), vector).tolist(), default=0.0) >= -1e-12
+
+
+def test_two_gradients_by_hand() -> None:
+    """Of the quadrant, (0, 2) is nearest to (-1, 2), and 0 to (-3, -4)."""
+    gradients = [torch.tensor([2.0, 0.0]), torch.tensor([0.0, 0.5])]
+    for vector, result in (((-1.0, 2.0), (0.0, 2.0)), ((-3.0, -4.0), (0.0, 0.0))):
+        p = torch.tensor(vector)
+        np.testing.assert_allclose(projected(p, project_gradient(p, gradients)), result, atol=1e-12)
+
+
+def test_without_a_conflict_nothing_is_added() -> None:
+    """Also to the vector itself, twice, and to zeros, as in GradMA's first step."""
+    vector = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    for gradients in ([], [vector, vector, torch.zeros(100)], [torch.zeros(100)]):
+        assert project_gradient(vector, gradients) == Projection(None)
+    assert project_gradient(torch.zeros(100), [vector, -vector]).added is None
+    assert project_gradient(vector, [vector], margin=0.5).added is None
+
+
+def test_nearly_opposite_float32_gradients_have_an_accurate_projection() -> None:
+    """g and -g (1 + noise): with products in float32 the result was 850 times the vector."""
+    draw = torch.Generator().manual_seed(1)
+    base, vector = torch.randn(20_000, generator=draw), torch.randn(20_000, generator=draw)
+    noise = torch.randn(20_000, generator=draw)
+    for share in (0.0, 1e-7, 1e-6, 1e-4):
+        gradients = [base, -0.01 * (base + share * noise), base.clone()]
+        projection = project_gradient(vector, gradients)
+        result = projected(vector, projection)
+        assert projection.troubles == () and result.norm() <= vector.norm() * 1.00001
+        assert cosines(torch.stack(gradients), result, vector).min() >= -2 * RESIDUAL
+
+
+def test_ridge_and_margin_by_hand() -> None:
+    """v = -b / (a + eps), so <g, result> = b + a v = -eps v; a margin is the lower bound of all v,
+    also of gradients without conflict, as soon as one is in conflict."""
+    gradient, other, vector = torch.tensor([[3.0, 0.0], [0.0, 2.0], [-1.0, 1.0]])
+    for ridge in (0.0, 1.0, 100.0):
+        projection = project_gradient(vector, [gradient], ridge=ridge)
+        v = 3 / (9 + ridge)
+        assert float(gradient.double() @ projected(vector, projection)) == pytest.approx(-ridge * v)
+    projection = project_gradient(vector, [gradient, other], margin=0.5)
+    np.testing.assert_allclose(projected(vector, projection), [-1 + 3 * 0.5, 1 + 2 * 0.5])
+    projection = project_gradient(vector, [gradient, other], margin=0.1)
+    np.testing.assert_allclose(projected(vector, projection), [0, 1 + 2 * 0.1], atol=1e-12)
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.3, 0.9])
+def test_rho_is_a_lower_bound_of_the_cosine(rho: float) -> None:
+    """To the vector before: for (4, 0), (0, 5) requires a second component of 4 rho."""
+    vector, gradient = torch.tensor([4.0, 0.0]), torch.tensor([0.0, 5.0])
+    result = projected(vector, project_gradient(vector, [gradient], rho=rho))
+    np.testing.assert_allclose(result, [4, 4 * rho], atol=1e-12)
+
+
+def test_contradictory_constraints_are_reported() -> None:
+    """No x has <g, x> > 0 and <-g, x> > 0."""
+    gradient, vector = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])
+    projection = project_gradient(vector, [gradient, -gradient], rho=0.5)
+    assert projection.added is None and projection.troubles == (NOT_SOLVED,)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e200])
+def test_values_that_are_not_finite_are_reported(bad: float) -> None:
+    """Also a number whose square overflows."""
+    gradient, vector = torch.tensor([[-1.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
+    wrong = torch.tensor([bad, 0.0], dtype=torch.float64)
+    for projection in (
+        project_gradient(vector, [gradient, wrong]),
+        project_gradient(wrong, [gradient]),
+    ):
+        assert projection.added is None and projection.troubles == (NOT_FINITE,)
+    assert project_gradient(vector, [gradient]).added is not None
+
+
+def test_blocks_are_projected_separately() -> None:
+    """One in conflict, one without, one not finite: only the first is changed."""
+    draw = torch.Generator().manual_seed(3)
+    gradient = torch.randn(9, generator=draw)
+    vector = torch.cat([-gradient[:4] + 1, gradient[4:7], torch.ones(2)])
+    gradient[7:] = torch.inf
+    projection = project_gradient(vector, [gradient], [4, 3, 2])
+    alone = project_gradient(vector[:4], [gradient[:4]])
+    assert projection.troubles == (NOT_FINITE,) and projection.added is not None
+    assert alone.added is not None and torch.equal(projection.added[:4], alone.added)
+    assert not projection.added[4:].any() and alone.added.abs().min() > 0.01
+
+
+def test_differences_are_gradients_and_arguments_are_not_changed() -> None:
+    left, right, vector = torch.randn(3, 50, generator=torch.Generator().manual_seed(4))
+    before = left.clone(), right.clone(), vector.clone()
+    sign = -1.0 if (left - right) @ vector > 0 else 1.0
+    projection = project_gradient(sign * vector, [Difference(left, right)])
+    other = project_gradient(sign * vector, [left - right])
+    assert projection.added is not None and other.added is not None
+    assert torch.equal(projection.added, other.added) and projection.added.dtype == torch.float64
+    assert all(torch.equal(a, b) for a, b in zip(before, (left, right, vector), strict=True))

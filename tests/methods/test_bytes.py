@@ -1,0 +1,136 @@
+"""What is sent and what clients keep, to the byte, for ResNet-18 with 100 classes."""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from small import tiny
+
+from stamp_core.client.workspace import RoundId, Workspace
+from stamp_core.data import split
+from stamp_core.data.dataset import ImageDataset
+from stamp_core.methods.base import registry
+from stamp_core.methods.base.method import ClientRound
+from stamp_core.results.records import tree_bytes
+
+P = 11_227_812  # parameters
+B = 9_600  # float buffers
+BASE = P - 512 * 100 - 100
+META = 38_944  # FedL2P's two networks and its learning rates
+MODEL = (4 * P, 4 * P)
+CLASSES = 100
+
+# Bytes to and from a client in a round with local buffers.
+EXPECTED: dict[str, tuple[int, int]] = {
+    "fedavg": MODEL,
+    "fedprox": MODEL,
+    "fedala": MODEL,
+    "feddbe": MODEL,
+    "fedas": (4 * BASE, 4 * BASE + 4),
+    "fedomg": MODEL,
+    "fedl2p": (4 * (P + META), 4 * (P + META)),
+    "fedssi": MODEL,
+    "gradma": MODEL,
+    "gem": MODEL,
+    "agem": MODEL,
+    "replay": MODEL,
+    "stamp": MODEL,
+    "joint": (4 * (P + B), 4 * (P + B)),  # one learner: its buffers are the server's
+    "local": (0, 0),
+}
+
+
+@cache
+def images() -> ImageDataset:
+    """Four colour images of noise for each of 100 classes."""
+    labels = torch.arange(CLASSES).repeat(4)
+    numbers = torch.Generator().manual_seed(0)
+    noise = torch.randint(256, (len(labels), 3, 32, 32), dtype=torch.uint8, generator=numbers)
+    every = torch.zeros(len(labels), dtype=torch.int64)
+    return ImageDataset(
+        "noise",
+        **{"x_train": noise, "y_train": labels, "x_test": noise[:100], "y_test": labels[:100]},
+        classes=tuple(map(str, range(CLASSES))),
+        domains=("all",),
+        **{"domain_train": every, "domain_test": every[:100], "digest": "noise"},
+        **{"mean": torch.full((3,), 0.5), "std": torch.full((3,), 0.3)},
+    )
+
+
+@cache
+def workspace(buffers: str) -> Workspace:
+    """The network of the paper on noise; two clients, two tasks of one class, a batch of two."""
+    setting = tiny(
+        split={"clients": 2, "tasks": 2, "classes_per_task": 1},
+        training={"batch_size": 2, "buffers": buffers},
+        network={"kind": "resnet18", "norm": "batch"},
+    ).setting
+    return Workspace(setting, images())
+
+
+class Sizes(NamedTuple):
+    """Bytes of the first client of the first round."""
+
+    down: int
+    up: int
+    disk: int  # after the client round
+    setup: tuple[int, int]  # to and from all clients, before the first round
+
+
+def first_round(kind: str, buffers: str = "local", **options: Any) -> Sizes:
+    """The bytes of a task's only round for the first of two clients."""
+    work = workspace(buffers)
+    method = registry.get_method(kind)(tiny(kind, **options).params, work)
+    plan = split.make_plan(work.setting.split, work.dataset, seed=0)
+    server, states, *setup = method.initial_states(plan)
+    sent = method.broadcast(server, 0)
+    reply = method.train_client(ClientRound(RoundId(0, 0, 0, 0, last=True), plan, states[0], sent))
+    down, up, disk = map(tree_bytes, (sent, reply.message, reply.state))
+    return Sizes(down, up, disk, (setup[0], setup[1]))
+
+
+def test_the_bytes_of_every_method_are_tested() -> None:
+    assert set(EXPECTED) == set(registry.method_names())
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+def test_a_round_of_resnet18_costs_what_is_published(kind: str) -> None:
+    sizes = first_round(kind)
+    assert (sizes.down, sizes.up) == EXPECTED[kind] and sizes.setup == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kept"),
+    [
+        ("fedavg", 0),
+        ("fedprox", 0),
+        ("gradma", 0),
+        ("fedomg", 0),
+        ("fedala", 2 * 4 * (P - BASE)),  # the head and a mixing weight for each of its numbers
+        ("feddbe", 4 * 512),  # the offset
+        ("fedas", 4 * P + 4 * B),  # the own model, and the statistics of its encoder
+        ("fedssi", 4 * P),  # importance; from the second task on the anchor as well
+        ("gem", 4 * 32 * 32 * 3 + 4 * 2 * 8 + 100 * 8),  # four images, labels, tasks, counts
+    ],
+)
+def test_a_client_keeps_what_is_published(kind: str, kept: int) -> None:
+    """Besides its running statistics, which every method has."""
+    assert first_round(kind).disk - 4 * B == kept
+
+
+def test_the_mean_of_feddbe_is_sent_once_each_way() -> None:
+    sizes = first_round("feddbe", feddbe_kappa=1.0)
+    assert sizes == (*MODEL, 4 * B + 2 * 4 * 512, (2 * 4 * 512, 2 * 4 * 512))
+
+
+def test_of_a_frozen_network_only_the_meta_networks_are_sent() -> None:
+    """Before that, one round of FedAvg, and its result once more."""
+    sizes = first_round("fedl2p", backbone="frozen", warm_rounds=1)
+    assert (sizes.down, sizes.up) == (4 * META, 4 * META) == (155_776, 155_776)
+    assert sizes.setup == (2 * 2 * 4 * P, 2 * 4 * P)
+
+
+def test_shared_buffers_add_their_bytes() -> None:
+    sizes = first_round("fedavg", "shared")
+    assert (sizes.down, sizes.up, sizes.disk) == (4 * (P + B), 4 * (P + B), 0)

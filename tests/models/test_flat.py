@@ -1,0 +1,180 @@
+"""A model as a vector: views, SGD and the weighted mean, bit-identical to PyTorch and float64."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from stamp_core.config.schema import Training
+from stamp_core.models.flat import FlatModel, FlatSGD, flatten, split_like, weighted_average
+
+numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)  # -0.0, tiny and huge ones
+weights = st.one_of(st.integers(1, 10**6).map(float), st.floats(1e-6, 1e6))
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    """Odd sizes, so that no tensor begins where a vector register does."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.Linear(27, 5)
+    )
+
+
+def loss(module: nn.Module, seed: int) -> Tensor:
+    images = torch.randn(7, 1, 5, 5, generator=torch.Generator().manual_seed(seed))
+    result: Tensor = module(images).square().sum()
+    return result
+
+
+def to_bytes(tensor: Tensor) -> bytes:
+    return tensor.numpy().tobytes()
+
+
+def test_the_vectors_hold_the_module_and_nothing_else() -> None:
+    """P = 3 * 9 + 3 (convolution) + 3 + 3 (norm) + 27 * 5 + 5 (linear); B = 3 means + 3 variances:
+    the integer counter is gone."""
+    model, twin = FlatModel(network()), network()
+    assert len(model.parameters) == 30 + 6 + 140 and len(model.buffers) == 6
+    assert torch.equal(model.parameters, flatten(list(twin.parameters())))
+    assert torch.equal(model.buffers, torch.tensor([0.0, 0, 0, 1, 1, 1]))
+    assert torch.equal(model.module(torch.ones(2, 1, 5, 5)), twin(torch.ones(2, 1, 5, 5)))
+
+
+@pytest.mark.parametrize("name", ["parameters", "buffers"])
+def test_vector_and_module_share_memory(name: str) -> None:
+    model = FlatModel(network())
+    vector, tensors = getattr(model, name), list(getattr(model.module, name)())
+    vector.copy_(torch.arange(len(vector)))
+    assert torch.equal(flatten(tensors), torch.arange(len(vector)).float())
+    with torch.no_grad():
+        tensors[-1].fill_(-1.0)
+    assert (vector[-tensors[-1].numel() :] == -1).all() and (vector == -1).sum() == len(tensors[-1])
+
+
+def test_training_writes_into_the_vector_of_buffers() -> None:
+    """Momentum 0.1: the mean of a channel moves from 0 to a tenth of the batch's."""
+    model = FlatModel(network())
+    images = torch.randn(7, 1, 5, 5, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        means = model.module[0](images).mean((0, 2, 3))
+        model.module.train()(images)
+    torch.testing.assert_close(model.buffers[:3], means / 10)
+
+
+def test_gradients_accumulate_in_the_vector() -> None:
+    model, twin = FlatModel(network()), network()
+    loss(twin, 0).backward()
+    expected = torch.cat([p.grad.reshape(-1) for p in twin.parameters()])
+    assert expected.count_nonzero() > len(expected) / 2
+    for times in (1, 2):
+        loss(model.module, 0).backward()
+        assert torch.equal(model.gradients, times * expected)
+    model.gradients.zero_()
+    assert all(not p.grad.any() for p in model.module.parameters())
+
+
+def test_load_copies() -> None:
+    """Later changes of the model leave the loaded vectors unchanged, and the views stay views."""
+    model = FlatModel(network())
+    parameters, buffers = torch.ones_like(model.parameters), torch.full_like(model.buffers, 2.0)
+    model.load(parameters)
+    assert torch.equal(model.buffers, torch.tensor([0.0, 0, 0, 1, 1, 1]))
+    model.load(parameters, buffers)
+    assert all((p == 1).all() for p in model.module.parameters())
+    assert all((b == 2).all() for b in model.module.buffers())
+    model.parameters.zero_()
+    model.buffers.zero_()
+    assert parameters.all() and buffers.all()
+
+
+def test_split_like_inverts_flatten() -> None:
+    tensors = [torch.randn(2, 3), torch.randn(()), torch.randn(0, 4), torch.randn(5)]
+    vector = flatten(tensors)
+    assert all(torch.equal(a, b) for a, b in zip(split_like(vector, tensors), tensors, strict=True))
+    assert len(flatten([])) == 0
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("decay", [0.0, 5e-4, 0.1])
+def test_sgd_is_bit_identical_to_torch(momentum: float, decay: float) -> None:
+    model, twin = FlatModel(network()), network()
+    training = Training(1, 1, 1, lr=0.03, momentum=momentum, weight_decay=decay)
+    sgd = FlatSGD(model, training)
+    torch_sgd = torch.optim.SGD(twin.parameters(), lr=0.03, momentum=momentum, weight_decay=decay)
+    start = model.parameters.clone()
+    for step in range(6):
+        model.gradients.zero_()
+        loss(model.module, step).backward()
+        sgd.step()
+        torch_sgd.zero_grad()
+        loss(twin, step).backward()
+        torch_sgd.step()
+        assert to_bytes(model.parameters) == to_bytes(flatten(list(twin.parameters()))), step
+    assert (start != model.parameters).float().mean() > 0.9
+
+
+def test_new_sgd_starts_without_velocity() -> None:
+    """Step 1 of momentum 0.9 on a gradient of 1 is -lr; step 2 would be -1.9 lr."""
+    model = FlatModel(network())
+    model.parameters.zero_()
+    training = Training(1, 1, 1, 1.0, momentum=0.9)
+    model.gradients.fill_(1.0)
+    for _ in range(2):
+        FlatSGD(model, training).step()
+    assert (model.parameters == -2).all()
+    sgd = FlatSGD(model, training)
+    sgd.step()
+    sgd.step()
+    torch.testing.assert_close(model.parameters, torch.full_like(model.parameters, -2 - 1 - 1.9))
+
+
+@settings(deadline=None)
+@given(st.lists(numbers, min_size=1, max_size=9), st.lists(weights, min_size=1, max_size=12))
+def test_the_mean_of_equal_vectors_is_bit_identical(
+    values: list[float], weights: list[float]
+) -> None:
+    vector = torch.tensor(values)
+    mean = weighted_average([vector.clone() for _ in weights], weights)
+    assert to_bytes(mean) == to_bytes(vector)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(numbers, weights), min_size=1, max_size=9))
+def test_the_mean_is_that_of_float64_rounded_once(pairs: list[tuple[float, float]]) -> None:
+    total = np.float64(0)
+    for value, weight in pairs:
+        total += np.float64(value) * np.float64(weight)
+    with np.errstate(over="ignore"):
+        expected = np.float32(total / sum(weight for _, weight in pairs))
+    values, weights = zip(*pairs, strict=True)
+    mean = weighted_average([torch.tensor([value]) for value in values], list(weights))
+    np.testing.assert_array_max_ulp(mean.numpy(), np.array([expected]), maxulp=1)
+
+
+def test_the_mean_by_hand() -> None:
+    """(1 * 1 + 3 * 3) / 4 = 2.5, (1 * 2 + 3 * -6) / 4 = -4; a weight of 0 adds nothing."""
+    vectors = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, -6.0]), torch.tensor([9.0, 9.0])]
+    mean = weighted_average(vectors, [1.0, 3.0, 0.0])
+    assert mean.tolist() == [2.5, -4.0] and mean.dtype == torch.float32
+    assert [v.tolist() for v in vectors] == [[1, 2], [3, -6], [9, 9]]
+
+
+@pytest.mark.parametrize(
+    ("values", "mean"),
+    [
+        ([1e30, -1e30, 3.0], 1.0),
+        ([1e30, 3.0, -1e30], 0.0),
+        ([2.0**24, 1.0, 1.0], np.float32((2**24 + 2) / 3)),
+    ],
+)
+def test_the_mean_is_added_up_in_order_in_float64(values: list[float], mean: float) -> None:
+    """1e30 - 1e30 + 3 is 3, whereas 1e30 + 3 - 1e30 is 0 (float64 ends 16 digits below 1e30);
+    2^24 + 1 + 1 is 2^24 + 2, where float32 would stay at 2^24."""
+    assert weighted_average([torch.tensor([v]) for v in values], [1.0, 1.0, 1.0]).item() == mean
+
+
+def test_every_vector_needs_a_weight() -> None:
+    with pytest.raises(ValueError, match="argument 2 is shorter"):
+        weighted_average([torch.ones(1), torch.ones(1)], [1.0])

@@ -1,0 +1,345 @@
+"""Networks: published sizes, seeds, training, and refusals of images that do not fit."""
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stamp_core.config.decode import ParameterError
+from stamp_core.config.schema import Network, Training
+from stamp_core.core import vision
+from stamp_core.coresets.learner import Learner, per_sample_gradients
+from stamp_core.models.encoders import Shape
+from stamp_core.models.flat import FlatModel, FlatSGD, flatten
+from stamp_core.models.networks import Classifier, build_network
+
+CODE = Network("cnn", features=512, channels=(32, 64))  # of the paper's public code
+RESNET = Network("resnet18", norm="batch")
+SMALL_STEM = Network("resnet18", norm="batch", stem="small")
+LENET, SWIN = Network("lenet"), Network("swin_t")
+SMALL = [
+    Network("mlp", features=8),
+    Network("cnn", features=8, channels=(4, 6)),
+    Network("cnn", features=8, channels=(4, 6), norm="batch"),
+    Network("cnn", features=8, channels=(4, 6), norm="group"),
+]
+ALL: list[tuple[Network, Shape]] = [
+    *((network, (3, 20, 20)) for network in SMALL),
+    (LENET, (1, 28, 28)),
+    (RESNET, (3, 17, 17)),
+    (Network("resnet18", norm="group"), (1, 28, 28)),
+    (SMALL_STEM, (3, 8, 8)),
+    (Network("resnet18", norm="group", stem="small"), (1, 5, 5)),
+    (SWIN, (1, 20, 24)),
+]
+
+
+def name(network: object) -> str | None:
+    """The id of a network among a test's parameters."""
+    if not isinstance(network, Network):
+        return None
+    return "-".join([network.kind, network.stem, network.norm])
+
+
+def size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def on_meta(network: Network, shape: Shape, classes: int) -> Classifier:
+    """A network of shapes without values."""
+    with torch.device("meta"):
+        return build_network(network, shape, classes, seed=0)
+
+
+def weights(network: Network, seed: int) -> torch.Tensor:
+    return flatten(list(build_network(network, (3, 20, 20), 5, seed).parameters()))
+
+
+def examples(shape: Shape, count: int = 2) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(3)
+    return torch.randn(count, *shape, generator=draw), torch.arange(count)
+
+
+def after_a_step(network: Network, shape: Shape) -> FlatModel:
+    """A network over five classes after a step on two images."""
+    model = FlatModel(build_network(network, shape, 5, seed=0).train())
+    images, labels = examples(shape)
+    F.cross_entropy(model.module(images), labels).backward()
+    FlatSGD(model, Training(rounds=1, epochs=1, batch_size=2, lr=0.01)).step()
+    return model
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A network after a step on two images; shared by tests, which must not change it."""
+
+    network: Network
+    shape: Shape
+    model: FlatModel
+    kept_rng_state: bool
+
+    @property
+    def images(self) -> Tensor:
+        return examples(self.shape)[0]
+
+    @property
+    def logits(self) -> Tensor:
+        return self.model.module.eval()(self.images)
+
+    def untrained(self, seed: int) -> Classifier:
+        return build_network(self.network, self.shape, 5, seed)
+
+
+@pytest.fixture(scope="module", params=ALL, ids=lambda param: name(param[0]))
+def trained(request: pytest.FixtureRequest) -> Trained:
+    """Every network after a step."""
+    torch.set_num_threads(1)  # as in a training
+    before = torch.get_rng_state()
+    model = after_a_step(*request.param)
+    return Trained(*request.param, model, torch.equal(torch.get_rng_state(), before))
+
+
+# --- sizes
+
+
+@pytest.mark.parametrize("classes", [10, 31, 100, 1000])
+@pytest.mark.parametrize(
+    ("network", "shape", "encoder", "per_class"),
+    [
+        (Network("mlp", features=7), (1, 8, 8), 64 * 7 + 7, 8),
+        (CODE, (3, 32, 32), 873_408, 513),
+        (LENET, (1, 32, 32), 60_856, 85),
+        (LENET, (3, 32, 32), 61_156, 85),
+        (LENET, (1, 28, 28), 43_576, 85),
+        (RESNET, (3, 32, 32), 11_176_512, 513),
+        (RESNET, (3, 300, 300), 11_176_512, 513),
+        (RESNET, (1, 28, 28), 11_170_240, 513),
+        (SMALL_STEM, (3, 32, 32), 11_168_832, 513),
+        (Network("resnet18", norm="group"), (3, 32, 32), 11_176_512, 513),
+        (SWIN, (3, 224, 224), 27_519_354, 769),
+        (SWIN, (1, 224, 224), 27_516_282, 769),
+    ],
+    ids=name,
+)
+def test_sizes_are_the_published_ones(
+    network: Network, shape: Shape, encoder: int, per_class: int, classes: int
+) -> None:
+    """The public code's CNN: 3 * 25 * 32 + 32 = 2,432; 32 * 25 * 64 + 64 = 51,264; sides 32 -> 14
+    -> 5, so 64 * 25 * 512 + 512 = 819,712. LeNet-5 on one channel: 6 * 26 = 156; 16 * 151 = 2,416;
+    120 * 401 = 48,120 (28 x 28: 4 x 4 left, 120 * 257 = 30,840); 84 * 121 = 10,164; two channels
+    more are 6 * 50. ResNet-18: 11,689,512 - 1000 * 513; one channel has 2 * 49 * 64 weights less,
+    a stem of 3 x 3 has 64 * 3 * (49 - 9) less. Swin-T: 28,288,354 - 1000 * 769; one channel has
+    2 * 16 * 96 weights less."""
+    model = on_meta(network, shape, classes)
+    assert size(model.encoder) == encoder and size(model) == encoder + per_class * classes
+
+
+@pytest.mark.parametrize("network", [RESNET, SMALL_STEM], ids=name)
+def test_buffers_are_those_of_batch_normalisation(network: Network) -> None:
+    """The 20 norms of ResNet-18, of 64 to 512 channels, hold 4,800 means and as many variances."""
+    model = FlatModel(build_network(network, (3, 32, 32), 10, 0))
+    assert len(model.buffers) == 9_600 and model.buffers.dtype is torch.float32
+
+
+@pytest.mark.parametrize("network", [Network("resnet18", norm="group"), SWIN], ids=name)
+def test_without_batch_normalisation_there_are_no_buffers(network: Network) -> None:
+    """Swin-T's indices are constants: as buffers they would be sent and averaged."""
+    model = on_meta(network, (3, 32, 32), 10)
+    kinds = {type(m) for m in model.modules() if "Norm" in type(m).__name__}
+    assert kinds == {nn.LayerNorm if network is SWIN else nn.GroupNorm}
+    assert not list(model.buffers())
+
+
+@pytest.mark.parametrize(("network", "head"), [(RESNET, "fc."), (SWIN, "head.")], ids=name)
+def test_published_networks_have_torchvisions_tensors(network: Network, head: str) -> None:
+    """All but the head, and Swin-T's indices, which are constants."""
+    with torch.device("meta"):
+        theirs = getattr(vision.load_torchvision().models, network.kind)().state_dict()
+    kept = {k: v.shape for k, v in theirs.items() if not k.endswith("index") and head not in k[:5]}
+    ours = on_meta(network, (3, 224, 224), 10).encoder.state_dict()
+    assert {k: v.shape for k, v in ours.items()} == kept and len(kept) > 100
+
+
+@pytest.mark.parametrize(
+    ("network", "side", "stem", "last"),
+    [(RESNET, 32, 8, 1), (RESNET, 224, 56, 7), (SMALL_STEM, 32, 32, 4), (SMALL_STEM, 28, 28, 4)],
+)
+def test_stems_of_resnet18(network: Network, side: int, stem: int, last: int) -> None:
+    """7 x 7 with stride 2 and pooling: a quarter. 3 x 3: the same. Three stages halve the rest."""
+    net = on_meta(network, (3, side, side), 10).encoder
+    early = net.maxpool(net.relu(net.bn1(net.conv1(torch.zeros(2, 3, side, side, device="meta")))))
+    assert early.shape == (2, 64, stem, stem)
+    late = net.layer4(net.layer3(net.layer2(net.layer1(early))))
+    assert late.shape == (2, 512, last, last)
+
+
+def test_the_stem_is_initialised_like_the_other_convolutions() -> None:
+    """Variance 2 / (kernel * channels out): 0.0253 for 49 * 64, 0.0589 for 9 * 64; all others keep
+    the values that torchvision drew."""
+    published, small = (build_network(n, (3, 32, 32), 10, 0).encoder for n in (RESNET, SMALL_STEM))
+    assert published.conv1.weight.std().item() == pytest.approx((2 / 49 / 64) ** 0.5, rel=0.03)
+    assert small.conv1.weight.std().item() == pytest.approx((2 / 9 / 64) ** 0.5, rel=0.06)
+    assert published.conv1.bias is small.conv1.bias is None
+    rest = [flatten(list(net.layer1.parameters())) for net in (published, small)]
+    assert torch.equal(*rest) and published.layer1[0].conv1.weight.std() > 0.05
+
+
+def test_lenet_by_hand() -> None:
+    network = build_network(LENET, (1, 32, 32), 10, seed=0)
+    kinds = [type(layer).__name__ for layer in network.encoder]
+    block = ["Conv2d", "ReLU", "MaxPool2d"]
+    assert kinds == [*block, *block, "Flatten", "Linear", "ReLU", "Linear", "ReLU"]
+    shapes = [list(p.shape) for p in network.parameters() if p.dim() > 1]
+    assert shapes == [[6, 1, 5, 5], [16, 6, 5, 5], [120, 400], [84, 120], [10, 84]]
+
+
+@pytest.mark.parametrize(
+    ("norm", "kind", "groups"), [("batch", nn.BatchNorm2d, None), ("group", nn.GroupNorm, [4, 8])]
+)
+def test_norms_of_the_cnn(norm: Any, kind: type[nn.Module], groups: list[int] | None) -> None:
+    """Group norm uses the largest number of groups up to 8 that divides the channels."""
+    network = build_network(Network("cnn", channels=(12, 16), norm=norm), (3, 20, 20), 5, seed=0)
+    norms: list[Any] = [m for m in network.modules() if isinstance(m, kind)]
+    assert [m.weight.numel() for m in norms] == [12, 16]
+    assert groups is None or [m.num_groups for m in norms] == groups
+    assert bool(list(network.buffers())) == (norm == "batch")
+
+
+# --- properties of every network
+
+
+def test_logits_are_the_head_on_the_encoders_features(trained: Trained) -> None:
+    net = trained.model.module.eval()
+    features = net.encoder(trained.images)
+    assert features.shape == (2, net.head.weight.shape[1])
+    assert trained.network.kind == "swin_t" or (features >= 0).all()
+    logits = features @ net.head.weight.T + net.head.bias
+    torch.testing.assert_close(trained.logits, logits)
+
+
+def test_a_step_reaches_every_tensor_and_draws_no_random_number(trained: Trained) -> None:
+    assert trained.kept_rng_state
+    assert all(p.grad.any() for p in trained.model.module.parameters())
+    untrained = FlatModel(trained.untrained(0))
+    assert not torch.equal(trained.model.parameters, untrained.parameters)
+    assert torch.equal(trained.model.buffers, untrained.buffers) == (
+        trained.network.norm != "batch"
+    )
+
+
+def test_two_vectors_hold_the_whole_state_of_a_network(trained: Trained) -> None:
+    """Another network with them has bit-identical logits; a selection rule can undo its steps."""
+    vectors = trained.model.parameters, trained.model.buffers
+    other = FlatModel(trained.untrained(1))
+    other.load(*vectors)
+    assert torch.equal(other.module.eval()(trained.images), trained.logits)
+    learner = Learner(other.module, torch.Tensor.float, *vectors)
+    learner.train(*examples(trained.shape), [torch.arange(2)], lr=0.1)
+    assert not torch.equal(learner.network(trained.images), trained.logits)
+    learner.load_client_weights()
+    assert torch.equal(learner.network(trained.images), trained.logits)
+
+
+def test_the_memory_format_of_images_changes_no_logit(trained: Trained) -> None:
+    last = trained.images.contiguous(memory_format=torch.channels_last)
+    logits = trained.model.module.eval()(last)
+    torch.testing.assert_close(logits, trained.logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("network", [LENET, SMALL_STEM, SWIN], ids=name)
+def test_the_mean_of_per_sample_gradients_is_that_of_the_batch(network: Network) -> None:
+    model, (images, labels) = after_a_step(network, (3, 20, 20)), examples((3, 20, 20))
+    net = model.module.eval()
+    each = per_sample_gradients(net, images, labels)
+    whole = torch.autograd.grad(F.cross_entropy(net(images), labels), list(net.parameters()))
+    torch.testing.assert_close(each.mean(0), flatten(whole), rtol=1e-3, atol=1e-5)
+
+
+def test_swin_t_has_no_random_depth() -> None:
+    """An image has the same features in training and in evaluation."""
+    model, images = build_network(SWIN, (3, 20, 20), 5, seed=0), examples((3, 20, 20), 4)[0]
+    assert torch.equal(model.train()(images), model.eval()(images))
+
+
+@pytest.mark.parametrize("network", [*SMALL, RESNET], ids=name)
+def test_the_seed_alone_decides_the_weights(network: Network) -> None:
+    first = weights(network, 1)
+    torch.rand(3)
+    assert torch.equal(weights(network, 1), first)
+    assert (weights(network, 2) != first).float().mean() > 0.8
+
+
+@pytest.mark.parametrize(("network", "shape"), [ALL[2], ALL[5], ALL[9]], ids=name)
+def test_building_leaves_the_global_generator_unchanged(network: Network, shape: Shape) -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(4)
+    torch.manual_seed(7)
+    build_network(network, shape, 5, seed=1)
+    with pytest.raises(ParameterError):
+        build_network(network, (3, 3, 3), 5, seed=1)
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_batch_normalisation_starts_without_statistics() -> None:
+    network = build_network(SMALL[2], (3, 20, 20), 5, seed=0)
+    means = [b for name, b in network.named_buffers() if name.endswith("running_mean")]
+    assert len(means) == 2 and not any(mean.any() for mean in means)
+    assert network.training
+
+
+def test_torchvision_loads_whatever_the_build_of_torch() -> None:
+    torchvision = vision.load_torchvision()
+    assert torchvision is vision.load_torchvision() is sys.modules["torchvision"]
+    with torch.device("meta"):  # shapes only
+        assert size(torchvision.models.swin_t()) == 28_288_354
+
+
+# --- images and parameters that do not fit
+
+
+TOO_SMALL: list[tuple[Network, Shape, Shape, str]] = [  # network, images, larger ones, message
+    (SMALL[1], (3, 24, 15), (3, 24, 16), "channels is [4, 6]; it must be shorter"),
+    (LENET, (1, 15, 24), (1, 16, 24), "kind is 'lenet'; it must be another"),
+    (LENET, (1, 3, 3), (1, 16, 16), "kind is 'lenet'; it must be another"),
+    (RESNET, (3, 16, 32), (3, 17, 32), "stem is 'published'; it must be 'small'"),
+    (RESNET, (3, 4, 4), (3, 17, 17), "kind is 'resnet18'; it must be another"),
+    (SMALL_STEM, (1, 8, 4), (1, 8, 5), "kind is 'resnet18'; it must be another"),
+    (SWIN, (3, 16, 32), (3, 20, 32), "kind is 'swin_t'; it must be another"),
+    (SWIN, (3, 32, 30), (3, 32, 28), "kind is 'swin_t'; it must be another"),
+]
+
+
+@pytest.mark.parametrize(("network", "shape", "fits", "message"), TOO_SMALL, ids=name)
+def test_images_that_do_not_fit_are_refused_by_name(
+    network: Network, shape: Shape, fits: Shape, message: str
+) -> None:
+    """Convolutions of 5 x 5 with pooling: 16 -> 12 -> 6 -> 2 -> 1 is an image still, 15 -> 11 ->
+    5 -> 1 -> 0 is none. Before its last stage ResNet-18 has halved sides four times, with the small
+    stem twice: 17 -> 9 -> 5 -> 3 -> 2 and 5 -> 3 -> 2 can be halved once more, 16 and 4 -> 1
+    cannot. Swin-T divides 20 into 5 patches -> 3 -> 2, and 16 into 4 -> 2 -> 1."""
+    with pytest.raises(ParameterError) as error:
+        build_network(network, shape, 5, seed=0)
+    assert str(error.value).startswith(f"network.{message} for {shape} images")
+    logits = build_network(network, fits, 5, seed=0).eval()(torch.zeros(1, *fits))
+    assert logits.shape == (1, 5)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"kind": "mlp", "norm": "group"}, "norm is 'group'; it must be 'none'"),
+        ({"kind": "lenet", "norm": "batch"}, "norm is 'batch'; it must be 'none'"),
+        ({"kind": "swin_t", "norm": "batch"}, "norm is 'batch'; it must be 'none'"),
+        ({"kind": "resnet18"}, "norm is 'none'; it must be 'batch' or 'group'"),
+        ({"kind": "cnn", "stem": "small"}, "stem is 'small'; it must be absent"),
+    ],
+)
+def test_parameters_that_a_kind_does_not_have_are_refused(values: Any, message: str) -> None:
+    with pytest.raises(ParameterError) as error:
+        Network(**values)
+    assert str(error.value) == f"{message}, as kind is '{values['kind']}'"

@@ -1,0 +1,259 @@
+"""Pretrained weights: torchvision's files and those of run records, misfits and damaged files."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from stamp_core.config.decode import ParameterError
+from stamp_core.config.schema import Network
+from stamp_core.core import paths, vision
+from stamp_core.models.encoders import Shape
+from stamp_core.models.networks import Classifier, build_network
+from stamp_core.models.pretrained import weights_digest
+
+SMALL_STEM = Network("resnet18", norm="batch", stem="small")
+NETWORKS = [
+    Network("mlp", features=8),
+    Network("cnn", features=8, channels=(4, 6), norm="batch"),
+    Network("lenet"),
+    SMALL_STEM,
+    Network("swin_t"),
+]
+
+
+def recorded(network: Classifier) -> dict[str, Tensor]:
+    """A network's tensors by their names in a run record."""
+    tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
+    return {
+        name: value.detach().clone()
+        for name, value in tensors.items()
+        if not name.endswith("num_batches_tracked")
+    }
+
+
+def refusal(network: Network, shape: Shape) -> str:
+    """The message with which a network over five classes is refused."""
+    with pytest.raises(ParameterError) as error:
+        build_network(network, shape, 5, seed=0)
+    return str(error.value)
+
+
+@pytest.fixture
+def raw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of downloads."""
+    monkeypatch.setattr(paths, "RAW", tmp_path)
+    return tmp_path
+
+
+def torchvision_network(kind: str) -> nn.Module:
+    """torchvision's network over five classes, with statistics of batch normalisation."""
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        net: nn.Module = getattr(vision.load_torchvision().models, kind)(num_classes=5)
+    for key, buffer in net.named_buffers():
+        if key.endswith(("mean", "var")):
+            buffer += 0.5
+    return net.eval()
+
+
+def write_weights(values: dict[str, Tensor], path: Path) -> None:
+    save_file(values, path) if path.suffix == ".safetensors" else torch.save(values, path)
+
+
+def mlp(file: str) -> Network:
+    """A network for images of 12 values with 3 features and weights from a file."""
+    return Network("mlp", features=3, pretrained=file)
+
+
+def mlp_weights() -> dict[str, Tensor]:
+    """Weights that fit it, over 5 classes."""
+    names = ("encoder.1.weight", "encoder.1.bias", "head.weight", "head.bias")
+    shapes = ((3, 12), (3,), (5, 3), (5,))
+    return {k: torch.full(shape, 0.5) for k, shape in zip(names, shapes, strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "file"), [("resnet18", "w.pth"), ("resnet18", "w.safetensors"), ("swin_t", "w.pth")]
+)
+def test_torchvisions_weights_give_torchvisions_logits(raw: Path, kind: Any, file: str) -> None:
+    net, images = torchvision_network(kind), torch.randn(2, 3, 20, 20)
+    write_weights(net.state_dict(), raw / file)
+    network = Network(kind, norm="batch" if kind == "resnet18" else "none", pretrained=file)
+    loaded = build_network(network, (3, 20, 20), 5, seed=0).eval()
+    assert torch.equal(loaded(images), net(images))
+
+
+@pytest.mark.parametrize("network", NETWORKS, ids=lambda network: network.kind)
+def test_the_weights_of_a_run_record_load_bit_identically(raw: Path, network: Network) -> None:
+    """Whatever the seed, with statistics of batch normalisation."""
+    model, images = build_network(network, (3, 20, 20), 5, seed=0), torch.randn(4, 3, 20, 20)
+    model.train()(images)
+    save_file(recorded(model), raw / "w.safetensors")
+    loaded = build_network(replace(network, pretrained="w.safetensors"), (3, 20, 20), 5, seed=9)
+    stored, values = recorded(model), recorded(loaded)
+    assert all(torch.equal(values[name], value) for name, value in stored.items())
+    assert torch.equal(loaded.eval()(images), model.eval()(images))
+
+
+@pytest.mark.parametrize("names", ["torchvision", "run record", "without a head"])
+def test_a_head_over_other_classes_is_not_loaded(raw: Path, names: str) -> None:
+    """The encoder is the file's whatever the seed; the head is that of the seed."""
+    stored = recorded(build_network(SMALL_STEM, (3, 8, 8), 7, seed=5))
+    encoder = {k: v for k, v in stored.items() if k.startswith("encoder.")}
+    if names == "torchvision":
+        stored = {k.replace("encoder.", "").replace("head.", "fc."): v for k, v in stored.items()}
+    torch.save(encoder if names == "without a head" else stored, raw / "w.pt")
+    network = Network("resnet18", norm="batch", stem="small", pretrained="w.pt")
+    for seed in (0, 1):
+        loaded, initial = (
+            recorded(build_network(each, (3, 8, 8), 5, seed)) for each in (network, SMALL_STEM)
+        )
+        assert len(encoder) == len(loaded) - 2 == 100
+        assert all(torch.equal(loaded[k], v) for k, v in encoder.items())
+        assert all(torch.equal(loaded[k], initial[k]) for k in ("head.weight", "head.bias"))
+
+
+def test_float16_weights_are_read_as_float32(raw: Path) -> None:
+    torch.save({name: value.half() for name, value in mlp_weights().items()}, raw / "w.pth")
+    loaded = build_network(mlp("w.pth"), (3, 2, 2), 5, seed=0)
+    assert all(p.dtype is torch.float32 and (p == 0.5).all() for p in loaded.parameters())
+
+
+def test_reading_weights_leaves_the_global_generator_unchanged(raw: Path) -> None:
+    torch.save(mlp_weights(), raw / "w.pth")
+    torch.manual_seed(7)
+    expected = torch.rand(4)
+    torch.manual_seed(7)
+    build_network(mlp("w.pth"), (3, 2, 2), 5, seed=0)
+    assert torch.equal(torch.rand(4), expected)
+
+
+def changed(key: str, value: Tensor | None = None) -> dict[str, Tensor]:
+    """The weights of the MLP with another value for one name, or without it."""
+    values = {name: each for name, each in mlp_weights().items() if name != key}
+    return values if value is None else {**values, key: value}
+
+
+BIAS, WEIGHT = "encoder.1.bias", "encoder.1.weight"
+MISFITS: list[tuple[object, str]] = [
+    (changed(BIAS), f"lacks '{BIAS}', float32 [3]"),
+    (changed("head.bias"), "lacks 'head.bias', float32 [5]"),
+    (changed("encoder.3.weight", torch.zeros(3)), "has 'encoder.3.weight', which is not in"),
+    (
+        changed(WEIGHT, torch.zeros(3, 13)),
+        f"has '{WEIGHT}' as float32 [3, 13] instead of float32 [3,",
+    ),
+    (changed("head.weight", torch.zeros(5, 4)), "has 'head.weight' as float32 [5, 4] instead of"),
+    (changed(BIAS, torch.zeros(3, dtype=torch.int64)), f"has '{BIAS}' as int64 [3] instead of"),
+    (
+        changed(BIAS, torch.tensor([0.0, float("nan"), 0.0])),
+        f"has '{BIAS}' with values that are not",
+    ),
+    ({"epoch": 3, "model": mlp_weights()}, "has 'epoch' instead of tensors by name alone"),
+    ({1: torch.zeros(3)}, "has 1 instead of tensors by name alone"),
+    ([torch.zeros(3)], "holds list instead of tensors by name"),
+]
+
+
+def misfit(raw: Path, kind: str, problem: str) -> str:
+    """How the message for a file that does not fit starts."""
+    right = f"a file of weights of this {kind}: {raw / 'w.pth'} {problem}"
+    return f"network.pretrained is 'w.pth'; it must be {right}"
+
+
+@pytest.mark.parametrize(("stored", "problem"), MISFITS, ids=[problem for _, problem in MISFITS])
+def test_weights_that_do_not_fit_are_refused_by_name(
+    raw: Path, stored: object, problem: str
+) -> None:
+    torch.save(stored, raw / "w.pth")
+    assert refusal(mlp("w.pth"), (3, 2, 2)).startswith(misfit(raw, "mlp", problem))
+
+
+@pytest.mark.parametrize(
+    ("network", "shape", "problem"),
+    [
+        (
+            Network("resnet18", norm="batch"),
+            (1, 28, 28),
+            "has 'conv1.weight' as float32 [64, 3, 7, 7] instead of float32 [64, 1, 7, 7]",
+        ),
+        (
+            SMALL_STEM,
+            (3, 32, 32),
+            "has 'conv1.weight' as float32 [64, 3, 7, 7] instead of float32 [64, 3, 3, 3]",
+        ),
+        (Network("resnet18", norm="group"), (3, 32, 32), "has 'bn1.running_mean', which is not in"),
+        (Network("swin_t"), (3, 32, 32), "lacks 'features.0.0.weight', float32 [96, 3, 4, 4]"),
+    ],
+)
+def test_weights_of_another_network_are_refused_by_torchvisions_names(
+    raw: Path, network: Network, shape: Shape, problem: str
+) -> None:
+    torch.save(torchvision_network("resnet18").state_dict(), raw / "w.pth")
+    message = refusal(replace(network, pretrained="w.pth"), shape)
+    assert message.startswith(misfit(raw, network.kind, problem))
+
+
+class Harmful:
+    """A pickle that creates a folder if it is loaded as code."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.folder),)
+
+
+def damaged(raw: Path) -> Iterator[tuple[str, str]]:
+    """Names of files that hold no weights, with their format."""
+    for file, kind in (("w.pth", "torch"), ("w.safetensors", "safetensors")):
+        write_weights(mlp_weights(), raw / file)
+        whole = (raw / file).read_bytes()
+        for end in (0, 1, 100, len(whole) // 2, len(whole) - 1):
+            (raw / f"{end}{file}").write_bytes(whole[:end])
+            yield f"{end}{file}", kind
+        (raw / f"text{file}").write_text("<html>no such file</html>")
+        yield f"text{file}", kind
+    torch.save({"w": Harmful(raw / "harm")}, raw / "harmful.pth")
+    yield "harmful.pth", "torch"
+
+
+def test_damaged_files_are_refused_and_run_no_code(raw: Path) -> None:
+    for file, kind in damaged(raw):
+        assert refusal(mlp(file), (3, 2, 2)) == (
+            f"network.pretrained is '{file}'; it must be a whole {kind} file of tensors alone: "
+            f"{raw / file} cannot be read as one"
+        )
+    assert not (raw / "harm").exists()
+
+
+@pytest.mark.parametrize("file", ["w.pth", "", "/nowhere/w.pth"])
+def test_a_missing_file_is_refused(raw: Path, file: str) -> None:
+    message = f"network.pretrained is '{file}'; it must be a file: there is none at {raw / file}"
+    assert refusal(mlp(file), (3, 2, 2)) == message
+    with pytest.raises(ParameterError) as error:
+        weights_digest(mlp(file))
+    assert str(error.value) == message
+
+
+def test_the_digest_is_that_of_the_file(raw: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_digest_of(content: bytes, time: int) -> bool:
+        (raw / "w.pth").write_bytes(content)
+        os.utime(raw / "w.pth", ns=(time, time))
+        return weights_digest(mlp("w.pth")) == hashlib.sha256(content).hexdigest()
+
+    assert weights_digest(Network("mlp")) is None
+    assert is_digest_of(b"abc", time=1) and weights_digest(mlp(str(raw / "w.pth")))
+    monkeypatch.setattr(hashlib, "file_digest", None)  # it is not computed a second time
+    assert is_digest_of(b"abc", time=1)
+    monkeypatch.undo()
+    monkeypatch.setattr(paths, "RAW", raw)
+    assert is_digest_of(b"abcd", time=1) and is_digest_of(b"dcba", time=2)

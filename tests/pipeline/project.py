@@ -1,0 +1,91 @@
+"""A copy of the project in which tests run the real pipeline."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from stamp_core.core.paths import ROOT
+from stamp_core.results.records import Record, load_record
+
+NOT_COPIED = {".git", ".venv", "cache", "tmp", "__pycache__", ".hypothesis", ".ipynb_checkpoints"}
+COMPUTED = {"source", "splits", "runs", "sweeps", "quick", "paper", "cache", "resume", "raw"}
+
+
+def ignored(folder: str, names: list[str]) -> set[str]:
+    """What is not copied: the environment, the history and everything computed."""
+    if Path(folder) == ROOT / "data":
+        return set(names) & COMPUTED
+    if Path(folder) == ROOT / "data" / "executed":
+        return {name for name in names if name.endswith(".ipynb")}
+    top = Path(folder) in (ROOT, ROOT / ".dvc")
+    return {n for n in names if (n in NOT_COPIED and top) or n == "__pycache__"}
+
+
+class Project:
+    """A copy of the project whose default profile is the quick one, in a git repository."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        shutil.copytree(ROOT, root, ignore=ignored)
+        (root / "dvc.lock").unlink(missing_ok=True)
+        shutil.copy(root / "params/quick.yaml", root / "params.yaml")
+        kept = {
+            k: v for k, v in os.environ.items() if not k.startswith(("STAMP_", "DVC_", "PYTEST"))
+        }
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        author = {
+            f"GIT_{who}_{what}": "test@example.org"
+            for who in ("AUTHOR", "COMMITTER")
+            for what in ("NAME", "EMAIL")
+        }
+        self.environment = {**kept, **author, "PATH": path, "PYTHONPATH": str(root)}
+        self.run("git", "init", "--quiet")
+        self.commit()
+
+    def run(self, *command: str, ok: bool = True) -> str:
+        """The output of a command; it must end well (or badly, if not `ok`)."""
+        done = subprocess.run(
+            command,
+            cwd=self.root,
+            env=self.environment,
+            text=True,
+            capture_output=True,
+            timeout=300,
+        )
+        assert (done.returncode == 0) == ok, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def commit(self) -> None:
+        """Put everything into git."""
+        self.run("git", "add", "--all")
+        self.run("git", "commit", "--quiet", "--message", "as it is")
+
+    def change(self, file: str, key: str, value: Any) -> None:
+        """Change one value of a parameter file."""
+        values = block = YAML().load(self.root / file)
+        *path, last = key.split(".")
+        for part in path:
+            block = block[part]
+        block[last] = value
+        YAML().dump(values, self.root / file)
+
+    def outdated(self) -> set[str]:
+        """The stages that `dvc repro` would run, after `source`."""
+        self.run("dvc", "repro", "--quiet", "source")
+        return set(json.loads(self.run("dvc", "status", "--json", "dvc.yaml")))
+
+    def replace(self, file: str, old: str, new: str) -> None:
+        """Edit a file."""
+        path = self.root / file
+        assert old in path.read_text()
+        path.write_text(path.read_text().replace(old, new, 1))
+
+    def record(self, name: str, seed: int = 0) -> Record:
+        """One run of the default profile."""
+        return load_record(self.root / f"data/runs/{name}/{seed}")

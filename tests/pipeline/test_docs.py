@@ -1,0 +1,99 @@
+"""The complete files in README.md and docs/ work where they are put."""
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import small
+from PIL import Image
+
+from stamp_core import Record, load_dataset, load_experiment, load_plans, train
+from stamp_core.config.params import read_params
+from stamp_core.core import paths
+from stamp_core.engine.experiment import Experiment
+from stamp_core.methods.base.registry import get_method
+
+PAGES = [paths.ROOT / "README.md", *sorted((paths.ROOT / "docs").glob("*.md"))]
+FILE = re.compile(
+    r"This is all\s+of\s+`stamp_core/([\w/]+)/(\w+)\.py`[^`]*?```python\n(.*?)```", re.S
+)
+FILES = {
+    (folder, name): code
+    for page in PAGES
+    for folder, name, code in FILE.findall(page.read_text("utf-8"))
+}
+
+
+def named(folder: str) -> list[str]:
+    """The names of the pages' files in a folder of stamp_core."""
+    return [name for place, name in FILES if place == folder]
+
+
+@pytest.fixture(autouse=True)
+def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """All files of the pages are in the package during a test; no cache or download is shared."""
+    for (folder, name), code in FILES.items():
+        package = importlib.import_module(f"stamp_core.{folder.replace('/', '.')}")
+        place = tmp_path / folder
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{name}.py").write_text(code)
+        if str(place) not in package.__path__:
+            monkeypatch.setattr(package, "__path__", [*package.__path__, str(place)])
+    monkeypatch.setattr(Experiment, "files", lambda experiment: [])
+    monkeypatch.setattr("stamp_core.core.fingerprint.combined_fingerprint", lambda *files: "")
+    monkeypatch.setattr(paths, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(paths, "RAW", tmp_path)
+    yield
+    for folder, name in FILES:
+        sys.modules.pop(f"stamp_core.{folder.replace('/', '.')}.{name}", None)
+
+
+def run(kind: str, **preset: Any) -> Record:
+    """One seed of the setting `tiny` with a method and some of its parameters."""
+    params = read_params()
+    params["methods"]["example"] = {"kind": kind, **preset}
+    experiment = load_experiment("tiny", "example", params)
+    return train(experiment, load_plans(experiment.setting, experiment.dataset(), "0"), 1, "cpu")[0]
+
+
+def differ(one: Record, other: Record) -> bool:
+    """Whether two final models differ."""
+    return any((value != other.weights[name]).any() for name, value in one.weights.items())
+
+
+def test_every_kind_of_extension_has_a_complete_file() -> None:
+    assert {folder for folder, _ in FILES} == {"methods", "coresets/selection", "data/sources"}
+
+
+@pytest.mark.parametrize("name", named("methods"))
+def test_a_method_is_fedavg_with_its_neutral_parameters_only(name: str) -> None:
+    small.assert_same_weights(run(name, **get_method(name).neutral or {}), run("fedavg"))
+    assert differ(run(name), run("fedavg"))
+
+
+@pytest.mark.parametrize("name", named("coresets/selection"))
+def test_a_rule_selects_other_exemplars_than_a_random_choice(name: str) -> None:
+    memory = {"exemplars_per_class": 3, "space": "off"}
+    random = run("replay", memory={**memory, "selection": "uniform"})
+    chosen = run("replay", memory={**memory, "selection": name})
+    assert chosen.history[-1]["disk"] == random.history[-1]["disk"]
+    assert differ(chosen, random)
+
+
+def test_stripes_are_learnable_images() -> None:
+    dataset = load_dataset({"source": "stripes", "noise": 0.5})
+    assert dataset.x_train.shape == (1000, 1, 12, 12) and len(dataset.classes) == 10
+
+
+def test_a_table_names_image_files(tmp_path: Path) -> None:
+    for value in range(4):
+        Image.fromarray(np.full((40, 50, 3), value, np.uint8)).save(tmp_path / f"{value}.png")
+    rows = ["file,label,subset", "0.png,a,train", "1.png,b,train", "2.png,a,test", "3.png,b,test"]
+    (tmp_path / "table.csv").write_text("\n".join(rows))
+    dataset = load_dataset({"source": "table", "root": ".", "size": 8})
+    assert dataset.x_train[:, 0, 0, 0].tolist() == [0, 1] and dataset.classes == ("a", "b")

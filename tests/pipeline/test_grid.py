@@ -1,0 +1,59 @@
+"""Records of a grid: loaded, trained where allowed, and refused when they are outdated."""
+
+from typing import Any
+
+import pytest
+
+from stamp_core.config.decode import ParameterError
+from stamp_core.engine.experiment import load_experiment
+from stamp_core.pipeline.grid import (
+    load_grid,
+    load_plans,
+    load_records,
+    run_folder,
+    save_plans,
+    train_and_save,
+)
+
+
+def test_outdated_records_are_named_or_count_as_missing(params: dict[str, Any]) -> None:
+    experiment = load_experiment("tiny", "fedavg", params)
+    assert load_records(experiment, "0to1", "default") == []
+    train_and_save(experiment, "0to1", "default", device="cpu")
+    assert len(load_records(experiment, "0to1", "default", outdated=False)) == 2
+    params["settings"]["tiny"]["training"]["lr"] = 0.05
+    other = load_experiment("tiny", "fedavg", params)
+    assert load_records(other, "0to1", "default", outdated=False) == []
+    with pytest.warns(UserWarning, match=r"tiny-fedavg-0to1 was made with other parameters: run"):
+        assert len(load_records(other, "0to1", "default")) == 2
+    (run_folder(experiment, "0to1", "default") / "1" / "run.json").unlink()
+    assert load_records(experiment, "0to1", "default") == []  # one seed is missing
+
+
+def test_the_quick_profile_trains_what_is_missing_the_default_one_refuses(
+    params: dict[str, Any], trained: list[str]
+) -> None:
+    with pytest.raises(ParameterError) as error:
+        load_grid("comparison", "default")
+    assert str(error.value) == (
+        "no records of train@tiny-fedavg-0; make them with `dvc repro train@tiny-fedavg-0`"
+    )
+    assert load_grid("comparison", "paper") == [] and not trained
+    runs = [record.run for record in load_grid("comparison", "quick")]
+    assert runs == [("tiny", method, 0) for method in ("fedavg", "near", "keep_all")]
+    load_grid("comparison", "quick")
+    assert trained == ["tiny-fedavg", "tiny-near", "tiny-keep_all"]
+
+
+def test_plans_are_loaded_while_they_fit_the_setting(params: dict[str, Any]) -> None:
+    experiment = load_experiment("tiny", "fedavg", params)
+    dataset = experiment.dataset()
+    plans = load_plans(experiment.setting, dataset, "0to1", "default")
+    plans[0] = load_plans(experiment.setting, dataset, "5", "default")[5]  # told apart by its seed
+    save_plans(plans, experiment.setting, "0to1", "default")
+    loaded = load_plans(experiment.setting, dataset, "0to1", "default")
+    assert [plan.seed for plan in loaded.values()] == [5, 1]
+    params["settings"]["tiny"]["split"]["tasks"] = 1
+    other = load_experiment("tiny", "fedavg", params)
+    drawn = load_plans(other.setting, dataset, "0to1", "default")
+    assert [(plan.seed, plan.tasks) for plan in drawn.values()] == [(0, 1), (1, 1)]

@@ -1,0 +1,114 @@
+"""The shape of the project: what may stand in a notebook, which environment is pinned."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from stamp_core.config.params import read_params
+from stamp_core.core.fingerprint import find_imports, import_closure
+from stamp_core.core.paths import ROOT
+from stamp_core.methods.base.registry import method_names, read_preset
+from stamp_core.pipeline import notebooks
+
+PACKAGE = ROOT / "stamp_core"
+
+
+def test_the_import_contracts_hold() -> None:
+    """Layers, report on records only, independent methods: pyproject.toml, tool.importlinter."""
+    command = [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_no_modules_import_each_other() -> None:
+    modules = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
+    bare = {p for p in modules if p.name == "__init__.py" and not _defines(p)}
+    graph = {path: find_imports(path) - {path} - bare for path in modules}
+    done: set[Path] = set()
+    while len(done) < len(graph):
+        free = {path for path in graph if path not in done and graph[path] <= done}
+        assert free, f"these import each other: {sorted(set(graph) - done)}"
+        done |= free
+
+
+def _defines(path: Path) -> bool:
+    """Whether a file defines something of its own and does not only hand on names of others."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return any(isinstance(node, ast.FunctionDef | ast.ClassDef) for node in nodes)
+
+
+def test_whoever_imports_the_figures_depends_on_all_their_files() -> None:
+    own = {*(PACKAGE / "report/figures").glob("[!_]*.py")}
+    assert own <= {*import_closure(PACKAGE / "report/figures/__init__.py")}
+
+
+def test_torchvision_is_imported_in_one_place() -> None:
+    importing = re.compile(r"^\s*(import|from) torchvision", re.M)
+    files = [path.name for path in PACKAGE.rglob("*.py") if importing.search(path.read_text())]
+    assert files == ["vision.py"]
+
+
+@pytest.mark.parametrize("path", notebooks.all_notebooks(), ids=lambda p: p.name)
+def test_notebooks_call_and_do_not_define(path: Path) -> None:
+    cells = [c for c in nbformat.read(path, 4).cells if c.cell_type == "code"]
+    for cell in cells:
+        for node in ast.walk(ast.parse(cell.source)):
+            assert not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.For | ast.While)
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = (
+                    [alias.name for alias in node.names]
+                    if isinstance(node, ast.Import)
+                    else [node.module or ""]
+                )
+                assert all(name.split(".")[0] == "stamp_core" for name in names)
+        assert len(cell.source.splitlines()) <= 16
+
+
+TABLES_ONLY = {"9_paper.ipynb"}  # of runs that few machines have: where there are none, dashes
+
+
+@pytest.mark.parametrize("path", notebooks.all_notebooks(), ids=lambda p: p.name)
+def test_notebooks_are_stored_as_run_top_to_bottom(path: Path) -> None:
+    """nbval compares nothing in a cell without a count, and everything else as it stands here."""
+    notebook = nbformat.read(path, 4)
+    code = [c for c in notebook.cells if c.cell_type == "code"]
+    assert [c.execution_count for c in code] == list(range(1, len(code) + 1))
+    assert not any(o.output_type == "error" for c in code for o in c.outputs)
+    drawn = any("image/png" in o.get("data", {}) for c in code for o in c.outputs)
+    assert drawn or path.name in TABLES_ONLY
+    assert not any(notebooks.WIDGET in o.get("data", {}) for c in code for o in c.outputs)
+    assert [c for c in code if "parameters" in c.metadata.get("tags", [])] == code[:1]
+    compared = [
+        c for c in code if c.outputs and "nbval-ignore-output" not in c.metadata.get("tags", [])
+    ]
+    assert compared, "nbval would compare nothing"
+
+
+def test_notebooks_run_the_quick_profile_at_their_defaults() -> None:
+    for path in notebooks.all_notebooks():
+        cells = nbformat.read(path, 4).cells
+        if any(re.search(r"\bprofile\b", cell.source) for cell in cells):
+            assert 'profile: str = "quick"' in cells[1].source
+
+
+def test_every_method_has_a_preset_and_every_preset_a_method() -> None:
+    params = read_params()
+    presets = {name: read_preset(name, params) for name in params["methods"]}
+    assert {preset.get("kind", name) for name, preset in presets.items()} == set(method_names())
+
+
+def test_the_environment_is_pinned_and_covers_what_the_package_needs() -> None:
+    lines = (ROOT / "requirements.txt").read_text().split("\n")
+    packages = [line for line in lines if line and not line.startswith("--editable")]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+(  # .+)?", line) for line in packages)
+    assert "torch==2.13.0" in packages and "torchvision==0.28.0" in packages
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert pyproject["tool"]["mypy"]["strict"]
+    needed = {re.split("[><=]", each)[0] for each in pyproject["project"]["dependencies"]}
+    assert needed <= {package.partition("==")[0] for package in packages}

@@ -1,0 +1,205 @@
+"""Sweeps train what has no current records and nothing else; slips in them are named."""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+from conftest import PARAMS, SWEEP
+
+from stamp_core.config.decode import ParameterError
+from stamp_core.config.params import read_params
+from stamp_core.engine.experiment import Experiment, load_experiment
+from stamp_core.pipeline import grid, sweeps
+from stamp_core.pipeline.sweeps import load_sweeps, run_sweep, sweep_experiments
+
+
+def experiments(**changes: Any) -> list[Experiment]:
+    """The experiments of the sweep over kappa with some changes."""
+    params = {**deepcopy(PARAMS), "sweeps": {"kappa": {**SWEEP, **changes}}}
+    return sweep_experiments("kappa", params)
+
+
+# --- the experiments of a sweep
+
+
+def test_all_keys_get_each_value_and_everything_else_stays() -> None:
+    preset = load_experiment("tiny", "near", deepcopy(PARAMS))
+    swept = experiments()
+    assert [e.sweep for e in swept] == [("kappa", "0.0"), ("kappa", "0.5")]
+    assert [e.name for e in swept] == ["tiny-near-kappa-0.0", "tiny-near-kappa-0.5"]
+    for experiment, value in zip(swept, (0.0, 0.5), strict=True):
+        expected = preset.resolved()
+        for part in ("spatial", "temporal"):
+            expected["method"][part]["kappa"] = value
+        assert experiment.resolved() == expected
+
+
+def test_a_sweep_has_every_setting_method_and_value_with_names_filled_in() -> None:
+    swept = sweep_experiments("exemplars", deepcopy(PARAMS))
+    assert [(e.setting.name, e.method, e.params.memory.exemplars_per_class) for e in swept] == [
+        (setting, method, value)
+        for setting in ("tiny", "other")
+        for method in ("kept", "herded")
+        for value in (1, 2)
+    ]
+    alphas = sweep_experiments("alpha", deepcopy(PARAMS))
+    assert [e.setting.split.alpha for e in alphas] == [0.5, 1.0]
+
+
+def test_a_preset_that_extends_another_can_be_swept() -> None:
+    """What it does not set itself comes from there; the parameters stay as they are."""
+    params = deepcopy(PARAMS)
+    params["sweeps"]["kappa"] |= {
+        "method": ["sam"],
+        "keys": ["methods.sam.spatial.softmax.lr"],
+        "values": [5.0],
+    }
+    before = deepcopy(params)
+    (experiment,) = sweep_experiments("kappa", params)
+    spatial = experiment.params.spatial
+    assert (spatial.softmax.lr, spatial.softmax.rounds, spatial.kappa) == (5.0, 7, 0.25)
+    assert experiment.params.temporal is None and params == before
+
+
+KEYS = "it must be a list of keys under settings.tiny. or methods.near."
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"keys": ["methods.near.spatial.kapa"]},
+            "params/methods.yaml: near.spatial: 'kapa' is unknown; did you mean 'kappa'? known: ",
+        ),
+        (
+            {"keys": ["methods.near.spatal.kappa"]},
+            "params/methods.yaml: near: 'spatal' is unknown; did you mean 'spatial'? known: ",
+        ),
+        (
+            {"keys": ["settings.tiny.training.rate"]},
+            "params/settings.yaml: tiny.training: 'rate' is unknown; it is now 'lr'; known: ",
+        ),
+        (
+            {"keys": ["methods.near.spatial.kappa", "methods.sam.spatial.kappa"]},
+            "sweeps.kappa.keys is ['methods.near.spatial.kappa', 'methods.sam.spatial.kappa']; "
+            + KEYS,
+        ),
+        (
+            {"keys": ["settings.other.training.lr"]},
+            f"sweeps.kappa.keys is ['settings.other.training.lr']; {KEYS}",
+        ),
+        ({"keys": []}, "sweeps.kappa.keys is []; it must be a list that is not empty"),
+        ({"keys": "methods.near.server_lr"}, "sweeps.kappa.keys is 'methods.near.server_lr'; it"),
+        ({"values": []}, "sweeps.kappa.values is []; it must be a list that is not empty"),
+        ({"values": 0.5}, "sweeps.kappa.values is 0.5; it must be a list"),
+        ({"values": [-1]}, "params/methods.yaml: near.spatial.kappa is -1.0; it must be at least"),
+        ({"values": ["0.5"]}, "params/methods.yaml: near.spatial.kappa is '0.5'; it must be a nu"),
+        ({"seeds": "2to1"}, "sweeps.kappa.seeds is '2to1'; it must be a number such as '3' or a"),
+        ({"setting": "tiny"}, "sweeps.kappa.setting is 'tiny'; it must be a list"),
+        (
+            {"setting": ["tny"], "keys": ["methods.near.server_lr"]},
+            "params/settings.yaml: 'tny' is unknown; did you mean 'tiny'? known: other, ",
+        ),
+        (
+            {"method": ["hearded"], "keys": ["settings.tiny.training.lr"]},
+            "params/methods.yaml: 'hearded' is unknown; did you mean 'herded'? known: ",
+        ),
+        ({"colour": "red"}, "sweeps.kappa: 'colour' is unknown; known: figure, keys, label, "),
+        ({"figure": "coreset"}, "sweeps.kappa.figure 'coreset' is unknown; did you mean 'cores"),
+    ],
+    ids=str,
+)
+def test_a_slip_in_a_sweep_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParameterError) as error:
+        experiments(**changes)
+    assert str(error.value).startswith(
+        message if message[:7] == "params/" else "params.yaml: " + message
+    )
+
+
+@pytest.mark.parametrize("profile", ["default", "quick", "paper"])
+def test_the_sweeps_of_the_project_are_valid(profile: str) -> None:
+    params = read_params(profile)
+    for name in params["sweeps"]:
+        assert len(sweep_experiments(name, params)) >= 2
+
+
+# --- training and loading
+
+
+def test_only_experiments_without_current_records_are_trained(
+    params: dict[str, Any], trained: list[str]
+) -> None:
+    """Of kappa 0.0, 0.5 and then 0.5, 0.75 only the last is new; records of 0.0 are deleted."""
+    first = run_sweep("kappa", "default", device="cpu")
+    assert trained == ["tiny-near-kappa-0.0", "tiny-near-kappa-0.5"]
+    assert [(r.run, r.sweep) for r in first] == [
+        (("tiny", "near", seed), ("kappa", value)) for value in ("0.0", "0.5") for seed in (0, 1)
+    ]
+    trained.clear()
+    params["sweeps"]["kappa"]["values"] = [0.5, 0.75]
+    records = run_sweep("kappa", "default", device="cpu")
+    assert trained == ["tiny-near-kappa-0.75"] and len(records) == 4
+    folder = grid.ROOT / "data/sweeps/kappa"
+    names = {"tiny-near-kappa-0.5-0to1", "tiny-near-kappa-0.75-0to1"}
+    assert {path.name for path in folder.iterdir()} == names
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (["settings", "tiny", "training", "lr"], 0.05),
+        (["methods", "near", "memory", "exemplars_per_class"], 4),
+        (["sweeps", "kappa", "seeds"], "1"),
+    ],
+    ids=str,
+)
+def test_changed_parameters_are_trained_again(
+    path: list[str], value: object, params: dict[str, Any], trained: list[str]
+) -> None:
+    params["sweeps"]["kappa"] |= {"values": [0.5], "seeds": "0"}
+    run_sweep("kappa", "default", device="cpu")
+    sweeps._set_value(params, path, value)
+    run_sweep("kappa", "default", device="cpu")
+    assert trained == ["tiny-near-kappa-0.5"] * 2
+
+
+def test_edited_code_is_trained_again(
+    params: dict[str, Any], trained: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params["sweeps"]["kappa"] |= {"values": [0.5], "seeds": "0"}
+    run_sweep("kappa", "default", device="cpu")
+    monkeypatch.setattr(Experiment, "code", lambda self: "edited")
+    run_sweep("kappa", "default", device="cpu")
+    assert len(trained) == 2
+
+
+def test_missing_records_are_an_error_with_the_command_except_in_the_quick_profile(
+    params: dict[str, Any], trained: list[str]
+) -> None:
+    with pytest.raises(ParameterError) as error:
+        load_sweeps("sensitivity", "default")
+    assert str(error.value) == (
+        "no records of tiny-near-kappa-0.0; make them with `dvc repro sweep@kappa`"
+    )
+    assert load_sweeps("sensitivity", "paper") == [] and not trained
+    assert len(load_sweeps("sensitivity", "quick")) == 4 and len(trained) == 2
+    assert len(load_sweeps("sensitivity", "quick")) == 4 and len(trained) == 2
+
+
+def test_coreset_sweeps_come_with_no_memory_and_every_image(
+    params: dict[str, Any], trained: list[str]
+) -> None:
+    """From the grid, in the settings that it trains: not in `other`."""
+    records = load_sweeps("coresets", "quick")
+    baselines = [record.run[:2] for record in records if record.sweep == ("", "")]
+    assert baselines == [("tiny", "fedavg"), ("tiny", "keep_all")]
+    assert len(records) == 8 + 2
+
+
+def test_captions_name_the_value_that_params_has(params: dict[str, Any]) -> None:
+    """0.25 is the preset's value of both radii; of the other sweep none is."""
+    params["sweeps"]["kappa"]["values"] = [0.0, 0.25, 0.5]
+    key = "settings.tiny.training.lr"
+    params["sweeps"]["lr"] = {**SWEEP, "label": "lr", "keys": [key], "values": [0.2]}
+    assert sweeps.sweep_captions("default") == {"kappa": ("radius", "0.25"), "lr": ("lr", "")}

@@ -1,0 +1,293 @@
+"""Every metric against small matrices computed by hand, and properties of all matrices."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from scipy import stats
+
+from stamp_core.results import metrics
+from stamp_core.results.metrics import Accuracies
+
+quick = settings(deadline=None, max_examples=50)
+accuracies = st.integers(0, 64).map(lambda hits: hits / 64)  # sums of them are exact
+matrices = st.integers(1, 6).flatmap(lambda t: arrays(np.float64, (t, t), elements=accuracies))
+long_matrices = st.integers(2, 6).flatmap(lambda t: arrays(np.float64, (t, t), elements=accuracies))
+
+THREE = np.array([[0.5, 0.2, 0.1], [0.6, 0.7, 0.3], [0.4, 0.3, 0.8]])
+# What the authors of STAMP logged for FedAvg on CIFAR100 with 20 classes a task.
+AUTHORS = np.array(
+    [
+        [0.32295, 0.2313, 0.2336, 0.2592, 0.26095],
+        [0.2488, 0.3181, 0.23125, 0.26925, 0.2446],
+        [0.2683, 0.25215, 0.2953, 0.2676, 0.25065],
+        [0.2569, 0.2579, 0.23635, 0.33715, 0.2567],
+        [0.27935, 0.2571, 0.2385, 0.2854, 0.31615],
+    ]
+)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[Accuracies, np.ndarray]:
+    """An array a [E, U, T] and counts n [U, T], some of them 0."""
+    clients, tasks = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    a = draw(arrays(np.float64, (tasks, clients, tasks), elements=accuracies))
+    n = draw(arrays(np.int64, (clients, tasks), elements=st.integers(0, 3)))
+    return a, n
+
+
+def test_last_cycle_is_the_last_tasks() -> None:
+    """Six experiences of two tasks are three cycles; 4 and 5 are the third."""
+    a = np.arange(6.0).repeat(2).reshape(6, 1, 2)
+    assert metrics.last_cycle(a, 2).tolist() == [[[4, 4]], [[5, 5]]]
+    assert metrics.last_cycle(a, 6).shape == a.shape
+
+
+@pytest.mark.parametrize("experiences", [0, 1, 5])
+def test_incomplete_cycles_are_refused(experiences: int) -> None:
+    with pytest.raises(
+        ValueError, match=rf"{experiences} experiences are not whole cycles of 2 tasks"
+    ):
+        metrics.last_cycle(np.zeros((experiences, 1, 2)), 2)
+
+
+def test_micro_average_weights_clients_by_their_test_images() -> None:
+    """Task 0: (10 * .5 + 30 * .9) / 40 = .8. Task 1: client 1 alone, .4."""
+    a = np.array([[[0.5, np.nan], [0.9, 0.4]]])
+    n = np.array([[10, 0], [30, 20]])
+    assert metrics.micro_average(a, n) == pytest.approx(np.array([[0.8, 0.4]]))
+
+
+def test_micro_average_is_undefined_without_images_or_score() -> None:
+    """Task 0 has no images anywhere; of task 1 client 0 has some but was not scored."""
+    a = np.array([[[0.5, np.nan], [0.9, 0.4]]])
+    assert np.isnan(metrics.micro_average(a, np.array([[0, 10], [0, 10]]))).all()
+
+
+def test_three_by_three() -> None:
+    """By hand, row = after task, column = task.
+
+    ACC = (.4 + .3 + .8) / 3 = .5; diagonal (.5 + .7 + .8) / 3 = 2/3.
+    AF = ((max(.5, .6) - .4) + (max(.2, .7) - .3)) / 2 = (.2 + .4) / 2 = .3.
+    Diagonal forgetting = ((.5 - .4) + (.7 - .3)) / 2 = .25 = -BWT.
+    FWT with initial (.9, .1, .2) = ((.2 - .1) + (.3 - .2)) / 2 = .1.
+    After each task: .5, (.6 + .7) / 2 = .65, .5; their mean 1.65 / 3 = .55.
+    """
+    assert metrics.final_accuracy(THREE) == pytest.approx(0.5)
+    assert metrics.learning_accuracy(THREE) == pytest.approx(2 / 3)
+    assert metrics.average_forgetting(THREE) == pytest.approx(0.3)
+    assert metrics.forgetting_diagonal(THREE) == pytest.approx(0.25)
+    assert metrics.backward_transfer(THREE) == pytest.approx(-0.25)
+    assert metrics.forward_transfer(THREE, np.array([0.9, 0.1, 0.2])) == pytest.approx(0.1)
+    assert metrics.incremental_accuracy(THREE) == pytest.approx(np.array([0.5, 0.65, 0.5]))
+    assert metrics.average_incremental_accuracy(THREE) == pytest.approx(0.55)
+
+
+def test_the_authors_matrix() -> None:
+    """Last row: 1.3765 / 5 = .2753. Forgetting by task: .0436, .0610, .0568, .05175; mean .0533.
+
+    The diagonal holds each column's maximum here, so both readings of forgetting agree.
+    """
+    assert metrics.final_accuracy(AUTHORS) == pytest.approx(0.2753, abs=1e-6)
+    assert metrics.average_forgetting(AUTHORS) == pytest.approx(0.21315 / 4, abs=1e-9)
+    assert round(metrics.average_forgetting(AUTHORS), 4) == 0.0533
+    assert metrics.forgetting_diagonal(AUTHORS) == metrics.average_forgetting(AUTHORS)
+
+
+def test_forgetting_includes_rows_before_the_task_but_not_the_last() -> None:
+    """Task 1 was best before it was learnt (.9 in row 0), task 0 is best at the end (.8).
+
+    AF = ((.5 - .8) + (.9 - .6)) / 2 = 0; diagonal = ((.5 - .8) + (.7 - .6)) / 2 = -.1.
+    """
+    m = np.array([[0.5, 0.9, 0.0], [0.4, 0.7, 0.0], [0.8, 0.6, 0.5]])
+    assert metrics.average_forgetting(m) == pytest.approx(0)
+    assert metrics.forgetting_diagonal(m) == pytest.approx(-0.1)
+
+
+def test_forgetting_skips_undefined_entries() -> None:
+    """Without its upper triangle THREE keeps AF .3; a task never scored before the end has none."""
+    m = THREE.copy()
+    m[np.triu_indices(3, 1)] = np.nan
+    assert metrics.average_forgetting(m) == pytest.approx(0.3)
+    m[1, 1] = np.nan
+    assert math.isnan(metrics.average_forgetting(m))
+
+
+def test_an_undefined_entry_makes_a_mean_undefined() -> None:
+    """m[2, 2] is in the last row, on the diagonal and in the last mean; m[0, 2] in none of them."""
+    for hole, undefined in (((2, 2), True), ((0, 2), False)):
+        m = THREE.copy()
+        m[hole] = np.nan
+        assert math.isnan(metrics.final_accuracy(m)) is undefined
+        assert math.isnan(metrics.learning_accuracy(m)) is undefined
+        assert math.isnan(metrics.average_incremental_accuracy(m)) is undefined
+        assert np.isnan(metrics.incremental_accuracy(m)).tolist() == [False, False, undefined]
+
+
+def test_generalisation_gap() -> None:
+    """Local models at .9 on each new task: gaps .4, .2, .1, mean .7 / 3."""
+    local = np.full((3, 3), np.nan)
+    np.fill_diagonal(local, 0.9)
+    gap, curve = metrics.generalisation_gap(local, THREE)
+    assert curve == pytest.approx(np.array([0.4, 0.2, 0.1]))
+    assert gap == pytest.approx(0.7 / 3)
+
+
+def test_clients() -> None:
+    """Last row: client 0 has (.2 + .4) / 2 = .3, client 1 (.6 + .8) / 2 = .7; s = .4 / sqrt(2)."""
+    a = np.array([[[0.9, 0.9], [0.9, 0.9]], [[0.2, 0.4], [0.6, 0.8]]])
+    assert metrics.client_accuracy(a) == pytest.approx(np.array([0.3, 0.7]))
+    assert metrics.worst_client(a) == pytest.approx(0.3)
+    assert metrics.client_spread(a) == pytest.approx(0.4 / math.sqrt(2))
+    assert math.isnan(metrics.client_spread(a[:, :1]))
+    a[1, 0, 0] = np.nan
+    assert math.isnan(metrics.worst_client(a)) and math.isnan(metrics.client_spread(a))
+
+
+@quick
+@given(matrices)
+def test_diagonal_forgetting_is_negative_backward_transfer(m: Accuracies) -> None:
+    transfer = metrics.backward_transfer(m)
+    assert np.array_equal(metrics.forgetting_diagonal(m), -transfer, equal_nan=True)
+
+
+@quick
+@given(long_matrices)
+def test_average_forgetting_is_at_least_the_diagonal_one(m: Accuracies) -> None:
+    assert metrics.average_forgetting(m) >= metrics.forgetting_diagonal(m)
+
+
+@quick
+@given(st.integers(2, 6), accuracies)
+def test_nothing_changes_in_a_constant_matrix(tasks: int, value: float) -> None:
+    m = np.full((tasks, tasks), value)
+    assert metrics.average_forgetting(m) == metrics.forgetting_diagonal(m) == 0
+    assert metrics.backward_transfer(m) == metrics.forward_transfer(m, m[0]) == 0
+    assert metrics.generalisation_gap(m, m)[0] == 0
+    assert metrics.final_accuracy(m) == metrics.average_incremental_accuracy(m) == value
+
+
+@quick
+@given(accuracies)
+def test_one_task_has_neither_forgetting_nor_transfer(value: float) -> None:
+    m = np.array([[value]])
+    assert math.isnan(metrics.average_forgetting(m))
+    assert math.isnan(metrics.forgetting_diagonal(m))
+    assert math.isnan(metrics.backward_transfer(m))
+    assert math.isnan(metrics.forward_transfer(m, m[0]))
+    assert metrics.final_accuracy(m) == metrics.learning_accuracy(m) == value
+
+
+@quick
+@given(runs(), st.randoms(use_true_random=False))
+def test_the_order_of_clients_does_not_matter(run: tuple[Accuracies, np.ndarray], random) -> None:
+    a, n = run
+    order = random.sample(range(len(n)), len(n))
+    assert np.array_equal(
+        metrics.micro_average(a[:, order], n[order]), metrics.micro_average(a, n), equal_nan=True
+    )
+
+
+@quick
+@given(runs())
+def test_micro_average_lies_between_the_clients_or_is_undefined(
+    run: tuple[Accuracies, np.ndarray],
+) -> None:
+    a, n = run
+    m = metrics.micro_average(a, n)
+    assert np.array_equal(np.isnan(m).all(axis=0), (n == 0).all(axis=0))
+    scored = np.where(n > 0, a, np.nan)
+    defined = ~np.isnan(m)
+    assert (m[defined] >= np.fmin.reduce(scored, axis=1)[defined] - 1e-12).all()
+    assert (m[defined] <= np.fmax.reduce(scored, axis=1)[defined] + 1e-12).all()
+
+
+@quick
+@given(long_matrices, st.data())
+def test_forgetting_of_entries_since_learning(m: Accuracies, data: st.DataObject) -> None:
+    """Hiding entries above the diagonal can only lower AF, and not below the diagonal's."""
+    full = metrics.average_forgetting(m)
+    above = list(zip(*np.triu_indices(len(m), 1), strict=True))
+    for hole in data.draw(st.lists(st.sampled_from(above))):
+        m[hole] = np.nan
+    assert metrics.forgetting_diagonal(m) <= metrics.average_forgetting(m) <= full
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (0, 0), (3,)])
+def test_only_square_matrices_are_scored(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="not T x T; cut it with last_cycle first"):
+        metrics.learning_accuracy(np.zeros(shape))
+
+
+def test_run_metrics_are_of_the_last_cycle() -> None:
+    """Two clients with THREE shifted by -.1 and +.1 and equal counts pool to THREE."""
+    second = np.stack([THREE - 0.1, THREE + 0.1], axis=1)  # [T, U, T]
+    a = np.concatenate([np.zeros_like(second), second])
+    n = np.full((2, 3), 5)
+    initial = np.array([[0.8, 0.0, 0.1], [1.0, 0.2, 0.3]])
+    found = metrics.run_metrics(a, n, initial, local=a + 0.05)
+    assert found == pytest.approx(
+        {
+            "accuracy": 0.5,
+            "average_incremental_accuracy": 0.55,
+            "learning_accuracy": 2 / 3,
+            "forgetting": 0.3,
+            "forgetting_diagonal": 0.25,
+            "backward_transfer": -0.25,
+            "forward_transfer": 0.1,
+            "gap": 0.05,
+            "worst_client": 0.4,
+            "client_spread": 0.2 / math.sqrt(2),
+        }
+    )
+
+
+def test_run_metrics_without_initial_and_local_models() -> None:
+    found = metrics.run_metrics(THREE[:, None], np.ones((1, 3), dtype=np.int64))
+    undefined = {name for name, value in found.items() if math.isnan(value)}
+    assert undefined == {"forward_transfer", "gap", "client_spread"}
+
+
+def test_interval_by_hand() -> None:
+    """1, 2, 3: s = 1, t(.975, 2) = 4.302653, half = 4.302653 / sqrt(3) = 2.484138."""
+    assert metrics.confidence_interval([1, 2, 3]) == pytest.approx((2, 2.484138), abs=1e-6)
+    mean, half = metrics.confidence_interval([7.0])
+    assert mean == 7 and math.isnan(half)
+    assert np.isnan(metrics.confidence_interval([])).all()
+
+
+@quick
+@given(st.lists(st.floats(-1, 1), min_size=2, max_size=8), st.floats(0.5, 0.999))
+def test_interval_is_scipys(values: list[float], level: float) -> None:
+    mean, half = metrics.confidence_interval(values, level)
+    if np.std(values) > 1e-9:  # scipy has no interval for equal values
+        scipys = stats.t.interval(level, len(values) - 1, np.mean(values), stats.sem(values))
+        assert (mean - half, mean + half) == pytest.approx(scipys, rel=1e-9, abs=1e-12)
+    else:
+        assert half == pytest.approx(0, abs=1e-7)
+
+
+def test_summarise_counts_undefined_values() -> None:
+    """1, 2, 3 and one NaN: the interval 2 -/+ 2.484138 of three values."""
+    found = metrics.summarise([1.0, math.nan, 3.0, 2.0])
+    expected = {"mean": 2, "std": 1, "n": 3, "low": -0.484138, "high": 4.484138, "undefined": 1}
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_summarise_one_value_and_none() -> None:
+    one = metrics.summarise([0.5])
+    assert (one["mean"], one["n"], one["undefined"]) == (0.5, 1, 0)
+    assert math.isnan(one["std"]) and math.isnan(one["low"]) and math.isnan(one["high"])
+    none = metrics.summarise([math.nan])
+    assert (none["n"], none["undefined"]) == (0, 1) and math.isnan(none["mean"])
+
+
+def test_paired_differences_over_common_seeds() -> None:
+    """Seeds 0, 1, 2 in both: differences 1, 2, 3, whatever the values of other seeds."""
+    a = {2: 33.0, 0: 11.0, 1: 22.0, 9: 99.0}
+    b = {0: 10.0, 1: 20.0, 2: 30.0, 7: -5.0}
+    assert metrics.paired_difference(a, b) == metrics.summarise([1.0, 2.0, 3.0])
+    assert metrics.paired_difference(a, {7: 1.0})["n"] == 0
