@@ -1,45 +1,54 @@
 # Two commands: `make repro` regenerates every result, `make test` proves them right.
 VENV   := .venv
+DOCS   := .venv-docs
 PYTHON ?= python3
 READY  := $(VENV)/.ready
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)# dvc -> papermill -> kernel all resolve here
 export STAMP_DATA ?= $(CURDIR)/data/raw
 
 .DEFAULT_GOAL := help
-.PHONY: repro test paper estimate lab notebooks lint bench clean help
+.PHONY: tour repro test paper estimate lab notebooks docs lint bench clean help
 
-repro: $(READY) .dvc/config.local  ## set up, then regenerate what is out of date (JOBS=n at a time)
-	$(VENV)/bin/python -m stamp_core.repro
+tour: $(READY) .dvc/config.local  ## two minutes: a first table and figures, in figures/tour
+	$(VENV)/bin/dvc repro tour
 
-test: $(READY) .dvc/config.local  ## set up, then lint, types, unit tests, the pipeline, the notebooks
+repro: $(READY) .dvc/config.local  ## regenerate every result that is out of date (JOBS=n at a time)
+	$(VENV)/bin/python -m stamp_core.pipeline.repro
+
+test: $(READY) .dvc/config.local  ## lint, types, import contracts, unit tests, pipeline, notebooks
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/pytest tests --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(VENV)/bin/lint-imports
+	$(VENV)/bin/pytest tests/pipeline tests --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 	$(VENV)/bin/pytest notebooks
 
-paper: $(READY)  ## train one of the paper's settings: SETTING=cifar100_c2; says first what it takes
-	$(VENV)/bin/python -m stamp_core.paper $(SETTING)
+paper: $(READY) .dvc/config.local  ## one of the paper's settings: SETTING=cifar100_c2; estimates first
+	$(VENV)/bin/python -m stamp_core.pipeline.repro $(SETTING)
 
-estimate: $(READY)  ## say what `make paper SETTING=...` takes on this machine
-	$(VENV)/bin/python -m stamp_core.paper $(SETTING) --estimate
+estimate: $(READY)  ## what `make paper SETTING=...` takes on this machine
+	$(VENV)/bin/python -m stamp_core.pipeline.repro $(SETTING) --estimate
 
 lab: $(READY)  ## explore in JupyterLab
 	$(VENV)/bin/jupyter lab --LabApp.default_url=/lab/tree/notebooks
 
 notebooks: $(READY)  ## run every notebook at its defaults and store its outputs
-	STAMP_PROGRESS=lines $(VENV)/bin/python -m stamp_core.notebooks
+	STAMP_PROGRESS=lines $(VENV)/bin/python -m stamp_core.pipeline.notebooks
 
-lint: $(READY)  ## format the code and mend what ruff can mend
+docs: $(DOCS)/.ready  ## build the site in docs/_build/html; broken links fail
+	$(DOCS)/bin/sphinx-build -W --keep-going -q docs docs/_build/html
+
+lint: $(READY)  ## format the code, mend what ruff can mend, check types and imports
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
 
 bench: $(READY)  ## measure speed and memory; writes benchmarks/results.md
 	$(VENV)/bin/python -m benchmarks.run
 
 clean:  ## remove everything computed; raw data and the environment stay
-	rm -rf data/source data/splits data/runs data/sweeps data/budgets data/alphas data/tiny data/cache data/resume .dvc/cache .dvc/tmp
+	rm -rf data/source data/splits data/runs data/sweeps data/quick data/cache data/resume .dvc/cache .dvc/tmp
 	find data/executed -name '*.ipynb' -delete
 
 help:  ## list these commands
@@ -48,6 +57,11 @@ help:  ## list these commands
 $(READY): requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet -r requirements.txt
+	touch $@
+
+$(DOCS)/.ready: requirements-docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip install --quiet -r requirements-docs.txt
 	touch $@
 
 .dvc/config.local: $(READY)  # a folder without git (an unpacked archive) must still reproduce
