@@ -1,0 +1,125 @@
+"""The documentation site: `make docs` builds it into docs/_build/html, without any network.
+
+Pages are the Markdown files of this folder. Notebooks and tables of results are copied from
+elsewhere into docs/_generated (git-ignored): notebooks as the last `make repro` executed them, or,
+where there was none, with the outputs that are stored in notebooks/. Nothing is executed here.
+"""
+
+import re
+import shutil
+from html import escape
+from pathlib import Path
+
+from docutils import nodes
+from docutils.utils.math import MathError
+from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx.application import Sphinx
+from sphinx.util.logging import getLogger
+from sphinx.writers.html5 import HTML5Translator
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+GENERATED = DOCS / "_generated"
+NBSP = "\N{NO-BREAK SPACE}"
+logger = getLogger(__name__)
+
+# Notebook -> its executed copies in data/executed: the first that exists is shown.
+EXECUTED = {
+    "1_split": ("split-glyphs-*",),
+    "2_train": ("train-glyphs-stamp-0to2", "train-glyphs-stamp-*"),
+    "3_compare": ("compare",),
+    "4_ablation": ("ablation",),
+    "5_sweep": ("sweep-kappa*", "sweep-*"),
+    "6_analyses": ("analyses",),
+    "7_coresets": ("coresets",),
+    "8_heterogeneity": ("heterogeneity",),
+    "9_paper": ("paper-tables", "paper-*tables"),
+    "explore_matching": (),
+}
+
+
+def executed_copy(name: str) -> Path | None:
+    """The notebook `name` as the last `make repro` executed it, or None."""
+    folder = ROOT / "data" / "executed"
+    found = (
+        path for glob in EXECUTED.get(name, ()) for path in sorted(folder.glob(f"{glob}.ipynb"))
+    )
+    return next(found, None)
+
+
+def copy_sources() -> None:
+    """Fill docs/_generated; files that have not changed keep their time, so pages are cached."""
+    notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"))
+    copies = {f"notebooks/{path.name}": executed_copy(path.stem) or path for path in notebooks}
+    copies |= {f"figures/{path.name}": path for path in sorted((ROOT / "figures").glob("*.md"))}
+    copies |= {path.name: path for path in (ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md")}
+    for name, source in copies.items():
+        target = GENERATED / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.exists() or target.read_bytes() != source.read_bytes():
+            shutil.copyfile(source, target)
+    for path in GENERATED.rglob("*"):
+        if path.is_file() and path.relative_to(GENERATED).as_posix() not in copies:
+            path.unlink()
+
+
+def adapt_source(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Links that are right in the repository lead to the copies; numbers are not broken."""
+    text = source[0]
+    if docname.startswith("_generated/notebooks/"):
+        text = text.replace("](../docs/", "](../../")
+    elif docname.startswith("_generated/"):
+        text = text.replace("](docs/", "](../")
+    else:
+        copies = r"figures/\w+\.md|notebooks/\w+\.ipynb|CONTRIBUTING\.md|CHANGELOG\.md"
+        text = re.sub(rf"\]\(\.\./({copies})", r"](_generated/\1", text)
+    if not docname.startswith("_generated/notebooks/"):
+        text = text.replace(" ± ", f"{NBSP}±{NBSP}").replace(", AF ", f",{NBSP}AF{NBSP}")
+        text = re.sub(r" \((\S+) to (\S+)\)", rf"{NBSP}(\1{NBSP}to{NBSP}\2)", text)
+    source[0] = text
+
+
+def write_math(self: HTML5Translator, node: nodes.math | nodes.math_block) -> None:
+    """Formulas as MathML, which browsers show without scripts from elsewhere."""
+    block = isinstance(node, nodes.math_block)
+    text = node.astext().replace(r"\dots", r"\ldots")
+    try:
+        markup = tex2mathml(text, as_block=block)
+    except MathError as error:
+        logger.warning("%s in the formula %s", error, text, location=node)
+        markup = f"<code>{escape(text)}</code>"
+    markup = re.sub("<mo[^>]*>([|⟨⟩])<", r'<mo stretchy="false" lspace="0" rspace="0">\1<', markup)
+    self.body.append(f'<div class="math">{markup}</div>' if block else markup)
+    raise nodes.SkipNode
+
+
+def setup(app: Sphinx) -> None:
+    """Copy the sources and register what is above."""
+    copy_sources()
+    app.connect("source-read", adapt_source)
+    app.add_html_math_renderer("mathml", (write_math, None), (write_math, None))
+
+
+project = "STAMP Workbench"
+author = "The STAMP Workbench authors"
+copyright = "2026, The STAMP Workbench authors"
+
+extensions = ["myst_nb"]
+exclude_patterns = ["_build"]
+nitpicky = True
+myst_enable_extensions = ["dollarmath", "colon_fence"]
+myst_heading_anchors = 3
+nb_execution_mode = "off"
+nb_ipywidgets_js = {}
+nb_output_stderr = "remove"
+nb_merge_streams = True
+nb_mime_priority_overrides = [("html", "application/vnd.jupyter.widget-view+json", None)]
+
+highlight_language = "text"
+html_theme = "furo"
+html_title = "STAMP Workbench"
+html_math_renderer = "mathml"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sourcelink = False
