@@ -4,7 +4,7 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
-from conftest import PARAMS, SWEEP
+from parameters import PARAMS, SWEEP
 
 from stamp_core.config.decode import ParameterError
 from stamp_core.config.params import read_params
