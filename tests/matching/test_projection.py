@@ -1,10 +1,9 @@
 """The quadratic program against all its active sets, and projections of all kinds of gradients."""
 
-from itertools import combinations
-
 import numpy as np
 import pytest
 import torch
+from active_sets import best_active_set
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -67,23 +66,6 @@ def cosines(gradients: Tensor, result: Tensor, vector: Tensor) -> Tensor:
     return (gradients.double() @ result)[norms > 0] / (norms[norms > 0] * vector.double().norm())
 
 
-def best_face(matrix: Array, linear: Array, lower: float = 0.0) -> Array:
-    """The minimiser of 0.5 v'Av + b'v over v >= lower, A regular: the best of all 2^K active sets.
-
-    On each, v outside is at its bound and the others solve A_SS v_S = -(b_S + A_SN lower).
-    """
-    count, minima = len(linear), []
-    for size in range(count + 1):
-        for inside in map(list, combinations(range(count), size)):
-            v = np.full(count, lower)
-            outside = [k for k in range(count) if k not in inside]
-            right = linear[inside] + matrix[np.ix_(inside, outside)] @ v[outside]
-            v[inside] = np.linalg.solve(matrix[np.ix_(inside, inside)], -right)
-            if (v >= lower - 1e-12).all():
-                minima.append((0.5 * v @ matrix @ v + linear @ v, tuple(v)))
-    return np.array(min(minima)[1])
-
-
 # --- the program
 
 
@@ -97,7 +79,7 @@ def test_the_minimum_is_the_best_of_all_active_sets(seed: int, lower: float) -> 
     matrix, linear = gradients @ gradients.T, gradients @ draw.standard_normal(8)
     minimum = minimise_program(matrix, linear, lower, size=1.0)
     assert minimum.residual < 1e-12 and (minimum.v >= lower).all()
-    np.testing.assert_allclose(minimum.v, best_face(matrix, linear, lower), rtol=0, atol=1e-9)
+    np.testing.assert_allclose(minimum.v, best_active_set(matrix, linear, lower), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(8))

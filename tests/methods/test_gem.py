@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import small
 import torch
+from active_sets import best_active_set
 from by_hand import (
     CLOSE,
     FULL_BATCH,
     Array,
-    best_active_set,
     memory_data,
     softmax_gradient,
     task_data,

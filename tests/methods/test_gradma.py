@@ -8,13 +8,8 @@ import numpy as np
 import pytest
 import small
 import torch
-from by_hand import (
-    best_active_set,
-    inputs,
-    softmax_gradient,
-    two_number_reply,
-    use_softmax_regression,
-)
+from active_sets import best_active_set
+from by_hand import inputs, softmax_gradient, two_number_reply, use_softmax_regression
 from small import BATCH_NORM, P, plan, run, tiny
 from torch import Tensor
 
