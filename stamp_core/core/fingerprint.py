@@ -15,8 +15,7 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 def find_imports(path: Path | str) -> set[Path]:
     """The files of stamp_core that the file at `path` imports, inside functions too."""
     path = Path(path).resolve()
-    names = {name for node in _imports(path.read_bytes()) for name in _module_names(node, path)}
-    return {file for name in names for file in _resolve(name)} - {path}
+    return set(_imported_files(path, path.read_bytes()))
 
 
 def import_closure(*paths: Path | str) -> list[Path]:
@@ -58,6 +57,13 @@ def _digest(code: bytes) -> str:
 
 
 @cache
+def _imported_files(path: Path, code: bytes) -> frozenset[Path]:
+    """The files of stamp_core that `code`, in the file at `path`, imports."""
+    names = {name for node in _imports(code) for name in _module_names(node, path)}
+    return frozenset(file for name in names for file in _resolve(name)) - {path}
+
+
+@cache
 def _imports(code: bytes) -> tuple[ast.Import | ast.ImportFrom, ...]:
     """All import statements in `code`."""
     nodes = ast.walk(ast.parse(code))
@@ -68,7 +74,7 @@ def _module_names(node: ast.Import | ast.ImportFrom, path: Path) -> Iterator[str
     """The dotted names that an import in the file at `path` may refer to."""
     if isinstance(node, ast.Import):
         for alias in node.names:
-            # A bare `import stamp_core` may use all names of its __init__.py.
+            # A bare `import stamp_core` may use all names of api.py.
             yield f"{alias.name}.*" if alias.name == PACKAGE.name else alias.name
         return
     module = node.module or ""
@@ -81,8 +87,8 @@ def _module_names(node: ast.Import | ast.ImportFrom, path: Path) -> Iterator[str
 def _resolve(name: str) -> set[Path]:
     """The files of the modules and packages in a dotted name.
 
-    The top __init__.py never counts, as it re-exports names of every module: a name that is
-    defined only there is resolved to the module it comes from.
+    api.py never counts, as it re-exports names of every module: a name that the package has from
+    there is resolved to the module it comes from.
     """
     return _find_files(name) or {file for origin in _origins(name) for file in _find_files(origin)}
 
@@ -94,12 +100,12 @@ def _find_files(name: str) -> set[Path]:
         return set()
     folders = [PACKAGE.joinpath(*parts[: end + 1]) for end in range(len(parts))]
     files = [file for path in folders for file in (path.with_suffix(".py"), path / "__init__.py")]
-    return {file for file in files if file.is_file()}
+    return {file for file in files if file.is_file() and file != PACKAGE / "api.py"}
 
 
 def _origins(name: str) -> set[str]:
-    """The dotted names behind a re-export of the top __init__.py (`stamp_core.*`: all of them)."""
-    top = PACKAGE / "__init__.py"
+    """The dotted names behind a name of api.py (`stamp_core.*`: behind all of them)."""
+    top = PACKAGE / "api.py"
     package, _, exported = name.partition(".")
     if package != PACKAGE.name or not top.is_file():
         return set()

@@ -24,6 +24,7 @@ from stamp_core.client.diagnostics import temporal_angles
 from stamp_core.client.workspace import RoundId, Workspace
 from stamp_core.config.decode import invalid
 from stamp_core.config.schema import Setting
+from stamp_core.core.processes import follow_parent
 from stamp_core.data.split import Plan
 from stamp_core.engine.experiment import Experiment
 from stamp_core.methods.base.method import ClientRound, InitialStates, Message, Method, Reply, State
@@ -258,17 +259,9 @@ def _start(packed: bytes) -> None:
     """Make this process a worker that ends with its parent and leaves Ctrl-C to it."""
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_follow_parent, daemon=True).start()
+    follow_parent()
     torch.set_num_threads(1)
     _worker = Worker(*pickle.loads(packed))
-
-
-def _follow_parent() -> None:
-    """End this process when its parent has ended: a killed parent cannot stop its workers."""
-    parent = multiprocessing.parent_process()
-    if parent:
-        parent.join()
-        os._exit(1)
 
 
 def _run(packed: bytes) -> bytes:

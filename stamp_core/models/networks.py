@@ -98,7 +98,7 @@ def build_network(network: Network, shape: Shape, classes: int, seed: int) -> Cl
     The global generator is left unchanged.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(address(seed, "weights"))
+        torch.default_generator.manual_seed(address(seed, "weights"))
         encoder, features = ENCODERS[network.kind](network, shape)
         options = network.precision, network.micro_batch_size
         classifier = Classifier(encoder, features, classes, *options)

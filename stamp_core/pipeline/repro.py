@@ -1,4 +1,4 @@
-"""`dvc repro` with several stages at a time: small ones use cores better side by side.
+"""`dvc repro` with several stages at a time and warm kernels: small stages use cores better so.
 
 The results are those of a plain `dvc repro`, which runs one stage after the other. Given a setting
 of the paper, it runs that setting's stages in pipelines/paper/dvc.yaml, after an estimate.
@@ -7,6 +7,7 @@ of the paper, it runs that setting's stages in pipelines/paper/dvc.yaml, after a
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from stamp_core.config.decode import ParameterError
 from stamp_core.config.params import PAPER, expand_grid, read_params
 from stamp_core.core.paths import ROOT
+from stamp_core.pipeline.kernels import serve_kernels
 
 TRAIN_STAGES = ("train", "sweep")  # stages of dvc.yaml
 PAGE_STAGES = ("heterogeneity", "coresets", "ablation", "analyses", "compare", "tour")
@@ -59,16 +61,19 @@ def run_stages(stages: list[str]) -> int:
     """Run several stages at a time, the last first; 1 if one failed, whose traceback is named."""
     jobs, cores = default_jobs(), os.cpu_count() or 1
     workers = str(max(1, cores // max(1, min(jobs, len(stages)))))
-    environment = {"STAMP_WORKERS": workers, **os.environ}
+    size = max(1, min(4, len(stages) // (8 * jobs)))  # DVC takes two seconds to start
     stages = stages[::-1]  # so that a long one does not run alone at the end
-    with ThreadPoolExecutor(jobs) as pool:
-        statuses = list(pool.map(lambda stage: run_stage(stage, environment), stages))
-    failed = [stage for stage, status in zip(stages, statuses, strict=True) if status]
-    if failed:
-        names = [stage.rpartition(":")[2].replace("@", "-") for stage in failed]
-        print(f"failed: {', '.join(failed)}; the tracebacks are in", end=" ")
-        print(", ".join(f"data/executed/{name}.ipynb" for name in names))
-    return int(bool(failed))
+    chunks = [stages[i : i + size] for i in range(0, len(stages), size)]
+    with serve_kernels() as kernels, ThreadPoolExecutor(jobs) as pool:
+        environment = {"STAMP_WORKERS": workers, **kernels, "PYTHONUNBUFFERED": "1"}
+        statuses = list(pool.map(lambda chunk: run_chunk(chunk, environment), chunks))
+    if not any(statuses):
+        return 0
+    failed = outdated(stages)
+    names = [stage.rpartition(":")[2].replace("@", "-") for stage in failed]
+    print(f"failed: {', '.join(failed)}; the tracebacks are in", end=" ")
+    print(", ".join(f"data/executed/{name}.ipynb" for name in names))
+    return 1
 
 
 def default_jobs() -> int:
@@ -90,12 +95,11 @@ def outdated(stages: Sequence[str]) -> list[str]:
     return list(json.loads(status.stdout))
 
 
-def run_stage(stage: str, environment: dict[str, str]) -> int:
-    """Run one stage alone, its output line by line under its name; the exit status."""
-    start = time.perf_counter()
+def run_chunk(stages: Sequence[str], environment: dict[str, str]) -> int:
+    """Run some stages one after the other, each line of output under its stage; the exit status."""
     process = subprocess.Popen(
         # Stages wait for DVC's lock, and `-s` leaves the shared upstream stages to the others.
-        ["dvc", "--wait-for-lock", "repro", "-q", "-s", stage],
+        ["dvc", "--wait-for-lock", "repro", "-k", "-s", *stages],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
@@ -103,11 +107,16 @@ def run_stage(stage: str, environment: dict[str, str]) -> int:
         text=True,
     )
     assert process.stdout
+    stage, start = "", 0.0
     for line in process.stdout:
-        print(f"{stage}  {line}", end="", flush=True)
-    status = process.wait()
-    print(f"{stage}  {'failed' if status else 'done'} after {time.perf_counter() - start:.0f} s")
-    return status
+        if found := re.match("Running stage '(.+)'", line):
+            stage, start = found[1], time.perf_counter()
+        elif line.startswith("Updating lock file"):
+            print(f"{stage}  done after {time.perf_counter() - start:.0f} s")
+            stage = ""
+        elif stage or line.startswith("ERROR"):
+            print(f"{stage}  {line}", end="", flush=True)
+    return process.wait()
 
 
 def main() -> int:

@@ -7,7 +7,7 @@ import pytest
 from stamp_core.core import fingerprint
 
 FILES = {
-    "__init__.py": "from stamp_core.engine import train\nfrom stamp_core import plots as images",
+    "api.py": "from stamp_core.engine import train\nfrom stamp_core import plots as images",
     "plots.py": "",
     "engine.py": "import json\nfrom stamp_core.methods import get\n\ndef train(): return get",
     "base.py": "STEP = 1",
@@ -56,7 +56,7 @@ def imported(package: Path, code: str) -> set[str]:
         ("from stamp_core import nothing", set()),
     ],
 )
-def test_the_files_of_an_import_never_include_the_top_init(
+def test_the_files_of_an_import_never_include_the_api(
     package: Path, code: str, files: set[str]
 ) -> None:
     assert imported(package, code) == files

@@ -393,7 +393,8 @@ def test_a_resumed_run_without_surprises_warns_of_nothing(
 @pytest.mark.parametrize("kind", EVERY)
 def test_kept_records_come_back_and_their_checkpoints_go(kind: str, tmp_path: Path) -> None:
     """Those of other experiments and seeds stay."""
-    experiment, resume = whole(kind), tmp_path / "resume"
+    experiment = whole(kind, split={"images_per_class": 20})
+    resume = tmp_path / "resume"
     done = engine.train(experiment, plans(experiment, 0, 1), 1, "cpu", resume)
     assert len(list(resume.iterdir())) == 2
     engine.save_records({0: done[0]}, tmp_path, resume)

@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 from stamp_core.core.paths import ROOT
 from stamp_core.results.records import Record, load_record
 
-NOT_COPIED = {".git", ".venv", "cache", "tmp", "__pycache__", ".hypothesis", ".ipynb_checkpoints"}
+NEEDED = {".dvc", ".dvcignore", ".gitignore"}  # of the names that begin with a point
 COMPUTED = {"source", "splits", "runs", "sweeps", "quick", "paper", "cache", "resume", "raw"}
 
 
@@ -23,14 +23,16 @@ def ignored(folder: str, names: list[str]) -> set[str]:
         return set(names) & COMPUTED
     if Path(folder) == ROOT / "data" / "executed":
         return {name for name in names if name.endswith(".ipynb")}
-    top = Path(folder) in (ROOT, ROOT / ".dvc")
-    return {n for n in names if (n in NOT_COPIED and top) or n == "__pycache__"}
+    if Path(folder) == ROOT / ".dvc":
+        return {"cache", "tmp"}
+    hidden = {n for n in names if n.startswith(".") and Path(folder) == ROOT} - NEEDED
+    return {n for n in names if n in hidden or n in ("__pycache__", "_build", "_generated")}
 
 
 class Project:
     """A copy of the project whose default profile is the quick one, in a git repository."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, **environment: str) -> None:
         self.root = root
         shutil.copytree(ROOT, root, ignore=ignored)
         (root / "dvc.lock").unlink(missing_ok=True)
@@ -44,7 +46,7 @@ class Project:
             for who in ("AUTHOR", "COMMITTER")
             for what in ("NAME", "EMAIL")
         }
-        self.environment = {**kept, **author, "PATH": path, "PYTHONPATH": str(root)}
+        self.environment = {**kept, **author, "PATH": path, "PYTHONPATH": str(root), **environment}
         self.run("git", "init", "--quiet")
         self.commit()
 
@@ -77,8 +79,8 @@ class Project:
 
     def outdated(self) -> set[str]:
         """The stages that `dvc repro` would run, after `source`."""
-        self.run("dvc", "repro", "--quiet", "source")
-        return set(json.loads(self.run("dvc", "status", "--json", "dvc.yaml")))
+        self.run("python", "-m", "stamp_core.pipeline.source")
+        return set(json.loads(self.run("dvc", "status", "--json", "dvc.yaml"))) - {"source"}
 
     def replace(self, file: str, old: str, new: str) -> None:
         """Edit a file."""

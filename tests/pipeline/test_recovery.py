@@ -56,7 +56,7 @@ def test_one_failing_method_does_not_stop_the_others(project: Project) -> None:
 
 def test_a_killed_pipeline_continues_where_it_was(project: Project) -> None:
     """kill -9 of DVC and all it started once a checkpoint is there; then the same command."""
-    project.change(SETTINGS, "tiny.training.rounds", 60)
+    project.change(SETTINGS, "tiny.training.rounds", 30)
     stage, resume = "train@tiny-fedavg-0to1", project.root / "data/resume"
     process = subprocess.Popen(
         ["dvc", "repro", "--quiet", stage],
@@ -73,7 +73,7 @@ def test_a_killed_pipeline_continues_where_it_was(project: Project) -> None:
     project.run("dvc", "repro", stage)
     history = project.record("tiny-fedavg-0to1").history
     places = [(entry["experience"], entry["round"]) for entry in history]
-    assert places == [(experience, round_) for experience in range(3) for round_ in range(60)]
+    assert places == [(experience, round_) for experience in range(3) for round_ in range(30)]
     assert not list(resume.glob("*.safetensors"))
 
 
@@ -85,9 +85,7 @@ def test_the_papers_pipeline_trains_a_setting_shows_it_and_keeps_it(project: Pro
         {"grid": grid, "ablation": ablation, "sweeps": {}}, project.root / "params/paper.yaml"
     )
     command = ("python", "-m", "stamp_core.pipeline.repro", "tiny")
-    assert "FedAvg takes" in project.run(*command, "--estimate")
-    assert not (project.root / "data/paper").exists()
-    project.run(*command)
+    assert "FedAvg takes" in project.run(*command)
     for name in ("tiny/accuracy.png", "tiny/results.md", "tables/paper.md"):
         assert (project.root / "figures/paper" / name).exists()
     file = project.root / "data/paper/runs/tiny-stamp-0/0/run.json"

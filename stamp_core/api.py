@@ -1,0 +1,35 @@
+"""The names that notebooks and scripts import from `stamp_core`."""
+
+from stamp_core.core.loading import without_garbage_collection
+
+with without_garbage_collection():
+    from stamp_core.config.params import expand_grid, read_params, read_setting
+    from stamp_core.core.paths import RESUME, ROOT
+    from stamp_core.data.dataset import ImageDataset, load_dataset
+    from stamp_core.data.split import Plan
+    from stamp_core.engine.experiment import Experiment, load_experiment
+    from stamp_core.engine.train import save_records, train
+    from stamp_core.methods.base.method import Method
+    from stamp_core.pipeline.grid import load_grid, load_plans, run_folder, save_plans
+    from stamp_core.results.records import Record
+
+__all__ = [
+    "RESUME",
+    "ROOT",
+    "Experiment",
+    "ImageDataset",
+    "Method",
+    "Plan",
+    "Record",
+    "expand_grid",
+    "load_dataset",
+    "load_experiment",
+    "load_grid",
+    "load_plans",
+    "read_params",
+    "read_setting",
+    "run_folder",
+    "save_plans",
+    "save_records",
+    "train",
+]

@@ -1,0 +1,131 @@
+"""Notebook kernels forked from one process that has imported everything: two seconds less a stage.
+
+`serve_kernels` listens in the process that runs the stages. Jupyter asks `WarmProvisioner` for each
+kernel of a stage, as the environment of the stages says; it is an entry point in pyproject.toml.
+"""
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Client, Connection, Listener, wait
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+from jupyter_client.connect import KernelConnectionInfo
+from jupyter_client.provisioning.local_provisioner import LocalProvisioner
+
+from stamp_core.core.processes import follow_parent
+
+ADDRESS = "STAMP_KERNELS"  # the environment variable with the address of the server
+INLINE = "module://matplotlib_inline.backend_inline"
+IMPORTED = ["ipykernel.kernelapp", "ipykernel.ipkernel"]
+IMPORTED += ["seaborn", "stamp_core.api", "stamp_core.report.figures", "stamp_core.report.tables"]
+
+
+@contextmanager
+def serve_kernels() -> Iterator[dict[str, str]]:
+    """The environment in which Jupyter starts warm kernels, for as long as the context lasts."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    with tempfile.TemporaryDirectory() as folder, Listener(f"{folder}/socket") as listener:
+        threading.Thread(target=_accept, args=(listener, context), daemon=True).start()
+        yield {
+            **os.environ,
+            ADDRESS: str(listener.address),
+            "JUPYTER_DEFAULT_PROVISIONER_NAME": "stamp-warm",
+        }
+
+
+def _accept(listener: Listener, context: ForkServerContext) -> None:
+    """Answer every request with a kernel, until the listener is closed."""
+    while True:
+        try:
+            connection = listener.accept()
+        except OSError:
+            return
+        threading.Thread(target=_watch, args=(connection, context), daemon=True).start()
+
+
+def _watch(connection: Connection, context: ForkServerContext) -> None:
+    """Start the kernel that is asked for, report its end, and kill it if the asker ends first."""
+    process = context.Process(target=_run_kernel, args=connection.recv())
+    process.start()
+    connection.send(process.pid)
+    wait([process.sentinel, connection])
+    if connection.poll():  # the asker has gone
+        process.kill()
+    process.join()
+    try:
+        connection.send(process.exitcode)
+    except OSError:
+        return  # nobody asks any more
+
+
+def _run_kernel(command: list[str], environment: dict[str, str], folder: str) -> None:
+    """Be a kernel, in a process group of its own, as Jupyter's are; end with the server."""
+    import matplotlib
+    from ipykernel.kernelapp import IPKernelApp
+
+    matplotlib.rcParams["backend"] = INLINE  # a kernel says so in a variable read at the import
+    follow_parent()
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    IPKernelApp.launch_instance(argv=command[command.index("-f") :])
+
+
+class WarmKernel:
+    """A kernel of the server, with what Jupyter uses of `subprocess.Popen`."""
+
+    stdin = stdout = stderr = None
+
+    def __init__(self, command: list[str], environment: dict[str, str], folder: str) -> None:
+        self.connection = Client(os.environ[ADDRESS])
+        self.connection.send((command, environment, folder))
+        self.pid: int = self.connection.recv()
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit status; None while the kernel runs."""
+        if self.returncode is None and self.connection.poll():
+            try:
+                self.returncode = self.connection.recv()
+            except EOFError:  # the server has ended, and its kernels with it
+                self.returncode = -signal.SIGKILL
+        return self.returncode
+
+    def wait(self) -> int:
+        """The exit status, once the kernel has ended."""
+        while (status := self.poll()) is None:
+            time.sleep(0.01)
+        return status
+
+    def send_signal(self, signum: int) -> None:
+        """Send a signal to the kernel alone."""
+        os.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        """End the kernel at once."""
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        """Ask the kernel to end."""
+        self.send_signal(signal.SIGTERM)
+
+
+class WarmProvisioner(LocalProvisioner):
+    """Provides kernels of the server."""
+
+    async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> KernelConnectionInfo:
+        """The connection of a new kernel."""
+        kernel = WarmKernel(cmd, kwargs["env"], str(kwargs.get("cwd") or Path.cwd()))
+        self.process = kernel  # type: ignore[assignment]
+        self.pid = self.pgid = kernel.pid
+        return self.connection_info
