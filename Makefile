@@ -5,6 +5,7 @@ PYTHON ?= python3
 READY  := $(VENV)/.ready
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)# dvc -> papermill -> kernel all resolve here
 export STAMP_DATA ?= $(CURDIR)/data/raw
+unexport PYTHONDONTWRITEBYTECODE  # with it every process compiles the package again: a second each
 
 .DEFAULT_GOAL := help
 .PHONY: tour repro test paper estimate lab notebooks docs lint bench clean help

@@ -121,10 +121,12 @@ class WarmKernel:
 
 
 class WarmProvisioner(LocalProvisioner):
-    """Provides kernels of the server."""
+    """Provides kernels of the server, and Jupyter's own where there is none."""
 
     async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> KernelConnectionInfo:
         """The connection of a new kernel."""
+        if ADDRESS not in os.environ:
+            return await super().launch_kernel(cmd, **kwargs)
         kernel = WarmKernel(cmd, kwargs["env"], str(kwargs.get("cwd") or Path.cwd()))
         self.process = kernel  # type: ignore[assignment]
         self.pid = self.pgid = kernel.pid
