@@ -21,7 +21,7 @@ test: $(READY) .dvc/config.local  ## lint, types, import contracts, unit tests, 
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
-	$(VENV)/bin/pytest tests/pipeline notebooks tests/[!_p]*/ --numprocesses 3 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(VENV)/bin/pytest tests/pipeline notebooks tests/[!_p]*/ --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 paper: $(READY) .dvc/config.local  ## one of the paper's settings: SETTING=cifar100_c2; estimates first
 	$(VENV)/bin/python -m stamp_core.pipeline.repro $(SETTING)

@@ -147,7 +147,7 @@ def test_a_queued_experiment_runs_in_its_own_copy_and_can_be_compared(project: P
     end = time.monotonic() + 240
     while re.search("Running|Queued", project.run("dvc", "queue", "status")):
         assert time.monotonic() < end
-        time.sleep(1)
+        time.sleep(4)
     assert project.run("git", "status", "--porcelain") == ""  # the copy, not the original
     output = json.loads(project.run("dvc", "metrics", "diff", "HEAD", "half", "--json"))
     changed = output["figures/summary.json"]

@@ -26,6 +26,7 @@ def fake_record(
     setting: str = "toy",
     local: float = np.nan,
     personal_only: bool = False,
+    personal: float = np.nan,
     cycles: int = 1,
     rounds: Sequence[dict[str, Any]] = ({}, {}),
     params: dict[str, Any] | None = None,
@@ -33,12 +34,13 @@ def fake_record(
 ) -> Record:
     """A run of two tasks and two clients whose accuracies after each task are `first` and `final`.
 
-    `rounds` are changes of ROUND, `params` of the method; `local` is the local models' accuracy.
+    `rounds` are changes of ROUND, `params` of the method; `local` is the local models' accuracy
+    and `personal` what the personal models are better than the global one.
     """
     a = np.repeat(np.array([first, final] * cycles)[:, None], 2, axis=1)  # [S, U, T]
     undefined = np.full((3, *a.shape), np.nan)
     scores = np.stack([a, a + 0.1, a + 0.2])  # all, seen, task
-    models = {"global": scores, "personal": undefined}
+    models = {"global": scores, "personal": scores + personal}
     if personal_only:
         models = {"global": undefined, "personal": scores}
     models |= {"local": np.full_like(scores, local), "initial": np.zeros((3, 2, 2))}

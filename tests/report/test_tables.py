@@ -171,7 +171,7 @@ def test_groups_of_methods_are_together_within_a_setting():
 
 def test_differences_are_paired_by_seed_in_points():
     rows = tables.differences([*three_seeds(), *three_seeds("stamp", BETTER)])
-    accuracy, forgetting = rows.to_dict("records")
+    accuracy, forgetting, *_ = rows.to_dict("records")
     assert accuracy["difference"] == pytest.approx(10)
     assert (accuracy["n"], accuracy["interval"]) == (3, "above 0")
     lost = np.array([-10.0, -20.0, -10.0])  # 0.3 - 0.4, 0.1 - 0.3, 0.4 - 0.5
@@ -190,10 +190,27 @@ def test_differences_use_common_seeds_and_the_main_model():
     assert rows.high[0] == pytest.approx(-7.5 + half)
 
 
+def test_differences_have_rows_for_global_and_for_personal_models():
+    """Personal accuracies are 20 points above the global ones, learning accuracy as well."""
+    records = [*three_seeds(), *three_seeds("fedala", shifted(0.1), personal=0.2)]
+    rows = tables.differences(records).set_index(["model", "measure"])
+    assert rows.loc[("global", "accuracy"), "difference"] == pytest.approx(10)
+    assert rows.loc[("personal", "accuracy"), "difference"] == pytest.approx(30)
+    assert rows.loc[("global", "learning accuracy"), "difference"] == pytest.approx(5)
+    assert rows.loc[("personal", "learning accuracy"), "difference"] == pytest.approx(25)
+    assert rows.loc[("personal", "forgetting"), "difference"] == pytest.approx(-10)
+    assert set(tables.differences(records, "fedala").model) == {"global"}  # its main model
+    assert (
+        tables.findings(records)
+        .splitlines()[0]
+        .endswith("higher for fedala (by 10.0 to 10.0), fedala (personal models, by 30.0 to 30.0).")
+    )
+
+
 def test_differences_without_the_base_are_none():
     rows = tables.differences(three_seeds("stamp"))
     assert rows.empty and "interval" in rows
-    assert len(tables.differences(three_seeds("stamp") + three_seeds("x"), "x")) == 2
+    assert len(tables.differences(three_seeds("stamp") + three_seeds("x"), "x")) == 4
 
 
 @pytest.mark.parametrize(

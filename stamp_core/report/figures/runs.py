@@ -102,8 +102,9 @@ def _method_grid(
 
 
 def forgetting(records: Sequence[Record]) -> Figure:
-    """The paper's forgetting: a row per method with its seeds, mean and interval."""
-    rows = frames.run_frame(records)
+    """The paper's forgetting: a row per method; personalised methods by the personal models."""
+    rows = frames.model_frame(records)
+    rows = rows[(rows.group != "personalised") | (rows.model == "personal")]
     groups = rows.groupby("method", sort=False)
     names = {method: style.method_label(group) for method, group in groups}
     defined = rows.dropna(subset="main_forgetting")

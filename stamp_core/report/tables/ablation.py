@@ -9,7 +9,7 @@ import pandas as pd
 from stamp_core.report.tables import printed
 from stamp_core.report.tables.comparisons import difference_sections, interval_sentences
 from stamp_core.report.tables.frames import EXPERIMENT, run_frame
-from stamp_core.report.tables.results import COLUMNS, differences
+from stamp_core.report.tables.results import COLUMNS, JUDGED, differences
 from stamp_core.report.tables.text import DASH, markdown, mean_std, significant, write_page
 from stamp_core.results import metrics
 from stamp_core.results.records import Record
@@ -57,7 +57,7 @@ def ablation_findings(records: Sequence[Record]) -> str:
     items = []
     for base in _BASES:
         pairs = differences(_by_part(records), base)
-        pairs = pairs.assign(part=pairs.method.map(parts))
+        pairs = pairs[pairs.measure.isin(JUDGED)].assign(part=pairs.method.map(parts))
         heading = f"{{setting}}, {{measure}} of {{part}} compared with {base}"
         items.append(interval_sentences(pairs, "method", ["setting", "measure", "part"], heading))
     return "\n".join(filter(None, items))

@@ -36,17 +36,18 @@ def paired_differences(
     by: Sequence[str],
     measures: Mapping[str, str] = _ACCURACY,
 ) -> pd.DataFrame:
-    """One row for each `name`, group of `by` and measure: its difference from `base` there.
+    """One row for each `name`, model, group of `by` and measure: its difference from `base` there.
 
     Differences are paired by seed, in percentage points, with n, the ends of their 95 % interval
     and where it lies (above 0, below 0, includes 0, undefined). `measures` are names and columns.
+    Of `base` the first model counts.
     """
     table = []
-    for key, group in rows.groupby([*by, name], sort=False):
-        place = dict(zip(by, key, strict=False))
-        others = rows[(rows[name] == base) & (rows[list(by)] == list(place.values())).all(axis=1)]
-        if key[-1] != base and len(others):
-            labels = {**place, name: key[-1], "model": group.model.iloc[0]}
+    bases = rows[rows[name] == base].drop_duplicates([*by, "seed"])
+    for (*place, own, model), group in rows.groupby([*by, name, "model"], sort=False):
+        others = bases[(bases[list(by)] == place).all(axis=1)]
+        if own != base and len(others):
+            labels = {**dict(zip(by, place, strict=True)), name: own, "model": model}
             for measure, column in measures.items():
                 table.append({**labels, "measure": measure, **_difference(group, others, column)})
     columns = [*by, name, "model", "measure", "difference", "low", "high", "n", "interval"]
@@ -67,10 +68,10 @@ def _difference(rows: pd.DataFrame, others: pd.DataFrame, column: str) -> dict[s
 def difference_table(
     pairs: pd.DataFrame, keys: Sequence[str], by: str, heading: str = "{}"
 ) -> pd.DataFrame:
-    """`paired_differences` as text: one row per first key, one column per value of `by`."""
+    """`paired_differences` as text: one row per combination of keys, one column per `by`."""
     table = []
-    for _, group in pairs.groupby(keys[0], sort=False):
-        labels = {key: group[key].iloc[0] for key in keys} | {"n": count_range(group.n)}
+    for values, group in pairs.groupby(list(keys), sort=False):
+        labels = dict(zip(keys, values, strict=True)) | {"n": count_range(group.n)}
         cells = {heading.format(row[by]): _cell(row) for row in group.to_dict("records")}
         table.append(labels | cells)
     return pd.DataFrame(table).fillna(DASH)

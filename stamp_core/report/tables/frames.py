@@ -40,6 +40,15 @@ def run_frame(records: Sequence[Record]) -> pd.DataFrame:
     return pd.DataFrame([_run_row(record) for record in unique_runs(records)])
 
 
+def model_frame(records: Sequence[Record]) -> pd.DataFrame:
+    """The rows of `run_frame`, and more in which `main_` are the personal models of those runs
+    that have a global model too."""
+    rows = run_frame(records)
+    both = rows[(rows.model == "global") & rows.personal_accuracy.notna()]
+    personal = {c: both[c.replace("main_", "personal_")] for c in rows if c.startswith("main_")}
+    return pd.concat([rows, both.assign(model="personal", **personal)], ignore_index=True)
+
+
 def _run_row(record: Record) -> dict[str, Any]:
     setting, method, seed = record.run
     initial, local = record.scores["initial"][0].astype(float), record.accuracy("local")

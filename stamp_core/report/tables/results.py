@@ -9,13 +9,25 @@ import numpy as np
 import pandas as pd
 
 from stamp_core.report.tables import comparisons, printed, text
-from stamp_core.report.tables.frames import EXPERIMENT, GROUPS, experience_frame, run_frame
+from stamp_core.report.tables.frames import (
+    EXPERIMENT,
+    GROUPS,
+    experience_frame,
+    model_frame,
+    run_frame,
+)
 from stamp_core.results import metrics
 from stamp_core.results.records import Record
 
 _BASES = ("fedavg", "replay", "stamp")  # that the page compares all methods with
 COLUMNS = (["method", "model"], "measure")  # of tables of differences
-_MEASURES = {"accuracy": "main_accuracy", "forgetting": "main_forgetting"}
+_MEASURES = {
+    "accuracy": "main_accuracy",
+    "forgetting": "main_forgetting",
+    "average incremental accuracy": "main_average_incremental_accuracy",
+    "learning accuracy": "main_learning_accuracy",
+}
+JUDGED = ("accuracy", "forgetting")  # measures that the findings name
 _SUMMARY = (  # columns of `run_frame` in summary.json, there without `main_`
     *("accuracy", "personal_accuracy", "main_average_incremental_accuracy"),
     *("main_learning_accuracy", "main_forgetting", "main_forgetting_diagonal"),
@@ -24,11 +36,12 @@ _SUMMARY = (  # columns of `run_frame` in summary.json, there without `main_`
 
 
 def differences(records: Sequence[Record], base: str = "fedavg") -> pd.DataFrame:
-    """Each method's paired differences from `base` in accuracy and forgetting of its main model.
+    """The paired differences of each method's models from the main model of `base`.
 
-    Settings without `base` have no rows.
+    A method with a global model and personal ones has rows for both. Settings without `base` have
+    no rows.
     """
-    rows = run_frame(records)
+    rows = model_frame(records)
     return comparisons.paired_differences(rows, "method", base, ["setting"], _MEASURES)
 
 
@@ -38,6 +51,7 @@ def findings(records: Sequence[Record], bases: Sequence[str] = _BASES[:2]) -> st
     for base in bases:
         heading, by = f"{{setting}}, {{measure}} compared with {base}", ["setting", "measure"]
         pairs = differences(records, base)
+        pairs = pairs[pairs.measure.isin(JUDGED)]
         items.append(comparisons.interval_sentences(pairs, "method", by, heading))
     return "\n".join(filter(None, items))
 
