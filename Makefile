@@ -8,13 +8,16 @@ export STAMP_DATA ?= $(CURDIR)/data/raw
 unexport PYTHONDONTWRITEBYTECODE  # with it every process compiles the package again: a second each
 
 .DEFAULT_GOAL := help
-.PHONY: tour repro test paper estimate lab notebooks docs lint bench clean help
+.PHONY: tour repro tune test paper estimate lab notebooks docs lint bench clean help
 
 tour: $(READY) .dvc/config.local  ## two minutes: a first table and figures, in figures/tour
 	$(VENV)/bin/dvc repro tour
 
 repro: $(READY) .dvc/config.local  ## regenerate every result that is out of date (JOBS=n at a time)
 	$(VENV)/bin/python -m stamp_core.pipeline.repro
+
+tune: $(READY)  ## the candidates of params/tuning.yaml on choosing seeds; writes figures/tuning.md
+	STAMP_PROGRESS=none $(VENV)/bin/python -m stamp_core.pipeline.tune
 
 test: $(READY) .dvc/config.local  ## lint, types, import contracts, unit tests, pipeline, notebooks
 	$(VENV)/bin/ruff check .

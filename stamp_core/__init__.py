@@ -10,3 +10,8 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     """A name of `stamp_core.api`, which is imported, and torch with it, when one is first used."""
     return getattr(import_module("stamp_core.api"), name)
+
+
+def __dir__() -> list[str]:
+    """The names that an editor completes."""
+    return [*globals(), *import_module("stamp_core.api").__all__]

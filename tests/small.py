@@ -44,6 +44,7 @@ ALWAYS = 0.999999  # a probability that nobody has ever escaped
 
 PARTS: dict[str, Some] = {
     "feddbe": {"feddbe_kappa": 5.0, "refresh": "task"},
+    "fedl2p": {"ft_epochs": 2},
     "stamp": {
         "memory": {"exemplars_per_class": 5},
         "ratio": 0.5,
@@ -107,7 +108,7 @@ def tiny(
 
 
 def whole(kind: str, **options: Any) -> Experiment:
-    """The same with all parts of a method on, where its defaults have them off."""
+    """The same with all parts of a method on, where its defaults have them off, or shorter."""
     return tiny(kind, **{**PARTS.get(kind, NOTHING), **options})
 
 
@@ -268,13 +269,13 @@ def kept(exemplars_per_class: int, **changes: Any) -> dict[str, Any]:
     """The memory of the control `replay`: so many images of a class, chosen at random."""
     return {
         "selection": "uniform",
-        "space": "off",
+        "merge": "reservoir",
         "exemplars_per_class": exemplars_per_class,
         **changes,
     }
 
 
 def long() -> Experiment:
-    """90 short rounds, enough to be stopped somewhere in the middle."""
+    """60 short rounds, enough to be stopped somewhere in the middle."""
     split = {"images_per_class": 8}
-    return tiny("replay", split=split, training={"rounds": 30, "dropout": 0.3}, memory=kept(3))
+    return tiny("replay", split=split, training={"rounds": 20, "dropout": 0.3}, memory=kept(3))

@@ -1,9 +1,10 @@
 """Building blocks of personalised methods: meta-networks, mixed normalisation, Neumann series."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -199,6 +200,14 @@ def endless_batches(
         for batch in order.split(training.batch_size):
             images, labels = work.train_images(batch)
             yield work.normalise(augment(images, training, draw)), labels
+
+
+def epoch_batches(
+    work: Workspace, round_id: RoundId, indices: Tensor, purpose: str, epochs: int
+) -> BatchIterator:
+    """Augmented batches of training images for some epochs, in a new order each epoch."""
+    steps = epochs * math.ceil(len(indices) / work.training.batch_size)
+    return islice(endless_batches(work, round_id, indices, purpose), steps)
 
 
 def clipped_gradient(work: Workspace, images: Tensor, labels: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stamp_core.client.by_class import class_means, first_per_class
 from stamp_core.config.schema import Setting, Training
 from stamp_core.core.seeding import generator
 from stamp_core.data.dataset import ImageDataset
@@ -20,6 +21,7 @@ from stamp_core.results.records import SCORINGS
 
 # Images of up to 32 x 32 pixels per forward pass in evaluation; fewer of larger ones.
 EVALUATION_BATCH = 512
+MEAN_IMAGES = 100  # of a class, at most, in its mean feature
 SHARE = 4  # training images are stored on the GPU if they take at most 1/4 of its free memory
 
 Batches = Iterable[tuple[Tensor, Tensor]]  # images, float32 and normalised, and labels
@@ -134,17 +136,28 @@ class Workspace:
         chunks = [(layer or module)(self.normalise(part)) for part in images.split(self.chunk)]
         return torch.cat(chunks).cpu()  # [N, classes]
 
-    def score(self, plan: Plan, clients: list[int], experience: int) -> Tensor:
-        """The live model's accuracies.  # [scorings, U, T], NaN where undefined"""
+    @torch.no_grad()
+    def score(
+        self, plan: Plan, clients: list[int], experience: int, nearest_mean: bool = False
+    ) -> Tensor:
+        """The live model's accuracies.  # [scorings, U, T], NaN where undefined
+
+        Those by the nearest class mean of training features only if `nearest_mean`.
+        """
         tests = {
             (place, task): self.tests(plan, client, task)
             for place, client in enumerate(clients)
             for task in range(plan.tasks)
         }
         needed = torch.cat(list(tests.values())).unique()
+        means = self.class_means() if nearest_mean else None
         logits = torch.empty(len(self.dataset.y_test), self.classes)
+        nearest = torch.empty(len(self.dataset.y_test), dtype=torch.int64)
         for part in needed.split(self.chunk):  # never all images of a large data set at once
-            logits[part] = self.outputs(self.dataset.x_test[part])
+            features = self.outputs(self.dataset.x_test[part], self.classifier.encode)
+            logits[part] = self.classifier.head(features.to(self.device)).cpu()
+            if means is not None:
+                nearest[part] = means[1][torch.cdist(features, means[0]).argmin(1)]
         scores = torch.full((len(SCORINGS), len(clients), plan.tasks), torch.nan)
         for (place, task), test in tests.items():
             own = plan.clients[clients[place]][task].classes
@@ -152,7 +165,16 @@ class Workspace:
             for scoring, allowed in enumerate((range(self.classes), seen, own)):  # as in SCORINGS
                 if len(test) and set(own) <= set(allowed):  # a future task's classes are not seen
                     scores[scoring, place, task] = self._accuracy(logits, test, allowed)
+            if len(test) and means is not None:
+                correct = nearest[test] == self.dataset.y_test[test]
+                scores[SCORINGS.index("nearest mean"), place, task] = correct.double().mean()
         return scores
+
+    def class_means(self) -> tuple[Tensor, Tensor]:
+        """Mean features of each class's first training images, and the classes.  # [L, D], [L]"""
+        indices = first_per_class(self.dataset.y_train, MEAN_IMAGES)
+        features = self.outputs(self.dataset.x_train[indices], self.classifier.encode)
+        return class_means(features, self.dataset.y_train[indices])
 
     def tests(self, plan: Plan, client: int, task: int) -> Tensor:
         """Indices of the test images of a client's task, computed once.  # [n]"""

@@ -22,7 +22,11 @@ from stamp_core.core.paths import PARAMS
 Params = Mapping[str, Any]
 FILES = {"settings": "params/settings.yaml", "methods": "params/methods.yaml"}
 # The blocks of a profile, and whether each is required.
-BLOCKS = {"grid": True, "tour": False, "ablation": True, "sweeps": True}
+BLOCKS = {
+    **{"grid": True, "more_seeds": False, "returning_classes": False},
+    **{"tour": False, "ablation": True, "sweeps": True},
+}
+GRIDS = ("grid", "more_seeds", "returning_classes")  # blocks that are trained
 AXES = ("setting", "method", "seeds")  # of a grid
 DEFAULT, QUICK, PAPER = "default", "quick", "paper"
 PROFILES = {DEFAULT: "params.yaml", QUICK: "params/quick.yaml", PAPER: "params/paper.yaml"}
@@ -103,27 +107,36 @@ def parse_seeds(text: str) -> list[int]:
 def expand_grid(page: str, params: Params) -> Iterator[tuple[str, str, str]]:
     """Setting, method and range of seeds of every experiment of a page.
 
-    "grid" is all that is trained, "comparison" the grid without the variants of the ablation,
+    "grid" is all that is trained, "comparison" that without the variants of the ablation,
     "ablation" its baselines and variants, "tour" the block of that name. "comparison.digits" is one
     setting of a page.
     """
     page, _, only = page.partition(".")
     if page not in PAGES:
         raise unknown_name("page", page, PAGES)
-    grid = _check_axes(params, "grid", AXES)
-    if page == "tour":
-        grid = _check_axes(params, "tour", AXES)
-    elif page != "grid":
-        variants = _check_axes(params, "ablation", ("baselines", "method"))
-        grid["method"] = (
-            [*variants["baselines"], *variants["method"]]
-            if page == "ablation"
-            else [method for method in grid["method"] if method not in variants["method"]]
+    blocks = ["tour"] if page == "tour" else [name for name in GRIDS if name in params]
+    grids = [_check_axes(params, name, AXES) for name in blocks]
+    settings = dict.fromkeys(setting for grid in grids for setting in grid["setting"])
+    if only and only not in settings:
+        raise unknown_name(f"{params['file']}: {page}.setting", only, settings)
+    ablation = _check_axes(params, "ablation", ("baselines", "method"))
+    for grid in grids:
+        methods = _methods_shown(page, grid["method"], ablation)
+        for run in itertools.product(grid["setting"], methods, map(str, grid["seeds"])):
+            if run[0] == (only or run[0]):
+                yield run
+
+
+def _methods_shown(page: str, methods: list[str], ablation: Mapping[str, list[str]]) -> list[str]:
+    """Those of a grid's methods that a page shows."""
+    variants = [method for method in methods if method in ablation["method"]]
+    if page == "comparison":
+        return [method for method in methods if method not in variants]
+    if page == "ablation":  # baselines alone show no part of STAMP
+        return (
+            [m for m in methods if m in ablation["baselines"] or m in variants] if variants else []
         )
-    if only and only not in grid["setting"]:
-        raise unknown_name(f"{params['file']}: {page}.setting", only, grid["setting"])
-    settings = [only] if only else grid["setting"]
-    yield from itertools.product(settings, grid["method"], map(str, grid["seeds"]))
+    return methods
 
 
 def _check_axes(params: Params, name: str, axes: tuple[str, ...]) -> dict[str, list[str]]:

@@ -49,10 +49,22 @@ class Learner:
         """Plain SGD with one step for each batch of indices."""
         for indices in (batch.to(labels.device) for batch in batches):
             set_train_mode(self.network, update_norms=len(indices) > 1)
-            self.model.gradients.zero_()
-            F.cross_entropy(self.network(images[indices]), labels[indices]).backward()
-            self.model.parameters.add_(self.model.gradients, alpha=-lr)
+            self._step(F.cross_entropy(self.network(images[indices]), labels[indices]), lr)
         self.network.eval()
+
+    def train_weighted(self, images: Tensor, labels: Tensor, weights: Tensor, lr: float) -> None:
+        """Plain SGD with one step on all images for each row of their weights.  # [steps, N]"""
+        set_train_mode(self.network, update_norms=len(labels) > 1)
+        for row in weights.to(images):
+            losses = F.cross_entropy(self.network(images), labels, reduction="none")
+            self._step(row.dot(losses), lr)
+        self.network.eval()
+
+    def _step(self, loss: Tensor, lr: float) -> None:
+        """One step of gradient descent."""
+        self.model.gradients.zero_()
+        loss.backward()
+        self.model.parameters.add_(self.model.gradients, alpha=-lr)
 
     def train_epochs(
         self, images: Tensor, labels: Tensor, epochs: int, size: int, lr: float, draws: Generator

@@ -7,15 +7,9 @@ from typing import Any, Literal
 import torch
 from torch import Generator, Tensor
 
-from stamp_core.config.decode import invalid, require_above, require_at_least
+from stamp_core.config.decode import require_above, require_at_least
 from stamp_core.coresets.mixstyle import mixing_weights, mixstyle_images
-from stamp_core.coresets.selection.base import (
-    Candidates,
-    Proposal,
-    choose_exemplars,
-    proposes,
-    rule_options,
-)
+from stamp_core.coresets.selection.base import Candidates, Proposal, choose_exemplars, rule_options
 
 # "images" uint8 [M, C, H, W], "labels" int64 [M], "tasks" int64 [M] the task of each exemplar,
 # "soft" float32 [M, classes] logits of a teacher, or [M, 0] without soft labels,
@@ -25,25 +19,20 @@ Memory = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class MemoryParams:
-    """Which exemplars of a class are kept, and how they are merged with those of a later task."""
+    """Which exemplars of a class are kept, and what becomes of them when the class returns."""
 
     selection: str = "herding"  # the selection rule: a file of stamp_core/coresets/selection
     options: Mapping[str, Any] = field(default_factory=dict)  # of the rule, as its Options
     exemplars_per_class: int = 20  # at most
-    # What a later task's images of the class do: transfer their style to old exemplars | replace
-    # them | become candidates together with them.
-    merge: Literal["mixstyle", "replace", "reselect"] = "mixstyle"
+    # When a later task has images of the class, they transfer their style to the old exemplars,
+    # which all stay | take the share of the memory that they have in a uniform sample.
+    merge: Literal["mixstyle", "reservoir"] = "mixstyle"
     mixstyle_alpha: float = 0.1  # of MixStyle's Beta distribution
-    # Where MixStyle is applied: to images at a merge | to features in training | nowhere.
-    space: Literal["image", "feature", "off"] = "image"
 
     def __post_init__(self) -> None:
         """Check the numbers, the rule and its options."""
         require_at_least(self, 0, "exemplars_per_class")
         require_above(self, 0, "mixstyle_alpha")
-        if self.merge == "reselect" and proposes(self.selection):
-            allowed = f"'mixstyle' or 'replace': {self.selection} selects from whole tasks"
-            raise invalid("merge", self.merge, allowed)
         if not is_dataclass(self.options):
             object.__setattr__(self, "options", rule_options(self.selection, self.options))
 
@@ -134,7 +123,7 @@ def update_memory(
     of_class = memory["labels"] == label
     images, tasks, soft = (memory[name][of_class] for name in ("images", "tasks", "soft"))
     old = ClassSamples(images, tasks, soft, old_features)
-    merged = _merge(old, new, int(memory["seen"][label]), params, generator)
+    merged = _merge(old, new, int(memory["seen"][label]), met, params, generator)
     exemplars = {**vars(merged), "labels": torch.full_like(merged.tasks, label)}
     names = ("images", "labels", "tasks", "soft")
     updated = {name: torch.cat([memory[name][~of_class], exemplars[name]]) for name in names}
@@ -144,39 +133,54 @@ def update_memory(
 
 
 def _merge(
-    old: ClassSamples, new: ClassSamples, seen: int, params: MemoryParams, generator: Generator
+    old: ClassSamples,
+    new: ClassSamples,
+    seen: int,
+    met: int,
+    params: MemoryParams,
+    generator: Generator,
 ) -> ClassSamples:
-    """At most `exemplars_per_class` exemplars from a class's old exemplars and new candidates.
-
-    A repeated task has the same images: they are neither added nor selected twice.
-    """
-    zero = torch.zeros(new.features.shape[1], dtype=torch.float64)
+    """At most `exemplars_per_class` exemplars from a class's old exemplars and new candidates."""
+    count, zero = params.exemplars_per_class, torch.zeros(new.features.shape[1]).double()
     old_mean = class_prototype(old.features, zero, 0)
     prototype = class_prototype(new.features, old_mean, seen if len(old) else 0)
-    same_task = old.tasks == new.tasks[0]
 
-    def select(samples: ClassSamples, exemplar_mean: Tensor) -> ClassSamples:
-        count = params.exemplars_per_class
-        data = (samples.images, samples.features, prototype, exemplar_mean, count, generator)
-        return samples[choose_exemplars(params.selection, Candidates(*data))]
+    def select(exemplar_mean: Tensor) -> ClassSamples:
+        data = (new.images, new.features, prototype, exemplar_mean, count, generator)
+        return new[choose_exemplars(params.selection, Candidates(*data))]
 
-    if params.merge == "reselect":
-        return select(old[~same_task] + new, zero)
-    if params.merge == "replace":
-        return (select(new, zero) + old[~same_task])[: params.exemplars_per_class]
-    selected = select(new, old_mean)
-    added = selected[:0] if same_task.any() else selected
-    restyled = _transfer_style(old, selected, params, generator)
-    return (restyled + added)[: params.exemplars_per_class]
+    if not len(old):
+        return select(zero)
+    if params.merge == "reservoir":
+        stay = old[_draw_remaining(len(old), len(new), seen, met, count, generator)]
+        return (stay + select(class_prototype(stay.features, zero, 0)))[:count]
+    selected = select(old_mean)
+    restyled = _transfer_style(old, selected, params.mixstyle_alpha, generator)
+    repeated = bool((old.tasks == new.tasks[0]).any())  # the same images: none is added twice
+    return restyled if repeated else (restyled + selected)[:count]
+
+
+def _draw_remaining(
+    old: int, new: int, seen: int, met: int, count: int, generator: Generator
+) -> Tensor:
+    """Indices of the old exemplars that stay: a random subset, ascending.
+
+    Their number is that of old images in a uniform sample of `seen` old and `met` new images,
+    which is hypergeometric. So a random memory stays a uniform sample of all images. Synthetic
+    exemplars can be more than the images that they represent; then each counts as one.
+    """
+    seen, met, places = max(seen, old), max(met, new), min(count, old + new)
+    sample = torch.randperm(seen + met, generator=generator)[:places]
+    number = int((sample < seen).sum())
+    number = min(max(number, places - new), old)  # a rule may propose fewer than all images
+    return torch.randperm(old, generator=generator)[:number].sort().values
 
 
 def _transfer_style(
-    old: ClassSamples, selected: ClassSamples, params: MemoryParams, generator: Generator
+    old: ClassSamples, selected: ClassSamples, alpha: float, generator: Generator
 ) -> ClassSamples:
-    """Each old exemplar in the style of a random new one; unchanged unless space is "image"."""
-    if params.space != "image" or not len(old):
-        return old
+    """Each old exemplar in the style of a random new one."""
     order = torch.randperm(len(selected), generator=generator)
     styles = order[torch.arange(len(old)) % len(order)]  # all are used before one is reused
-    weights = mixing_weights(len(styles), generator, params.mixstyle_alpha)
+    weights = mixing_weights(len(styles), generator, alpha)
     return replace(old, images=mixstyle_images(old.images, selected.images[styles], weights))

@@ -28,6 +28,7 @@ from stamp_core.core.processes import follow_parent
 from stamp_core.data.split import Plan
 from stamp_core.engine.experiment import Experiment
 from stamp_core.methods.base.method import ClientRound, InitialStates, Message, Method, Reply, State
+from stamp_core.models.networks import Classifier
 
 _T = TypeVar("_T")
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "ALLOC_FAILED")  # in torch's errors
@@ -41,6 +42,7 @@ class ClientResult:
     scores: Tensor | None  # [scorings, 1, T] of the model after local training
     angles: dict[str, float]  # between the gradients of the client's tasks, if recorded
     seconds: float
+    images: int  # through the encoder for a gradient
     memory: int  # bytes, peak of this process so far
     gpu: int  # bytes, peak of the client round on the GPU
 
@@ -68,13 +70,13 @@ class Worker:
         gpu = self.work.device.type == "cuda"
         if gpu:
             torch.cuda.reset_peak_memory_stats(self.work.device)
-        start = time.perf_counter()
+        start, before = time.perf_counter(), Classifier.differentiated
         plan = self.plans[round_id.seed]
         reply = self.method.train_client(ClientRound(round_id, plan, state, message))
-        seconds = time.perf_counter() - start
+        seconds, images = time.perf_counter() - start, Classifier.differentiated - before
         peak = torch.cuda.max_memory_allocated(self.work.device) if gpu else 0
         scores, angles = self.diagnose(round_id) if round_id.last else (None, {})
-        return ClientResult(reply, scores, angles, seconds, peak_memory(), peak)
+        return ClientResult(reply, scores, angles, seconds, images, peak_memory(), peak)
 
     def diagnose(self, round_id: RoundId) -> tuple[Tensor | None, dict[str, float]]:
         """Scores and angles of the model after a client round, where the method has them."""
@@ -91,7 +93,8 @@ class Worker:
         """Scores of the model in `message` for all clients.  # [scorings, U, T]"""
         plan = self.plans[seed]
         self.work.model.load(message["parameters"], message["buffers"])
-        return self.work.score(plan, list(range(len(plan.clients))), experience)
+        clients = list(range(len(plan.clients)))
+        return self.work.score(plan, clients, experience, nearest_mean=True)
 
     def extract_features(self, message: Message, indices: Tensor) -> Tensor:
         """Features of some test images under the model in `message`.  # float16 [n, D]"""
@@ -109,7 +112,9 @@ class Worker:
             self.method.load_personal_model(client_round)
         else:
             Method.receive(self.method, client_round)
-        return self.work.score(plan, [round_id.client], round_id.experience)  # [scorings, 1, T]
+        return self.work.score(  # [scorings, 1, T]
+            plan, [round_id.client], round_id.experience, nearest_mean=not personal
+        )
 
 
 Call = Callable[[Worker], _T]  # partial(Worker.evaluate, seed=0, ...): checked by mypy

@@ -105,9 +105,13 @@ def check_params(params: Params) -> int:
     for setting, method, seeds in experiments:
         load_experiment(setting, method, params)
         parse_seeds(seeds)
-    for page in ("ablation", *(["tour"] if "tour" in params else [])):
-        if missing := sorted(set(expand_grid(page, params)) - set(experiments)):
-            raise invalid(f"{params['file']}: {page}", missing[0], "in grid, which trains it")
+    trained = {method for _, method, _ in experiments}
+    for key, methods in params["ablation"].items():
+        if missing := sorted(set(methods) - trained):
+            raise invalid(f"{params['file']}: ablation.{key}", missing[0], "in grid.method")
+    tour = set(expand_grid("tour", params)) if "tour" in params else set()
+    if untrained := sorted(tour - set(experiments)):
+        raise invalid(f"{params['file']}: tour", untrained[0], "in grid, which trains it")
     return len(experiments)
 
 

@@ -222,7 +222,7 @@ class Run:
         results: list[ClientResult],
         clock: list[float],
     ) -> dict[str, Any]:
-        """A round's history entry: loss, seconds by phase, bytes down and up, memory, disk."""
+        """A round's history entry: loss, images, seconds by phase, bytes, memory, disk."""
         replies = [result.reply for result in results]
         losses = [(reply.loss, reply.samples) for reply in replies if reply.sgd_steps]
         samples = sum(n for _, n in losses)
@@ -232,6 +232,7 @@ class Run:
             "participants": len(messages),
             "completed": len(results),
             "sgd_steps": sum(reply.sgd_steps for reply in replies),
+            "images": sum(result.images for result in results),
             "loss": sum(loss * n for loss, n in losses) / samples if samples else None,
             "seconds": {
                 "clients": sum(result.seconds for result in results),  # their own work, added up

@@ -18,27 +18,19 @@ from torch import Tensor
 from stamp_core.config.decode import invalid, require_at_least
 from stamp_core.matching.gram import (
     Vectors,
-    column_chunks,
     combine,
     gram,
-    inner_products,
-    squared_norms,
-    sum_dtype,
+    orthonormal_coordinates,
+    products_with_sums,
 )
-from stamp_core.matching.simplex import (
-    SOLVED,
-    Array,
-    Mask,
-    Problem,
-    SoftmaxParams,
-    minimise_on_simplex,
-    multipliers,
-    softmax_descent,
-)
+from stamp_core.matching.least_distance import Array, Mask, coordinates
+from stamp_core.matching.simplex import SOLVED, Problem, SoftmaxParams, softmax_descent, solve
 
 _TINY = 1e-8  # gradients no longer than this share of the longest one take no part
 _CANCELLED = 1e-7  # a sum of vectors shorter than this share of their norms is rounding error
-_NO_REFERENCE, _UNSOLVED = "reference is zero", "not solved to the end"
+_FROM_GRAM, _FROM_BASIS = 1e-6, 3e-7  # relative precision of coordinates
+_DEGENERATE = 1e-7  # largest gap of a solved problem, relative to max_i |g_i| max |d|
+_NO_REFERENCE = "reference is zero"
 
 
 @dataclass(frozen=True)
@@ -46,19 +38,16 @@ class MatchingParams:
     """The matching problem and its solver."""
 
     kappa: float = 0.5  # radius of the ball around g0, relative to |g0|
-    reference: Literal["mean", "weighted", "current", "half"] = "mean"  # g0; current: the last one
-    form: Literal["full", "direction"] = "full"  # direction: d without g0
+    reference: Literal["mean", "weighted", "current"] = "mean"  # g0; current: the last one
     length: Literal["free", "1+kappa", "1+kappa^2", "reference", "current"] = "1+kappa"
     normalise: Literal["none", "mean", "current"] = "none"  # the norm that all gradients get
-    blocks: Literal["model", "layers", "coupled", "elements"] = "model"  # coupled: one w for all
+    blocks: Literal["model", "layers"] = "model"
     solver: Literal["exact", "authors"] = "exact"
     softmax: SoftmaxParams = field(default_factory=SoftmaxParams)  # of the solver "authors"
 
     def __post_init__(self) -> None:
-        """Refuse a radius below 0, and blocks that the public code does not support."""
+        """Refuse a radius below 0."""
         require_at_least(self, 0, "kappa")
-        if self.solver == "authors" and self.blocks in ("coupled", "elements"):
-            raise invalid("solver", self.solver, f"'exact', as blocks is {self.blocks!r}")
 
 
 @dataclass(frozen=True)
@@ -69,10 +58,11 @@ class MatchResult:
     """
 
     coefficients: Tensor  # float64 [L, K]: d = sum_i coefficients[block, i] gradients[i]
-    weights: Tensor  # float64 [L, K], on the simplex; with blocks "elements" both are empty
+    weights: Tensor  # float64 [L, K], on the simplex
     status: str
     dropped: int  # gradients that are not finite or too short
-    gap: float = 0.0  # duality gap: F(w) exceeds its minimum by at most this
+    gap: float = 0.0  # duality gap: min_i <g_i, d> is below its maximum by at most this; of the
+    # solver "authors": min_i <g_i, d(w)> for the d(w) on the ball that belongs to its weights
     value: float = 0.0  # F(w)
     worst_product: float = 0.0  # min_i <g_i, d>, before d is rescaled to its length
     worst_product_reference: float = 0.0  # min_i <g_i, g0>
@@ -97,14 +87,26 @@ class _Inputs:
 
 @dataclass(frozen=True)
 class _Solution:
-    """The minimiser of one problem and d, in scaled gradients."""
+    """The solution of one block, in normalised gradients."""
 
     weights: Array  # [K]
-    coefficients: Array  # [l, K], d of each block
-    gap: float
-    value: float
+    shift: Array  # [K], d = g0 + sum_i shift_i g_i
+    norms: Array  # [K]
+    usable: Mask  # [K], the gradients that take part in this block
+    iterations: int = 0
+
+
+@dataclass(frozen=True)
+class _Certified:
+    """A solution whose d is in the ball, and what it is worth."""
+
+    weights: Array  # [K]
+    coefficients: Array  # [K], of d
     iterations: int
     status: str
+    gap: float
+    value: float
+    pairs: Array  # [K + 2, 2], inner products of the gradients, d and g0 with d and g0
 
 
 def match(
@@ -115,15 +117,28 @@ def match(
 ) -> tuple[Tensor, MatchResult]:
     """The direction d [P] and what is recorded about it.
 
-    `weights` belong to the reference "weighted", `sizes` to blocks other than "model".
+    `weights` belong to the reference "weighted", `sizes` to the blocks "layers". The record is
+    measured on the gradients themselves. A Gram matrix cannot tell nearly opposite gradients from
+    opposite ones: if the gap shows this, the problem is solved again in an orthonormal basis.
     """
-    if matching.blocks == "elements":
-        return _match_elements(gradients, matching, weights)
     if matching.blocks == "model":
         sizes = None
     elif sizes is None:
         raise invalid("sizes", None, f"given, as blocks is {matching.blocks!r}")
-    result = match_gram(gram(gradients, sizes), matching, weights)
+    grams = gram(gradients, sizes).numpy()
+    inputs = _prepare(grams, matching, weights)
+    if isinstance(inputs, str):
+        result = _no_match(inputs, grams)
+        return combine(gradients, result.coefficients, sizes), result
+    finite = [each for each, one in zip(gradients, inputs.finite, strict=True) if one]
+    solutions = [_solve_gram(each, inputs, matching) for each in grams]
+    blocks = _certify(solutions, finite, sizes, inputs, matching)
+    unsolved = any(each.gap > SOLVED * each.pairs[-1, -1] for each in blocks)
+    if unsolved and matching.solver == "exact":
+        bases = orthonormal_coordinates(finite, sizes)
+        solutions = [_solve_exactly(each.numpy(), _FROM_BASIS, inputs, matching) for each in bases]
+        blocks = _certify(solutions, finite, sizes, inputs, matching)
+    result = _result(blocks, inputs, matching)
     return combine(gradients, result.coefficients, sizes), result
 
 
@@ -131,35 +146,40 @@ def match_gram(
     gram_matrix: Tensor, matching: MatchingParams, weights: Tensor | None = None
 ) -> MatchResult:
     """The match of gradients known by their Gram matrix alone ([L, K, K] or [K, K])."""
-    if matching.blocks == "elements":
-        raise invalid("blocks", "elements", "another: single elements need the gradients")
     grams = gram_matrix.detach().to("cpu", torch.float64).numpy()
     grams = grams.reshape(-1, *grams.shape[-2:])
     if matching.blocks == "model":
         grams = grams.sum(0, keepdims=True)
-    inputs = _prepare(np.diagonal(grams, 0, 1, 2).sum(0), matching, weights)
+    inputs = _prepare(grams, matching, weights)
     if isinstance(inputs, str):
-        zeros = torch.zeros(*grams.shape[:2], dtype=torch.float64)
-        return MatchResult(zeros, zeros, inputs, grams.shape[1])
-    scale = np.outer(inputs.normalisation, inputs.normalisation)
-    grams = grams[:, inputs.finite][:, :, inputs.finite] * scale
-    problems = grams[:, None] if matching.blocks == "layers" else grams[None]  # [n, l, K, K]
-    solutions = [_solve(problem, inputs, matching) for problem in problems]
-    return _result(solutions, grams, inputs, matching)
+        return _no_match(inputs, grams)
+    blocks = []
+    for each in grams:
+        solution = _solve_gram(each, inputs, matching)
+        rows, finite = _sums(solution, inputs), each[np.ix_(inputs.finite, inputs.finite)]
+        products = np.concatenate([finite, rows @ finite]) @ rows.T
+        blocks.append(_certify_block(solution, products, inputs, matching))
+    return _result(blocks, inputs, matching)
+
+
+def _no_match(status: str, grams: Array) -> MatchResult:
+    """The record where there is nothing to match."""
+    zeros = torch.zeros(grams.shape[:2], dtype=torch.float64)
+    return MatchResult(zeros, zeros, status, grams.shape[1])
 
 
 # --- the gradients and the reference
 
 
-def _prepare(squares: Array, matching: MatchingParams, weights: Tensor | None) -> _Inputs | str:
-    """The inputs, from all squared norms; or the status if there is nothing to match."""
-    finite = np.isfinite(squares)
+def _prepare(grams: Array, matching: MatchingParams, weights: Tensor | None) -> _Inputs | str:
+    """The inputs, or the status if there is nothing to match."""
+    squares = np.diagonal(grams, 0, 1, 2).sum(0)
+    finite = squares < np.finfo(np.float32).max  # nan is not
     norms = np.sqrt(squares[finite])
     large = norms > _TINY * norms.max(initial=0.0)
     if not large.any():
         return "no usable gradient"
-    names = (matching.reference, matching.length, matching.normalise)
-    if ("current" in names or matching.reference == "half") and not finite[-1]:
+    if "current" in (matching.reference, matching.length, matching.normalise) and not finite[-1]:
         return "the current gradient is not finite"
     normalisation = np.ones_like(norms)
     if matching.normalise != "none":
@@ -173,151 +193,152 @@ def _prepare(squares: Array, matching: MatchingParams, weights: Tensor | None) -
 def _reference_weights(finite: Mask, matching: MatchingParams, weights: Tensor | None) -> Array:
     """The coefficients of g0, which sum to 1.  # [K]"""
     count = int(finite.sum())
-    if matching.reference == "weighted":
-        if weights is None or len(weights) != len(finite):
-            raise invalid("weights", weights, f"{len(finite)} numbers, as reference is 'weighted'")
-        values = weights.detach().to("cpu", torch.float64).numpy()[finite]
-        if not (values >= 0).all() or not 0 < values.sum() < math.inf:
-            raise invalid("weights", values.tolist(), "at least 0 and not all of them 0")
-        return np.asarray(values / values.sum())
-    if matching.reference == "mean" or count == 1:
+    if matching.reference == "mean":
         return np.full(count, 1 / count)
-    others = 0.0 if matching.reference == "current" else 0.5
-    reference = np.full(count, others / (count - 1))
-    reference[-1] = 1 - others
-    return reference
+    if matching.reference == "current":
+        return np.asarray(np.eye(count)[-1])
+    if weights is None or len(weights) != len(finite):
+        raise invalid("weights", weights, f"{len(finite)} numbers, as reference is 'weighted'")
+    values = weights.detach().to("cpu", torch.float64).numpy()[finite]
+    if not (values >= 0).all() or not 0 < values.sum() < math.inf:
+        raise invalid("weights", values.tolist(), "at least 0 and not all of them 0")
+    return np.asarray(values / values.sum())
 
 
-# --- one problem, in the space of inner products
+# --- one block
 
 
-def _solve(grams: Array, inputs: _Inputs, matching: MatchingParams) -> _Solution:
-    """Solve one problem whose l blocks share w.  # grams [l, K, K]"""
+def _solve_gram(gram: Array, inputs: _Inputs, matching: MatchingParams) -> _Solution:
+    """The solution from the Gram matrix of all gradients as given."""
+    scale = np.outer(inputs.normalisation, inputs.normalisation)
+    gram = gram[np.ix_(inputs.finite, inputs.finite)] * scale
     if matching.solver == "authors":
-        return _solve_as_authors(grams[0], inputs.reference, matching)
-    solution = _solve_exactly(grams, inputs, matching)
-    if solution.status == _UNSOLVED:  # in float32, nearly equal gradients give an indefinite matrix
-        values, vectors = np.linalg.eigh(grams)  # ascending
-        cleaned = np.where(values > -2 * values[:, :1], values, 0.0)  # [l, K], without rounding
-        semidefinite = (vectors * cleaned[:, None]) @ vectors.transpose(0, 2, 1)
-        solution = _solve_exactly(np.asarray(semidefinite), inputs, matching)
-    return solution
+        return _solve_as_authors(gram, inputs, matching)
+    norms = np.sqrt(gram.diagonal())
+    units = np.where(norms > 0, norms, 1.0)
+    rows = norms[:, None] * coordinates(gram / np.outer(units, units), _FROM_GRAM)
+    return _solve_exactly(rows, _FROM_GRAM, inputs, matching)
 
 
-def _solve_exactly(grams: Array, inputs: _Inputs, matching: MatchingParams) -> _Solution:
-    """The exact solution; g0 where the reference or all gradients are zero."""
-    reference = inputs.reference
-    linear = grams @ reference  # [l, K], <g_i, g0>
-    squares = np.maximum(linear @ reference, 0.0)  # [l], |g0|^2
-    norms = np.sqrt(np.maximum(np.diagonal(grams, 0, 1, 2), 0.0))  # [l, K]
-    cancelled = np.sqrt(squares) <= _CANCELLED * (norms @ reference)  # [l], g0 is rounding error
-    norms = np.sqrt((norms**2).sum(0))  # [K]
+def _solve_exactly(
+    rows: Array, resolution: float, inputs: _Inputs, matching: MatchingParams
+) -> _Solution:
+    """The exact solution from coordinates of the gradients."""
+    reference, norms = inputs.reference @ rows, np.linalg.norm(rows, axis=1)
     usable = inputs.large & (norms > _TINY * norms.max())
-    if cancelled.all() or not usable.any():
-        return _Solution(reference, np.tile(reference, (len(grams), 1)), 0.0, 0.0, 0, _NO_REFERENCE)
-    unit = float((norms[usable] ** 2).mean())  # the problem is solved for norms near 1
-    problem = Problem(
-        grams[:, usable][:, :, usable] / unit,
-        linear[:, usable].sum(0) / unit,
-        matching.kappa * np.where(cancelled, 0.0, np.sqrt(squares / unit)),
-        float(squares.sum()) / unit,
-    )
-    minimum = minimise_on_simplex(problem)
-    value, gradient, norms = problem.evaluate(minimum.weights)
-    weights = np.zeros_like(reference)
-    weights[usable] = minimum.weights
-    base = reference if matching.form == "full" else 0 * reference
-    coefficients = base + multipliers(problem.radii, norms)[:, None] * weights
-    status = "one gradient" if len(gradient) == 1 else "exact"
-    if minimum.cone is not None:
-        status = "pareto: projected on the cone"
-        value, gradient = 0.0, problem.linear + problem.grams.sum(0) @ minimum.cone
-        coefficients[:] = reference
-        coefficients[:, usable] += minimum.cone
-    gap = max(value - float(gradient.min()), 0.0)
-    if gap > SOLVED * problem.unit and minimum.cone is None:
-        status = _UNSOLVED
-    return _Solution(weights, coefficients, gap * unit, value * unit, minimum.iterations, status)
+    weights, shift = np.zeros_like(norms), np.zeros_like(norms)
+    if not usable.any():
+        return _Solution(weights, shift, norms, usable)
+    radius = matching.kappa * float(np.linalg.norm(reference))
+    optimum = solve(Problem(rows[usable], reference, radius, resolution))
+    weights[usable], shift[usable] = optimum.weights, optimum.shift
+    return _Solution(weights, shift, norms, usable, optimum.iterations)
 
 
-def _solve_as_authors(gram: Array, reference: Array, matching: MatchingParams) -> _Solution:
+def _solve_as_authors(gram: Array, inputs: _Inputs, matching: MatchingParams) -> _Solution:
     """The solution of the public code, whose absolute terms 1e-4 dominate for short gradients."""
-    linear = gram @ reference
-    square = max(float(linear @ reference), 0.0)
+    linear = gram @ inputs.reference
+    square = max(float(linear @ inputs.reference), 0.0)
     unit = float(np.sqrt(gram.diagonal() + 1e-4).mean()) ** 2
     radius = matching.kappa * math.sqrt(square / unit + 1e-4)
     w = softmax_descent(gram / unit, linear / unit, radius, matching.softmax)
-    norm = math.sqrt(w @ gram @ w / unit + 1e-4)
-    base = reference if matching.form == "full" else 0 * reference
-    coefficients = base + radius / (norm + 1e-4) * w
-    exact_radius = np.array([matching.kappa * math.sqrt(square / unit)])  # without the 1e-4
-    problem = Problem(gram[None] / unit, linear / unit, exact_radius, 1.0)
-    value, gap = unit * problem.evaluate(w)[0], unit * problem.gap(w)
-    return _Solution(w, coefficients[None], gap, value, matching.softmax.rounds, "authors")
+    shift = radius / (math.sqrt(w @ gram @ w / unit + 1e-4) + 1e-4) * w
+    norms = np.sqrt(gram.diagonal())
+    return _Solution(w, shift, norms, np.ones(len(w), bool), matching.softmax.rounds)
 
 
-# --- each element matched as a separate problem
+# --- the certificate
 
 
-def _match_elements(
-    gradients: Vectors, matching: MatchingParams, weights: Tensor | None
-) -> tuple[Tensor, MatchResult]:
-    """The direction if every element is matched alone, and what is recorded about it.
+def _certify(
+    solutions: Sequence[_Solution],
+    gradients: Vectors,
+    sizes: Sequence[int] | None,
+    inputs: _Inputs,
+    matching: MatchingParams,
+) -> list[_Certified]:
+    """The solutions with their certificates, from inner products of the gradients themselves."""
+    sums = torch.from_numpy(np.stack([_sums(each, inputs) for each in solutions]))
+    products = products_with_sums(gradients, sums, sizes).numpy()
+    pairs = zip(solutions, products, strict=True)
+    return [_certify_block(each, part, inputs, matching) for each, part in pairs]
 
-    g0 lies between the smallest and the largest g_i. If no g_i has the other sign, min_i g_i d
-    grows up to the end of the ball, (1 + kappa) g0. If one has, min_i g_i d decreases on both
-    sides of 0, and the best d in the ball is the one nearest to 0: max(1 - kappa, 0) g0.
+
+def _sums(solution: _Solution, inputs: _Inputs) -> Array:
+    """The coefficients of d - g0, g0 and g_w in the finite gradients as given.  # [3, K]"""
+    return inputs.normalisation * np.stack([solution.shift, inputs.reference, solution.weights])
+
+
+def _certify_block(
+    solution: _Solution, products: Array, inputs: _Inputs, matching: MatchingParams
+) -> _Certified:
+    """The solution with d pulled back into the ball, which rounding may have led out of.
+
+    `products` [K + 3, 3] are those of the gradients, d - g0, g0 and g_w with the last three.
     """
-    d = torch.zeros(gradients[0].shape, dtype=sum_dtype(gradients), device=gradients[0].device)
-    empty = torch.zeros(0, len(gradients), dtype=torch.float64)
-    inputs = _prepare(squared_norms(gradients), matching, weights)
-    if isinstance(inputs, str):
-        return d, MatchResult(empty, empty, inputs, len(gradients))
-    finite = [each for each, one in zip(gradients, inputs.finite.tolist(), strict=True) if one]
-    factors = torch.from_numpy(inputs.normalisation).to(d)[:, None]
-    reference = torch.from_numpy(inputs.reference).to(d)[:, None]
-    large = torch.from_numpy(inputs.large).to(d.device)
-    kappa = matching.kappa
-    full = max(1 - kappa, 0.0), 1 + kappa  # d / g0, in conflict and without
-    ratios = full if matching.form == "full" else (-kappa if kappa < 1 else 0.0, kappa)
-    pairs = torch.zeros(len(finite) + 2, 2, dtype=torch.float64, device=d.device)
-    value, start = 0.0, 0
-    for columns in column_chunks(finite, 0, len(d)):
-        columns = columns * factors
-        g0 = (columns * reference).sum(0)
-        conflict = (columns[large] * g0 < 0).any(0)
-        best, part = (torch.where(conflict, a * g0, b * g0) for a, b in (full, ratios))
-        value += float((columns[large] * best).amin(0).sum())
-        both = torch.stack([part, g0])
-        pairs += inner_products(torch.cat([columns, both]), both)
-        d[start : start + len(part)] = part
-        start += len(part)
-    factor, numbers = _summarise(pairs.cpu().numpy(), inputs, matching)
-    if numbers:
-        numbers["value"] = value / float(pairs[-1, -1])
-    return d.mul_(factor), MatchResult(empty, empty, "exact", inputs.dropped, **numbers)
+    products = products * np.append(inputs.normalisation, np.ones(3))[:, None]
+    if matching.solver == "authors":
+        share, gap, value, status = 1.0, *_judge_authors(products, matching), "authors"
+    else:
+        share, gap, value, status = _judge(solution, products, inputs, matching)
+    transform = np.array([[share, 0.0], [1.0, 1.0], [0.0, 0.0]])  # from d - g0 and g0 to d and g0
+    pairs = products @ transform
+    return _Certified(
+        solution.weights,
+        inputs.reference + share * solution.shift,
+        solution.iterations,
+        status,
+        max(gap, 0.0),
+        value,
+        np.concatenate([pairs[:-3], transform.T @ pairs[-3:]]),
+    )
+
+
+def _judge(
+    solution: _Solution, products: Array, inputs: _Inputs, matching: MatchingParams
+) -> tuple[float, float, float, str]:
+    """The share of d - g0 that is in the ball, the gap of this d, F(w) and the status."""
+    away, rho, combined = np.sqrt(np.maximum(products[-3:].diagonal(), 0.0)).tolist()
+    usable, norms = solution.usable, solution.norms
+    if rho <= _CANCELLED * (inputs.reference @ norms) or not usable.any():
+        return 0.0, 0.0, 0.0, _NO_REFERENCE
+    radius = matching.kappa * rho
+    share = radius / away if away > radius else 1.0
+    value = float(products[-1, 1]) + radius * combined
+    gap = value - float((products[:-3, :2] @ [share, 1.0])[usable].min())
+    tolerance, status = _DEGENERATE * (rho + radius) * float(norms.max()), "exact"
+    if gap > tolerance:
+        status = "not solved to the end"
+    elif usable.sum() == 1:
+        status = "one gradient"
+    elif away < radius * (1 - 1e-6) and abs(value) <= tolerance:
+        status = "pareto: projected on the cone"
+    return share, gap, value, status
+
+
+def _judge_authors(products: Array, matching: MatchingParams) -> tuple[float, float]:
+    """The gap of g0 + radius g_w / |g_w|, as the authors' d may be outside the ball, and F(w)."""
+    _, rho, combined = np.sqrt(np.maximum(products[-3:].diagonal(), 0.0)).tolist()
+    radius = matching.kappa * rho
+    value = float(products[-1, 1]) + radius * combined
+    step = radius / combined if combined else 0.0
+    return value - float((products[:-3, 1:] @ [1.0, step]).min()), value
 
 
 # --- the record
 
 
-def _result(
-    solutions: list[_Solution], grams: Array, inputs: _Inputs, matching: MatchingParams
-) -> MatchResult:
+def _result(blocks: Sequence[_Certified], inputs: _Inputs, matching: MatchingParams) -> MatchResult:
     """The coefficients of the gradients as given, and the numbers of the record."""
-    coefficients = np.concatenate([each.coefficients for each in solutions])  # [L, K]
-    reference = np.broadcast_to(inputs.reference, coefficients.shape)
-    both = np.stack([coefficients, reference], 2)  # [L, K, 2], d and g0
-    pairs = grams @ both  # [L, K, 2], <g_i, d> and <g_i, g0> in each block
-    pairs = np.concatenate([pairs.sum(0), (both.transpose(0, 2, 1) @ pairs).sum(0)])
-    status = "; ".join(dict.fromkeys(each.status for each in solutions))
+    status = "; ".join(dict.fromkeys(each.status for each in blocks))
     factor, numbers = 1.0, dict[str, Any]()
-    if status != _NO_REFERENCE:
+    pairs = np.sum([each.pairs for each in blocks], 0)
+    if status != _NO_REFERENCE and pairs[-1, -1] > 0:
         factor, numbers = _summarise(pairs, inputs, matching)
-    if numbers:
-        numbers["gap"] = sum(each.gap for each in solutions) / float(pairs[-1, -1])
-        numbers["value"] = sum(each.value for each in solutions) / float(pairs[-1, -1])
-    weights = np.stack([each.weights for each in solutions])
+        numbers["gap"] = sum(each.gap for each in blocks) / float(pairs[-1, -1])
+        numbers["value"] = sum(each.value for each in blocks) / float(pairs[-1, -1])
+    coefficients = np.stack([each.coefficients for each in blocks])
+    weights = np.stack([each.weights for each in blocks])
     logs = np.log(np.where(weights > 0, weights, 1.0))
     return MatchResult(
         _expand(factor * coefficients * inputs.normalisation, inputs.finite),
@@ -326,7 +347,7 @@ def _result(
         inputs.dropped,
         support=int((weights > 1e-6).any(0).sum()),
         entropy=abs(float((weights * logs).sum(1).mean())),
-        iterations=sum(each.iterations for each in solutions),
+        iterations=sum(each.iterations for each in blocks),
         **numbers,
     )
 
@@ -341,13 +362,11 @@ def _expand(values: Array, finite: Mask) -> Tensor:
 def _summarise(
     pairs: Array, inputs: _Inputs, matching: MatchingParams
 ) -> tuple[float, dict[str, Any]]:
-    """The factor that gives d its length, and the numbers of the record; none if g0 = 0.
+    """The factor that gives d its length, and numbers of the record.
 
     `pairs` [K + 2, 2] are the inner products of the K gradients, d and g0 with d and g0.
     """
     (square, both), (_, reference) = pairs[-2:].tolist()
-    if reference <= 0:
-        return 1.0, {}
     norm, rho = math.sqrt(max(square, 0.0)), math.sqrt(reference)
     if matching.length in ("1+kappa", "1+kappa^2"):
         factor = 1 / (1 + matching.kappa ** (2 if matching.length.endswith("2") else 1))

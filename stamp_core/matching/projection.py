@@ -5,15 +5,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from scipy.optimize import nnls
 from torch import Tensor
 
 from stamp_core.matching.gram import Vector, combine, gram
-from stamp_core.matching.simplex import Array
+from stamp_core.matching.least_distance import Array, coordinates, least_distance
 
-RESIDUAL = 1e-6  # up to which a program counts as solved; residuals are cosines
+RESIDUAL = 1e-6  # up to which a program counts as solved; of vectors of norm 1
 NOT_FINITE, NOT_SOLVED = "not finite", "not solved"
-_CUTS = (1e-8, 1e-11, 1e-14)  # eigenvalues below that share of the largest are treated as 0
+_RESOLUTIONS = (1e-7, 1e-6, 1e-5, 1e-4)  # of gradients known by their Gram matrix
 
 
 @dataclass(frozen=True)
@@ -46,10 +45,10 @@ def project_gradient(
 
     It is sum_k v_k g_k with v = argmin 0.5 v'(A + ridge) v + b'v over v >= margin, where A is the
     Gram matrix of the gradients and b_k = <g_k, vector> - rho |g_k| |vector|; nothing if all
-    b >= 0. Sums are in float64: almost opposite gradients get large multipliers v, with which the
-    rounding of float32 would dominate the result.
+    b >= 0. The sum is in float64: nearly opposite gradients get large multipliers v, with which
+    the rounding of float32 would dominate the result.
     """
-    grams = gram([*gradients, vector], sizes, torch.float64).numpy()  # [L, K + 1, K + 1]
+    grams = gram([*gradients, vector], sizes).numpy()  # [L, K + 1, K + 1]
     minima = [_project_block(block, rho, ridge, margin) for block in grams]
     v = torch.from_numpy(np.stack([each.v for each in minima]))  # [L, K]
     added = combine(gradients, v, sizes, torch.float64) if v.any() else None
@@ -97,21 +96,22 @@ def minimise_program(
 
 
 def _minimise_over_cone(matrix: Array, linear: Array) -> tuple[Array, float]:
-    """The minimiser u of 0.5 u'Au + b'u over u >= 0, and the largest |min(u, Au + b)|.
+    """The minimiser u of 0.5 u'Au + b'u over u >= 0, and how far it is from optimal.
 
-    With A = S'S it minimises |S u + y|, where S'y = b. Directions in which linearly dependent
-    gradients differ by rounding alone are left out, unless the residual shows that they count.
+    With A = SS' and b = Sp, u are the multipliers of the nearest vector x to p with S x >= 0. At
+    the optimum min(u, S x) = 0 and u'S x = 0; the latter notices large multipliers that cancel.
+    Dependent gradients differ by rounding alone, which the coarser resolutions leave out.
     """
-    values, axes = np.linalg.eigh(matrix)
     best, smallest = np.zeros(len(linear)), np.inf
-    for cut in _CUTS:
-        large = values > cut * values[-1]  # never empty, which scipy's nnls would not take
-        roots, basis = np.sqrt(values[large]), axes.T[large]
+    for resolution in _RESOLUTIONS:
+        rows = coordinates(matrix, resolution)  # S, with orthogonal columns
+        bounds = -rows @ (rows.T @ linear / (rows**2).sum(0))  # -b without what S cannot reach
         try:
-            u = nnls(roots[:, None] * basis, -(basis @ linear) / roots, maxiter=1000)[0]
+            u, _ = least_distance(rows, bounds, resolution)
         except RuntimeError:  # too many iterations
             continue
-        residual = float(np.abs(np.minimum(u, matrix @ u + linear)).max())
+        slope = matrix @ u + linear
+        residual = max(float(np.abs(np.minimum(u, slope)).max()), abs(float(u @ slope)))
         if residual < smallest:
             best, smallest = u, residual
         if smallest <= RESIDUAL:

@@ -23,7 +23,10 @@ NOT_CONVERGED = "aggregation weights: not converged within max_epochs"
 class FedALAParams(FedAvgParams):
     """Which tensors are aggregated locally, and how the weights W are learnt."""
 
-    lr: float = 1.0  # η: learning rate of W
+    # η_w x training.lr, published: 1.0 x 0.005. W is learnt at η_w = lr_product / training.lr: its
+    # gradient is that of the loss times received - own, a difference between updates, which is
+    # proportional to training.lr (to first order), so the steps of W do not depend on it.
+    lr_product: float = 0.005
     share: float = 0.8  # s: W is learnt on a window of this share of the client's images
     window: Literal["contiguous", "random"] = "contiguous"  # lists are by class: it omits classes
     tensors: int = 2  # p, from the last; the paper counts layers, the public code tensors
@@ -34,7 +37,7 @@ class FedALAParams(FedAvgParams):
     def __post_init__(self) -> None:
         """Refuse an empty set of tensors and a window that is empty or larger than the list."""
         super().__post_init__()
-        require_at_least(self, 0, "lr")
+        require_at_least(self, 0, "lr_product")
         require_above(self, 0, "share", "threshold")
         require_at_least(self, 1, "tensors", "max_epochs")
         if self.share > 1:
@@ -49,7 +52,7 @@ class FedALA(Method):
 
     Params: ClassVar = FedALAParams
     models = ("global", "personal", "local")  # personal: after local aggregation, before training
-    neutral: ClassVar[dict[str, Any]] = {"lr": 0.0}
+    neutral: ClassVar[dict[str, Any]] = {"lr_product": 0.0}
     group = "personalised"
 
     def __init__(self, params: FedALAParams, work: Workspace) -> None:
@@ -97,11 +100,12 @@ class FedALA(Method):
 
     def epoch(self, window: Tensor, own: Tensor, received: Tensor, weights: Tensor) -> float:
         """One epoch of SGD on W alone; returns the loss of the last batch."""
-        work, batch_size = self.work, self.work.training.batch_size
-        for images, labels in plain_batches(work, window, batch_size):
+        work, training = self.work, self.work.training
+        lr = self.params.lr_product / training.lr  # not 0: then own and received model are equal
+        for images, labels in plain_batches(work, window, training.batch_size):
             loss = F.cross_entropy(work.model.module.eval()(images), labels)  # fixed statistics
             gradient = flatten(torch.autograd.grad(loss, self.tensors))  # [M]
-            weights.sub_(self.params.lr * gradient * (received - own)).clamp_(0, 1)
+            weights.sub_(lr * gradient * (received - own)).clamp_(0, 1)
             work.model.parameters[-self.size :] = torch.lerp(own, received, weights)
         return float(loss.detach())
 

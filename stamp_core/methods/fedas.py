@@ -44,7 +44,11 @@ class FedASParams(FedAvgParams):
 
 
 class FedAS(Method):
-    """FedAvg of encoders; each client aligns the received one with its own before training."""
+    """FedAvg of encoders; each client aligns the received one with its own before training.
+
+    The personal model is evaluated there, after alignment and before training; the authors evaluate
+    a client after training, which are the scores of the local model.
+    """
 
     Params: ClassVar = FedASParams
     models: tuple[str, ...] = ("personal", "local")

@@ -5,15 +5,13 @@ from itertools import islice
 from typing import Any, ClassVar, Literal
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.autograd import grad
 
 from stamp_core.client import personalisation as personal
 from stamp_core.client.personalisation import BatchIterator, LayerStatistics, endless_batches
 from stamp_core.client.workspace import RoundId, Workspace
-from stamp_core.config.decode import invalid, require_above, require_at_least, require_fraction
-from stamp_core.core.paths import ROOT
+from stamp_core.config.decode import require_above, require_at_least, require_fraction
 from stamp_core.core.seeding import generator
 from stamp_core.data.split import Plan
 from stamp_core.methods.base.method import (
@@ -26,7 +24,7 @@ from stamp_core.methods.base.method import (
     Reply,
     State,
 )
-from stamp_core.models.flat import flatten, weighted_average
+from stamp_core.models.flat import weighted_average
 from stamp_core.results.records import tree_bytes
 
 
@@ -35,14 +33,13 @@ class FedL2PParams(FedAvgParams):
     """How clients personalise, and how the meta-networks learn it."""
 
     backbone: Literal["federated", "frozen"] = "federated"
-    pretrained: str | None = None  # the frozen network: weights.safetensors of an earlier run
-    warm_rounds: int = 5  # rounds of FedAvg on the first tasks; they replace a pretrained network
+    warm_rounds: int = 5  # rounds of FedAvg on the first tasks, which train a frozen network
     # Steps are batches. The published 3 epochs of outer steps with 15 epochs of inner steps each
-    # are 708,750 batches a round for a client with 10,000 images. One outer step costs 1.7 times a
-    # client round of FedAvg on the settings digits and glyphs.
+    # are 708,750 batches a round for a client with 10,000 images. One outer step costs as much as
+    # one to two client rounds of FedAvg on the settings digits and glyphs.
     outer_steps: int = 1
     inner_steps: int = 10
-    ft_steps: int = 10  # of fine-tuning at evaluation; published: 15 epochs
+    ft_epochs: int = 15  # of fine-tuning at evaluation
     held_out: float = 0.2  # share of a client's images for the outer loss
     lr: float = 0.001  # initial value of the learnt learning rates of fine-tuning
     meta_lr: float = 0.001  # learning rate of the outer steps, for the meta-networks
@@ -50,29 +47,23 @@ class FedL2PParams(FedAvgParams):
     clamp: float = 1.0  # of each number of a hypergradient
     neumann_steps: int = 3
     neumann_lr: float = 0.1
-    neumann_scaled: bool = False  # the series times neumann_lr: H^-1; published without the factor
-    # "last step": the derivative of the last inner step (published as FOMAML). In "implicit" the
-    # learning rates enter by that step alone and, where H is positive, with the opposite sign.
-    hypergradient: Literal["implicit", "last step"] = "implicit"
 
     def __post_init__(self) -> None:
         """Refuse parameters outside their ranges."""
         super().__post_init__()
-        require_at_least(self, 0, "outer_steps", "ft_steps", "lr", "meta_lr", "hyper_lr")
+        require_at_least(self, 0, "outer_steps", "ft_epochs", "lr", "meta_lr", "hyper_lr")
         require_at_least(self, 0, "neumann_steps", "neumann_lr")
         require_at_least(self, 1, "inner_steps", "warm_rounds")
         require_above(self, 0, "clamp", "held_out")
         require_fraction(self, "held_out")
-        if self.pretrained is not None and self.backbone != "frozen":
-            raise invalid("backbone", self.backbone, "'frozen' where pretrained is set")
 
 
 class FedL2P(Method):
     """Clients learn together how each of them fine-tunes: learning rates, shares of statistics.
 
-    As published, a trained network is "frozen" and only the meta-networks are sent. "federated" is
-    an adaptation: FedAvg goes on training the network, and each client round begins with outer
-    steps on the meta-networks.
+    As published, a trained network is "frozen", only the meta-networks are sent, and there is no
+    global model. "federated" is an adaptation: FedAvg goes on training the network, and each client
+    round begins with outer steps on the meta-networks.
     """
 
     Params: ClassVar = FedL2PParams
@@ -87,31 +78,15 @@ class FedL2P(Method):
         self.nets = personal.MetaNets(work.model.module, len(self.norms))
         self.frozen = params.backbone == "frozen"
         if self.frozen:
-            self.models = ("global", "personal")
+            self.models = ("personal",)
 
     def init_server(self, seed: int) -> State:
         """The initial network and meta-networks."""
         return {**super().init_server(seed), "meta": self.nets.initial(seed, self.params.lr)}
 
     def initial_states(self, plan: Plan) -> InitialStates:
-        """The initial states; clients keep a frozen network."""
-        if not self.frozen:
-            return super().initial_states(plan)
-        return self.warm_up(plan) if self.params.pretrained is None else self.load_pretrained(plan)
-
-    def load_pretrained(self, plan: Plan) -> InitialStates:
-        """Initial states with the network of an earlier run."""
-        module, path = self.work.model.module, ROOT / str(self.params.pretrained)
-        named = dict(module.named_parameters()), dict(module.named_buffers())
-        weights = load_file(path) if path.is_file() else {}
-        shapes = {name: value.shape for each in named for name, value in each.items()}
-        if {name: value.shape for name, value in weights.items()} != shapes:
-            raise invalid("pretrained", str(path), "weights.safetensors of a run with this network")
-        parameters, buffers = (flatten([weights[name] for name in each]) for each in named)
-        net = {"parameters": parameters, "buffers": buffers}
-        clients: list[State] = [net for _ in plan.clients]
-        server = {**self.init_server(plan.seed), **net}
-        return InitialStates(server, clients, down=tree_bytes(clients))
+        """The initial states, after a warm-up where the network is frozen."""
+        return self.warm_up(plan) if self.frozen else super().initial_states(plan)
 
     def warm_up(self, plan: Plan) -> InitialStates:
         """Initial states with a network that FedAvg has trained on the first tasks."""
@@ -214,7 +189,7 @@ class FedL2P(Method):
         beta, lrs = self.nets(meta, statistics)
         net = self.reset_statistics()
         with personal.mixed_normalisation(self.norms, net, beta.detach()):
-            self.fine_tune(inner, lrs.detach(), self.params.inner_steps - 1)
+            self.fine_tune(islice(inner, self.params.inner_steps - 1), lrs.detach())
             last = personal.clipped_gradient(work, *next(inner)).clone()
         theta = work.model.parameters.clone() - self.nets.expand(lrs) * last  # [P], of `meta`
         with personal.mixed_normalisation(self.norms, net, beta):
@@ -227,16 +202,17 @@ class FedL2P(Method):
         return step_sizes * gradient, outer_loss.detach()
 
     def hypergradient(self, outer: Tensor, inner: Tensor, theta: Tensor, meta: Tensor) -> Tensor:
-        """The gradient of the outer loss with respect to `meta`.  # [M]"""
+        """The gradient of the outer loss with respect to `meta`.  # [M]
+
+        As published: learning rates enter by the last inner step alone, with the opposite sign of
+        that step's derivative where H is positive, and the series lacks the factor neumann_lr that
+        would make it approach H^-1.
+        """
         params, bn = self.params, self.nets.bn_size
         direct, vector = grad(outer, (meta, theta), retain_graph=True)
-        if params.hypergradient == "last step":
-            return direct
         (gradient,) = grad(inner, theta, create_graph=True)
         steps, lr = params.neumann_steps, params.neumann_lr
         series = personal.neumann_series(gradient, theta, vector, steps, lr)
-        if params.neumann_scaled:
-            series = lr * series
         (implicit,) = grad(gradient, meta, series)
         return torch.cat([direct[:bn] - implicit[:bn], -implicit[bn:]])
 
@@ -249,12 +225,13 @@ class FedL2P(Method):
         statistics = personal.layer_statistics(self.work, self.norms, indices)
         with torch.no_grad():
             beta, lrs = self.nets(client_round.message["meta"].to(self.work.device), statistics)
-        if not self.params.ft_steps or len(indices) == 1:  # no running statistics of its own
+        epochs = self.params.ft_epochs
+        if not epochs or len(indices) == 1:  # no running statistics of its own
             beta = torch.zeros_like(beta)
-        net = self.reset_statistics()
+        net, address = self.reset_statistics(), client_round.round_id
+        batches = personal.epoch_batches(self.work, address, indices, "personal", epochs)
         with personal.mixed_normalisation(self.norms, net, beta):
-            batches = endless_batches(self.work, client_round.round_id, indices, "personal")
-            self.fine_tune(batches, lrs, self.params.ft_steps)
+            self.fine_tune(batches, lrs)
         personal.store_mixture(self.norms, net, beta)
 
     def reset_statistics(self) -> list[personal.Moments]:
@@ -264,9 +241,9 @@ class FedL2P(Method):
             self.work.model.buffers.copy_(self.work.untrained)
         return former
 
-    def fine_tune(self, batches: BatchIterator, lrs: Tensor, steps: int) -> None:
-        """Steps of SGD on the live model, with a learning rate for each tensor."""
+    def fine_tune(self, batches: BatchIterator, lrs: Tensor) -> None:
+        """A step of SGD on the live model for each batch, with a learning rate for each tensor."""
         lr = self.nets.expand(lrs)  # [P]
-        for images, labels in islice(batches, steps):
+        for images, labels in batches:
             gradient = personal.clipped_gradient(self.work, images, labels)
-            self.work.model.parameters.sub_(lr * gradient)
+            self.work.model.parameters.sub_(gradient.mul_(lr))

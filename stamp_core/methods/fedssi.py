@@ -46,7 +46,7 @@ class FedSSIParams(FedAvgParams):
 
 
 class FedSSI(Method):
-    """FedAvg with a penalty on each parameter by its importance Ω for the client's past tasks."""
+    """FedAvg with a penalty by importance Ω for past tasks, at unverified constants."""
 
     Params: ClassVar = FedSSIParams
     neutral: ClassVar[dict[str, Any]] = {"fedssi_alpha": 0.0}

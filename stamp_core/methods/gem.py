@@ -3,11 +3,13 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor
+
 from stamp_core.config.decode import require_at_least
 from stamp_core.coresets.memory import past_tasks, task_indices
 from stamp_core.matching.projection import project_gradient
 from stamp_core.methods.base.method import ClientRound
-from stamp_core.methods.base.projection import apply_projection
+from stamp_core.methods.base.projection import apply_projection, exemplar_gradient
 from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalParams
 
 
@@ -37,14 +39,22 @@ class Gem(Rehearsal):
 
     Params: ClassVar = GemParams
 
+    def train(self, client_round: ClientRound) -> list[Tensor]:
+        """Local SGD with the exemplars of each past task, which are normalised only once."""
+        memory = client_round.state["memory"]
+        past = [task_indices(memory, task) for task in past_tasks(memory, client_round.task)]
+        client_round.scratch["past"] = [
+            (self.work.normalise(memory["images"][task]), memory["labels"][task]) for task in past
+        ]
+        return super().train(client_round)
+
     def correct_gradient(self, client_round: ClientRound) -> None:
         """Add the smallest change that removes all conflicts with the gradients of past tasks."""
-        memory, params = client_round.state["memory"], self.params
-        tasks = past_tasks(memory, client_round.task)
+        tasks, params = client_round.scratch["past"], self.params
         if not tasks:
             return
         with client_round.log.clock("gem"):
-            past = [self.memory_gradient(client_round, task_indices(memory, t)) for t in tasks]
+            past = [exemplar_gradient(self.work, images, labels) for images, labels in tasks]
             projection = project_gradient(
                 self.work.model.gradients, past, ridge=params.ridge, margin=params.margin
             )

@@ -1,23 +1,15 @@
 """STAMP: spatio-temporal gradient matching, with past tasks remembered by prototypical coresets."""
 
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
 from torch import Tensor
 
-from stamp_core.client.temporal import (
-    StepContext,
-    StoredImages,
-    TemporalMatcher,
-    TemporalParams,
-    sample_tasks,
-)
+from stamp_core.client.temporal import StoredImages, TemporalMatcher, TemporalParams, sample_tasks
 from stamp_core.client.workspace import Workspace
 from stamp_core.config.decode import invalid, require_at_least
 from stamp_core.coresets.memory import MemoryParams, past_tasks, task_indices
-from stamp_core.coresets.mixstyle import feature_mixstyle, mixstyle_layers
 from stamp_core.methods.base.method import ClientRound, Log, Reply, State
 from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalParams
 from stamp_core.methods.base.server_matching import SpatialParams, log_match, match_server
@@ -52,8 +44,6 @@ class Stamp(Rehearsal):
 
     def __init__(self, params: StampParams, work: Workspace) -> None:
         super().__init__(params, work)
-        if params.memory.space == "feature" and not mixstyle_layers(work.classifier.encoder):
-            raise invalid("memory.space", "feature", "'image' or 'off': this network has no maps")
         if params.alternate and work.training.weight_decay:  # a batch takes two steps
             raise invalid("alternate", True, "false, as training.weight_decay is set")
 
@@ -87,7 +77,6 @@ class Stamp(Rehearsal):
                 params,
                 client_round.message["parameters"].to(self.work.device),
                 partial(self.stored, client_round),
-                partial(self.step_context, client_round),
             )
             tasks = sample_tasks(past, params.tasks, client_round.round_id)
             log_match(client_round.log, "temporal", matcher.match(tasks, sgd_steps))
@@ -107,14 +96,6 @@ class Stamp(Rehearsal):
             return self.work.x_train, self.work.y_train, indices
         memory = client_round.state["memory"]
         return memory["images"], memory["labels"], task_indices(memory, task)
-
-    def step_context(self, client_round: ClientRound, task: int) -> StepContext:
-        """The context of SGD steps on images of a past task: MixStyle on features, or nothing."""
-        memory, encoder = self.params.memory, self.work.classifier.encoder
-        if memory.space != "feature":
-            return lambda labels: nullcontext()
-        generator = client_round.round_id.generator(f"styles of {task}")
-        return lambda labels: feature_mixstyle(encoder, labels, memory.mixstyle_alpha, generator)
 
     def loss(self, client_round: ClientRound, images: Tensor, labels: Tensor) -> Tensor:
         """The rehearsal loss and the prototypical loss."""

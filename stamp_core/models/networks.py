@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from contextvars import ContextVar
-from itertools import accumulate, count
+from itertools import count
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +14,11 @@ from stamp_core.core.seeding import address
 from stamp_core.models.encoders import ENCODERS, Shape
 from stamp_core.models.pretrained import load_weights
 
-# The place in its batch of the first image of the current micro-batch; hooks on layers read it.
-MICRO_BATCH_START: ContextVar[int] = ContextVar("micro_batch_start", default=0)
-
 
 class Classifier(nn.Module):
     """Logits = head(encoder(images)); the encoder's outputs are the features."""
+
+    differentiated = 0  # images encoded for a gradient by all networks of this process
 
     def __init__(
         self,
@@ -50,20 +48,21 @@ class Classifier(nn.Module):
         that of smaller batches, whose statistics are updated once). Parameters that functional_call
         replaces for one pass, and their hooks, no longer exist then: such a batch is not divided.
         """
+        if torch.is_grad_enabled():
+            Classifier.differentiated += len(images)
         size = self.micro_batch_size
-        own_weights = all(weight.is_leaf for weight in self.encoder.parameters())
-        if size is None or len(images) <= size or not own_weights:
+        if size is None or len(images) <= size:
+            return self._features(images)
+        if not all(weight.is_leaf for weight in self.encoder.parameters()):
             return self._features(images)
         parts = images.tensor_split(math.ceil(len(images) / size))
-        starts = accumulate((len(part) for part in parts[:-1]), initial=0)
         features = [
-            checkpoint(self._micro_batch, part, start, count(), use_reentrant=False)
-            for part, start in zip(parts, starts, strict=True)
+            checkpoint(self._micro_batch, part, count(), use_reentrant=False) for part in parts
         ]
         return torch.cat(features)
 
-    def _micro_batch(self, images: Tensor, start: int, passes: Iterator[int]) -> Tensor:
-        """Features of the images of a batch from `start` on; `passes` counts the computations.
+    def _micro_batch(self, images: Tensor, passes: Iterator[int]) -> Tensor:
+        """Features of a part of a batch; `passes` counts the computations.
 
         Only the first pass updates the statistics of batch normalisation. A single image never
         does (see set_train_mode): with micro_batch_size 1 the statistics never change.
@@ -72,7 +71,6 @@ class Classifier(nn.Module):
         name, value = ("training", False) if len(images) == 1 else ("momentum", 0.0)
         norms = self.norms if len(images) == 1 or recomputed else ()
         before = [getattr(norm, name) for norm in norms]
-        token = MICRO_BATCH_START.set(start)
         for norm in norms:
             setattr(norm, name, value)
         try:
@@ -80,7 +78,6 @@ class Classifier(nn.Module):
         finally:
             for norm, own in zip(norms, before, strict=True):
                 setattr(norm, name, own)
-            MICRO_BATCH_START.reset(token)
 
     def _features(self, images: Tensor) -> Tensor:
         """Features in the network's precision; loss, head and weights stay in float32."""

@@ -80,8 +80,8 @@ def load_runs(runs: Iterable[tuple[str, str, str]], profile: str) -> list[Record
         experiment = load_experiment(setting, method, params)
         loaded = load_records(experiment, seeds, profile, outdated=profile != QUICK)
         if not loaded and profile == DEFAULT:
-            name = f"train@{experiment.name}-{seeds}"
-            raise ParameterError(f"no records of {name}; make them with `dvc repro {name}`")
+            name = f"{experiment.name}-{seeds}"
+            raise ParameterError(f"no records of {name}; make them with `make repro`")
         if not loaded and profile == QUICK:
             loaded = train_and_save(experiment, seeds, profile, device="cpu")
         records += loaded

@@ -20,14 +20,16 @@ from stamp_core.config.params import PAPER, expand_grid, read_params
 from stamp_core.core.paths import ROOT
 from stamp_core.pipeline.kernels import serve_kernels
 
-TRAIN_STAGES = ("train", "sweep")  # stages of dvc.yaml
+# stages of dvc.yaml
+SPLIT_STAGES = ("split", "split_more_seeds", "split_returning_classes")
+TRAIN_STAGES = ("train", "train_more_seeds", "train_returning_classes", "sweep")
 PAGE_STAGES = ("heterogeneity", "coresets", "ablation", "analyses", "compare", "tour")
 PAPER_FILE = "pipelines/paper/dvc.yaml"
 
 
 def reproduce() -> int:
     """Run what is out of date in dvc.yaml; the exit status is that of the worst stage."""
-    if status := dvc("repro", "-k", "source", "split"):
+    if status := dvc("repro", "-k", "source", *SPLIT_STAGES):
         return status
     for stages in (TRAIN_STAGES, PAGE_STAGES):
         if status := run_stages(outdated(stages)):

@@ -8,7 +8,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from stamp_core.config.params import DEFAULT, PAPER, Params, read_params
+from stamp_core.config.params import DEFAULT, PAPER, Params, expand_grid, read_params
 from stamp_core.core.fingerprint import PACKAGE, fingerprint_files
 from stamp_core.core.paths import SOURCE
 from stamp_core.engine.experiment import Experiment, check_params, check_setting, load_experiment
@@ -37,9 +37,11 @@ def write_source() -> None:
 
 
 def used_settings(params: Params) -> list[str]:
-    """The settings of the grid and of the sweeps."""
+    """The settings of the grids and of the sweeps."""
     swept = [setting for name in params["sweeps"] for setting in read_sweep(name, params).setting]
-    return list(dict.fromkeys([*params["grid"]["setting"], *swept]))
+    return list(
+        dict.fromkeys([*(setting for setting, _, _ in expand_grid("grid", params)), *swept])
+    )
 
 
 def write_fingerprints(params: Params, sweeps: dict[str, list[Experiment]]) -> None:
@@ -51,8 +53,11 @@ def write_fingerprints(params: Params, sweeps: dict[str, list[Experiment]]) -> N
     digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in texts}
     sweeps_file = PACKAGE / "pipeline" / "sweeps.py"
     write_fingerprint("report", sweeps_file, *pages, parameters=digests)
-    setting = next(iter(params["settings"]))
-    for method in dict.fromkeys([*params["methods"], *params["grid"]["method"]]):
+    setting, trained = (
+        next(iter(params["settings"])),
+        (m for _, m, _ in expand_grid("grid", params)),
+    )
+    for method in dict.fromkeys([*params["methods"], *trained]):
         experiment = load_experiment(setting, method, params)
         resolved = experiment.resolved()["method"]
         write_fingerprint(f"train-{method}", *experiment.files(), parameters=resolved)

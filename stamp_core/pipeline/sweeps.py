@@ -80,7 +80,7 @@ def sweep_experiments(name: str, params: dict[str, Any]) -> list[Experiment]:
         for value in sweep.values:
             changed = copy.deepcopy(params)
             for key in sweep.keys:
-                _set_value(changed, fill(key, setting, method).split("."), value)
+                set_value(changed, fill(key, setting, method).split("."), value)
             experiment = load_experiment(setting, method, changed)
             setting_ = without_diagnostics(experiment.setting)
             experiments.append(replace(experiment, setting=setting_, sweep=(name, str(value))))
@@ -93,7 +93,7 @@ def without_diagnostics(setting: Setting) -> Setting:
     return replace(setting, diagnostics=recorded)
 
 
-def _set_value(block: dict[str, Any], key: list[str], value: object) -> None:
+def set_value(block: dict[str, Any], key: list[str], value: object) -> None:
     """Put a value into a tree of blocks, making those that are missing."""
     for part in key[:-1]:
         if not isinstance(block.get(part), dict):

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-SCORINGS = ("all", "seen", "task")  # arg-max over all classes, the seen ones, those of the task
+# arg-max over all classes, the seen ones, those of the task; nearest mean of training features
+SCORINGS = ("all", "seen", "task", "nearest mean")
 
 
 @dataclass(frozen=True, eq=False)

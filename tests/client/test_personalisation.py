@@ -17,6 +17,7 @@ from stamp_core.client.personalisation import (
     MetaNets,
     clipped_gradient,
     endless_batches,
+    epoch_batches,
     layer_statistics,
     loss_at,
     mixed_normalisation,
@@ -131,7 +132,7 @@ def test_the_clamp_passes_the_gradient_through(bias: float, beta: float) -> None
     meta[nets.bn_size - 1] = bias
     actual, _ = nets(meta.requires_grad_(), statistics())
     (gradient,) = torch.autograd.grad(5 * actual.sum(), meta)
-    assert float(actual) == pytest.approx(beta) and float(gradient[nets.bn_size - 1]) == 5
+    assert float(actual.detach()) == pytest.approx(beta) and float(gradient[nets.bn_size - 1]) == 5
 
 
 def test_without_normalisation_there_is_no_bnnet() -> None:
@@ -280,6 +281,18 @@ def test_endless_batches_are_augmented_as_in_training() -> None:
     augmented = augment(work.x_train[order], work.training, draw)
     assert torch.equal(x, work.normalise(augmented))
     assert not torch.equal(augmented, work.x_train[order])
+
+
+@pytest.mark.parametrize("epochs", [0, 1, 3])
+def test_epoch_batches_are_the_first_epochs_of_the_endless_ones(epochs: int) -> None:
+    """Seven images at three a batch: three batches an epoch."""
+    work, indices = workspace(small.NETWORK, batch_size=3), torch.arange(10, 17)
+    actual = list(epoch_batches(work, ROUND, indices, "here", epochs))
+    expected = islice(endless_batches(work, ROUND, indices, "here"), 3 * epochs)
+    assert len(actual) == 3 * epochs
+    for (x, y), (images_, labels) in zip(actual, expected, strict=True):
+        assert torch.equal(x, images_) and torch.equal(y, labels)
+    assert not list(epoch_batches(work, ROUND, indices[:0], "here", epochs))
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,13 @@ import torch.nn.functional as F
 from small import BATCH_NORM, kept, network, normalised, plan, run, slope, tiny
 from torch import Tensor
 
-from stamp_core.client import temporal
 from stamp_core.client.temporal import TemporalMatcher, TemporalParams, sample_tasks
-from stamp_core.client.workspace import RoundId
+from stamp_core.client.workspace import RoundId, Workspace
 from stamp_core.config.decode import ParameterError
 from stamp_core.config.params import read_params
 from stamp_core.core.seeding import generator
 from stamp_core.engine.executor import Worker
 from stamp_core.engine.experiment import Experiment
-from stamp_core.matching.gram import Sketch
 from stamp_core.matching.match import match
 from stamp_core.methods.base import registry
 from stamp_core.methods.base.method import ClientRound
@@ -60,9 +58,9 @@ class Matching(NamedTuple):
         method, work = self.worker.method, self.worker.work
         assert isinstance(method, Stamp)
         work.model.load(self.trained, self.buffers)
-        functions = (partial(f, self.client_round) for f in (method.stored, method.step_context))
         params, round_id = method.params.temporal, self.client_round.round_id
-        return TemporalMatcher(work, round_id, params, self.received, *functions)
+        stored = partial(method.stored, self.client_round)
+        return TemporalMatcher(work, round_id, params, self.received, stored)
 
     def exemplars(self, task: int) -> tuple[Tensor, Tensor]:
         """Normalised images and labels of a task in the memory."""
@@ -70,9 +68,9 @@ class Matching(NamedTuple):
         own = memory["tasks"] == task
         return normalised(self.experiment, memory["images"][own]), memory["labels"][own]
 
-    def gradient(self, task: int, at: Tensor | None = None) -> Tensor:
+    def gradient(self, task: int) -> Tensor:
         """The gradient of the mean cross-entropy on the exemplars of a task."""
-        net = network(self.experiment, self.trained if at is None else at)
+        net = network(self.experiment, self.trained)
         images, labels = self.exemplars(task)
         return slope(net, F.cross_entropy(net(images), labels))
 
@@ -103,43 +101,28 @@ def matching(
     return Matching(experiment, worker, client_round, start["parameters"], *local)
 
 
-def note_past_gradients(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Tensor]]:
-    """The tasks and gradients that will be formed."""
-    formed: list[tuple[int, Tensor]] = []
-    form = TemporalMatcher.past_gradient
-
-    def noted(self: TemporalMatcher, task: int, path: float) -> Tensor:
-        formed.append((task, form(self, task, path)))
-        return formed[-1][1]
-
-    monkeypatch.setattr(TemporalMatcher, "past_gradient", noted)
-    return formed
-
-
 # ------------------------------------------------------------------ gradients of past tasks
 
 
-@pytest.mark.parametrize("start", ["trained", "received"])
-def test_a_gradient_is_that_of_the_mean_loss_times_lr_and_steps(start: str) -> None:
+def test_a_gradient_is_that_of_the_mean_loss_times_lr_and_steps() -> None:
     """17 or 18 batches at learning rate 0.1: as long as the update of so many such steps."""
-    at = matching(past="gradient", start=start)
+    at = matching(past="gradient")
     assert at.sgd_steps > 10
     for task in (0, 1):
-        expected = at.path * at.gradient(task, at.trained if start == "trained" else at.received)
+        expected = at.path * at.gradient(task)
         torch.testing.assert_close(at.matcher.past_gradient(task, at.path), expected, **CLOSE)
         assert expected.norm() > 0.01
 
 
 @pytest.mark.parametrize("training", [{}, MOMENTUM], ids=str)
-@pytest.mark.parametrize("start", ["trained", "received"])
 def test_a_trajectory_is_sgd_on_the_exemplars_relative_to_the_received_model(
-    start: str, training: dict[str, Any]
+    training: dict[str, Any],
 ) -> None:
     """As many epochs as the client round, with an optimiser and an order of its own."""
-    at = matching(past="trajectory", start=start, training={"batch_size": 4, **training})
+    at = matching(past="trajectory", training={"batch_size": 4, **training})
     t = at.experiment.setting.training
     for task in (0, 1):
-        net = network(at.experiment, at.trained if start == "trained" else at.received)
+        net = network(at.experiment, at.trained)
         sgd = torch.optim.SGD(net.parameters(), t.lr, t.momentum, 0, t.weight_decay)
         images, labels = at.exemplars(task)
         order = generator(0, 0, 2, 0, f"order of task {task}")
@@ -155,30 +138,6 @@ def test_a_trajectory_is_sgd_on_the_exemplars_relative_to_the_received_model(
 def test_an_unmoved_past_is_the_update_itself() -> None:
     at = matching(past="unmoved")
     assert all(torch.equal(at.matcher.past_gradient(task, 1.0), at.update) for task in (0, 1))
-
-
-def test_prototypes_give_no_gradient_in_the_encoder() -> None:
-    """The head gets the class means of features: dL/dW = G^T means, dL/db = sum G."""
-    at = matching(past="gradient", source="prototypes")
-    net = network(at.experiment, at.trained)
-    images, labels = at.exemplars(0)
-    features, classes = net.encoder(images).detach(), labels.unique()
-    means = torch.stack([features[labels == each].mean(0) for each in classes])
-    g = (net.head(means).softmax(1) - F.one_hot(classes, 10)) / len(classes)
-    expected = torch.cat([(g.T @ means).flatten(), g.sum(0)]).detach()
-    gradient = at.matcher.past_gradient(0, 1.0)
-    assert not gradient[: -len(expected)].any()
-    torch.testing.assert_close(gradient[-len(expected) :], expected, **CLOSE)
-
-
-def test_mean_images_are_class_means_of_pixels() -> None:
-    at = matching(past="gradient", source="mean images")
-    images, labels = at.exemplars(0)
-    classes, net = labels.unique(), network(at.experiment, at.trained)
-    means = torch.stack([images[labels == each].mean(0) for each in classes])
-    expected = slope(net, F.cross_entropy(net(means), classes))
-    torch.testing.assert_close(at.matcher.past_gradient(0, 1.0), expected, **CLOSE)
-    assert not torch.allclose(expected, at.gradient(0), atol=1e-3)
 
 
 def test_all_data_are_the_training_images_of_the_task() -> None:
@@ -197,13 +156,13 @@ def test_the_images_behind_a_gradient_are_sampled_in_every_round(
 ) -> None:
     """At most `images` of the 10 exemplars of a task."""
     batches: list[Tensor] = []
-    loss = TemporalMatcher.loss
+    normalise = Workspace.normalise
 
-    def noted(self: TemporalMatcher, images: Tensor, labels: Tensor) -> Tensor:
+    def noted(self: Workspace, images: Tensor) -> Tensor:
         batches.append(images)
-        return loss(self, images, labels)
+        return normalise(self, images)
 
-    monkeypatch.setattr(TemporalMatcher, "loss", noted)
+    monkeypatch.setattr(Workspace, "normalise", noted)
     at = matching(past="gradient", images=10)
     at.matcher.past_gradient(0, 1.0)
     assert len(batches[-1]) == 10
@@ -216,7 +175,7 @@ def test_the_images_behind_a_gradient_are_sampled_in_every_round(
     assert [len(each) for each in batches] == [3, 3, 3]
     assert torch.equal(batches[0], batches[1]) and not torch.equal(batches[0], batches[2])
     memory = at.client_round.state["memory"]
-    exemplars = at.worker.work.normalise(memory["images"][memory["tasks"] == 0])
+    exemplars = memory["images"][memory["tasks"] == 0]
     known = {each.numpy().tobytes() for each in exemplars}
     assert all(each.numpy().tobytes() in known for batch in batches for each in batch)
 
@@ -228,7 +187,6 @@ def test_the_images_behind_a_gradient_are_sampled_in_every_round(
     ("reference", "past", "own", "lr"),
     [
         ("mean", 1 / 3, 1 / 3, 1.0),
-        ("half", 1 / 4, 1 / 2, 1.0),
         ("current", 0.0, 1.0, 1.0),
         ("current", 0.0, 1.0, 0.5),
         ("mean", 1 / 3, 1 / 3, 2.0),
@@ -316,50 +274,7 @@ def test_later_tasks_of_the_public_code_without_coresets_are_matched() -> None:
     assert float((at.matched() - LONGER * at.update).norm() / at.update.norm()) > 0.1
 
 
-# ------------------------------------------------------------------ sketches, samples, blocks
-
-
-@pytest.mark.parametrize("past", ["gradient", "trajectory"])
-def test_a_sketch_wider_than_the_model_changes_nothing(past: str) -> None:
-    """No two positions share a place, so all inner products are the same."""
-    options = {"past": past, "normalise": "current"}
-    exact, sketched = (matching(sketch=sketch, **options).upload() for sketch in (False, True))
-    torch.testing.assert_close(sketched, exact, **CLOSE)
-
-
-def test_a_narrow_sketch_gives_nearly_the_direction(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error of an inner product is about sqrt(2 / width) |a| |b|, and that of d alike.
-
-    With F(w) known to within e |g0|^2 for all w, d is within sqrt(4 kappa e / |g_w|) of the best.
-    """
-    width, options = 1024, {"normalise": "current", "reference": "mean"}
-    monkeypatch.setattr(temporal, "Sketch", partial(Sketch, width=width))
-    exact, sketched = (matching(sketch=sketch, **options).matched() for sketch in (False, True))
-    error = float((sketched - exact).norm() / exact.norm())
-    assert 1e-6 < error < 3 * math.sqrt(2 / width)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {
-            "memory": kept(5, space="feature", mixstyle_alpha=1.0),
-            "network": {**BATCH_NORM, "norm": "none"},
-        },
-    ],
-    ids=["plain", "MixStyle"],
-)
-def test_with_sketches_each_gradient_is_formed_twice_and_equal(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So no two need be in memory; MixStyle draws the same styles both times."""
-    at = matching(sketch=True, normalise="current", **options)
-    formed = note_past_gradients(monkeypatch)
-    at.upload()
-    assert [task for task, _ in formed] == [0, 1, 0, 1]
-    for first, second in ((0, 2), (1, 3)):
-        torch.testing.assert_close(formed[second][1], formed[first][1], **CLOSE)
+# ------------------------------------------------------------------ samples, blocks
 
 
 def test_tasks_are_sampled_in_every_round() -> None:
@@ -419,33 +334,25 @@ def test_past_gradients_start_from_the_buffers_of_local_training(past: str) -> N
 
 
 def test_the_blocks_of_a_client_round_are_the_layers_of_its_model() -> None:
-    """Each of two layers is matched as if it were the model, and elements by their formula."""
+    """Each of two layers is matched as if it were the model."""
     options: dict[str, Any] = {"past": "gradient", "network": WIDE, "normalise": "current", **FREE}
-    matched = {}
-    for blocks in ("model", "layers", "coupled", "elements"):
-        at = matching(blocks=blocks, **options)
-        matched[blocks] = at.matched()
+    whole = matching(blocks="model", **options).matched()
+    at = matching(blocks="layers", **options)
     past = [at.gradient(task) for task in (0, 1)]
     gradients = [*(each * (at.update.norm() / each.norm()) for each in past), at.update]
     assert at.worker.work.layers() == WIDE_SIZES
     layers = zip(*(each.split(WIDE_SIZES) for each in gradients), strict=True)
     alone = [match(list(layer), TemporalParams(**FREE))[0] for layer in layers]
-    torch.testing.assert_close(matched["layers"], torch.cat(alone), **CLOSE)
-    table = torch.stack(gradients)
-    g0 = table.mean(0)
-    factor = torch.where((table * g0 >= 0).all(0), 1.5, 0.5)
-    torch.testing.assert_close(matched["elements"], factor * g0, **CLOSE)
-    for a, b in (("model", "layers"), ("model", "coupled"), ("layers", "coupled")):
-        assert not torch.allclose(matched[a], matched[b], atol=1e-4)
+    torch.testing.assert_close(at.matched(), torch.cat(alone), **CLOSE)
+    assert not torch.allclose(whole, torch.cat(alone), atol=1e-4)
 
 
 # ------------------------------------------------------------------ failures
 
 
-@pytest.mark.parametrize("sketch", [False, True])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_a_gradient_that_is_not_finite_is_dropped_and_counted(
-    sketch: bool, bad: float, monkeypatch: pytest.MonkeyPatch
+    bad: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An exemplar whose forward pass overflows excludes its task, nothing else."""
     gradient = TemporalMatcher.gradient
@@ -455,7 +362,7 @@ def test_a_gradient_that_is_not_finite_is_dropped_and_counted(
         return result.index_fill(0, torch.tensor([7]), bad) if task == 0 else result
 
     monkeypatch.setattr(TemporalMatcher, "gradient", overflowing)
-    options = {"past": "gradient", "sketch": sketch, "normalise": "current"}
+    options = {"past": "gradient", "normalise": "current"}
     record = run(tiny("stamp", memory=MEMORY, temporal=options))
     assert all(torch.from_numpy(value).isfinite().all() for value in record.weights.values())
     event = "temporal matching: a gradient was dropped"
@@ -483,10 +390,7 @@ def test_a_dropped_gradient_does_not_change_the_match_of_the_others(
         ({"tasks": 0}, "tasks is 0; it must be at least 1"),
         ({"images": 0}, "images is 0; it must be at least 1"),
         ({"kappa": -0.1}, "kappa is -0.1; it must be at least 0"),
-        ({"reference": "weighted"}, "reference is 'weighted'; it must be 'mean', 'current'"),
-        ({"source": "prototypes"}, "source is 'prototypes'; it must be 'memory' or 'all data'"),
-        ({"source": "mean images"}, "source is 'mean images'; it must be 'memory' or 'all data'"),
-        ({"sketch": True, "blocks": "layers"}, "blocks is 'layers'; it must be 'model', as sketch"),
+        ({"reference": "weighted"}, "reference is 'weighted'; it must be 'mean' or 'current' in"),
     ],
     ids=str,
 )

@@ -1,7 +1,7 @@
 """Batches, augmentation and scores of one process."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -220,6 +220,8 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> tuple[Workspace, Plan]:
 
 def expected(work: Workspace, client: int, experience: int, task: int, scoring: str) -> float:
     """The accuracy, image by image and class by class."""
+    if scoring == "nearest mean":
+        return expected_by_means(work, TASKS[client][task].classes)
     own, met = TASKS[client][task].classes, TASKS[client][: experience + 1]
     seen = {label for past in met for label in past.classes}
     allowed = {"all": {0, 1, 2, 3}, "seen": seen, "task": set(own)}[scoring]
@@ -234,13 +236,30 @@ def expected(work: Workspace, client: int, experience: int, task: int, scoring: 
     return sum(right) / len(right)
 
 
+@torch.no_grad()
+def expected_by_means(work: Workspace, own: Sequence[int]) -> float:
+    """The accuracy if the nearest mean feature of a class's training images decides."""
+    encode, data = work.classifier.eval().encode, work.dataset
+    means = {
+        label: encode(work.normalise(data.x_train[data.y_train == label])).mean(0)
+        for label in data.y_train.unique().tolist()
+    }
+    right = []
+    for image, label in zip(data.x_test, data.y_test.tolist(), strict=True):
+        if label in own:
+            feature = encode(work.normalise(image[None]))[0]
+            nearest = min(means, key=lambda each: float((feature - means[each]).norm()))
+            right.append(nearest == label)
+    return sum(right) / len(right) if right else float("nan")
+
+
 @pytest.mark.parametrize("clients", [[0, 1, 2], [2], [1, 0]])
 @pytest.mark.parametrize("experience", [0, 1, 3])
 def test_scores_are_those_of_a_loop(
     scored: tuple[Workspace, Plan], clients: list[int], experience: int
 ) -> None:
     work, plan = scored
-    scores = work.score(plan, clients, experience).numpy()
+    scores = work.score(plan, clients, experience, nearest_mean=True).numpy()
     wanted = [
         [
             [expected(work, client, experience, task, scoring) for task in range(2)]
@@ -268,7 +287,17 @@ def test_the_scorings_differ_and_a_future_task_is_undefined_among_seen_classes(
 
 def test_a_task_without_test_images_is_undefined(scored: tuple[Workspace, Plan]) -> None:
     work, plan = scored
-    assert work.score(plan, [2], 1)[:, 0].isnan().tolist() == 3 * [[False, True]]
+    scores = work.score(plan, [2], 1, nearest_mean=True)
+    assert scores[:, 0].isnan().tolist() == len(SCORINGS) * [[False, True]]
+
+
+def test_the_nearest_mean_is_scored_on_demand(scored: tuple[Workspace, Plan]) -> None:
+    """Without it the other scorings are the same."""
+    work, plan = scored
+    without, with_means = (work.score(plan, [0, 1], 1, nearest_mean=on) for on in (False, True))
+    place = SCORINGS.index("nearest mean")
+    assert without[place].isnan().all() and not with_means[place].isnan().any()
+    assert torch.equal(without[:place], with_means[:place])
 
 
 def test_scores_follow_the_live_model(scored: tuple[Workspace, Plan]) -> None:
@@ -276,7 +305,7 @@ def test_scores_follow_the_live_model(scored: tuple[Workspace, Plan]) -> None:
     work, plan = scored
     work.model.parameters.zero_()
     work.model.module.head.bias.data[1] = 1.0
-    assert work.score(plan, [0], 1).tolist() == 3 * [[[0.5, 0.5]]]
+    assert work.score(plan, [0], 1)[:3].tolist() == 3 * [[[0.5, 0.5]]]
 
 
 # --- batches of evaluation, and where images are stored
@@ -320,7 +349,7 @@ def test_scores_do_not_depend_on_the_batch_of_evaluation(scored: tuple[Workspace
     work, plan = scored
     scores = []
     for work.chunk in (1, 2, 7, 29, 30, 512):
-        scores.append(work.score(plan, [0, 1, 2], 1).numpy())
+        scores.append(work.score(plan, [0, 1, 2], 1, nearest_mean=True).numpy())
         np.testing.assert_array_equal(scores[-1], scores[0])
     assert np.unique(scores[0][np.isfinite(scores[0])]).size > 3
 

@@ -129,7 +129,7 @@ SLIPS: list[tuple[str, object, str]] = [
         "methods.often.rati",
         5,
         f"{M} often: 'rati' is unknown; did you mean 'ratio'? "
-        "known: balanced, memory, ratio, server_lr, temperature, weight",
+        "known: anchor, balanced, memory, ratio, server_lr, weight",
     ),
     (
         "methods.often.memory.exemplars",
@@ -185,7 +185,7 @@ SLIPS: list[tuple[str, object, str]] = [
     (
         "ablation.baselines",
         ["fedagv"],
-        "params.yaml: ablation is ('one', 'fedagv', '0to2'); it must be in grid, which trains it",
+        "params.yaml: ablation.baselines is 'fedagv'; it must be in grid.method",
     ),
     ("ablation.baselines", "fedavg", "params.yaml: ablation.baselines is 'fedavg'; it must "),
     (
@@ -479,6 +479,28 @@ def test_a_page_is_every_combination_with_seeds_as_text() -> None:
     assert list(expand_grid("tour.b", params)) == [("b", "m", "0to1"), ("b", "m", "2")]
 
 
+def test_further_grids_follow_the_first_one_on_every_page() -> None:
+    """Baselines alone show no part of STAMP: setting c is not on the page of the ablation."""
+    grid = {"setting": ["a"], "method": ["m", "n", "v"], "seeds": ["0"]}
+    more = {"setting": ["a"], "method": ["n", "v"], "seeds": ["1"]}
+    returning = {"setting": ["c"], "method": ["n"], "seeds": ["0"]}
+    blocks = {"grid": grid, "more_seeds": more, "returning_classes": returning}
+    ablation = {"baselines": ["n"], "method": ["v"]}
+    params = {"file": "f", **blocks, "ablation": ablation}
+    pages = {page: list(expand_grid(page, params)) for page in ("grid", "comparison", "ablation")}
+    assert pages["comparison"] == [
+        ("a", "m", "0"),
+        ("a", "n", "0"),
+        ("a", "n", "1"),
+        ("c", "n", "0"),
+    ]
+    assert pages["ablation"] == [("a", m, seed) for seed in "01" for m in "nv"]
+    assert pages["grid"] == sorted(
+        {*pages["comparison"], *pages["ablation"]}, key=lambda run: (run[0], run[2], run[1])
+    )
+    assert list(expand_grid("comparison.c", params)) == [("c", "n", "0")]
+
+
 @pytest.mark.parametrize(
     ("page", "message"),
     [
@@ -558,7 +580,7 @@ def test_the_file_is_read_as_it_is_now(root: Path) -> None:
         (
             "grid: {}\nsweps: {}",
             "params.yaml: 'sweps' is unknown; did you mean 'sweeps'? "
-            "known: ablation, grid, sweeps, tour",
+            "known: ablation, grid, more_seeds, returning_classes, sweeps, tour",
         ),
         ("settings: {}", "params.yaml: settings belongs into params/settings.yaml"),
         ("budgets: {}", "params.yaml: 'budgets' is unknown; it is now 'sweeps'; known: "),

@@ -367,7 +367,7 @@ def test_the_weights_lower_the_outer_loss_after_training_with_them() -> None:
         proxy = bcsr._Proxy(task.learner, "all")
         inputs = proxy.inputs(task.images, task.labels)
         for _ in range(2):
-            proxy.step(proxy.gradient(inputs, weights), 0.1)
+            proxy.train(inputs, weights, 0.1)
         return float(proxy.losses(inputs).detach().mean())
 
     assert loss_after(weights) < loss_after(equal_weights(30))
@@ -375,65 +375,104 @@ def test_the_weights_lower_the_outer_loss_after_training_with_them() -> None:
 
 # --------------------------------------------------------------------------------- divergence
 
-TOO_HIGH = 3e4  # a learning rate
+Attempt = tuple[float, list[float], bool]  # learning rate, mean losses, whether it gave weights
 
 
-def stable_lr(task: TaskData) -> tuple[float, float]:
-    proxy = bcsr._Proxy(task.learner, "all")
-    return bcsr._stable_lr(proxy, proxy.inputs(task.images, task.labels), TOO_HIGH)
+def record_attempts(monkeypatch: pytest.MonkeyPatch) -> list[Attempt]:
+    """The attempts of every optimisation of weights, in a list that fills as they happen."""
+    found: list[Attempt] = []
+    descend, hypergradient, train = bcsr._descend, bcsr._hypergradient, bcsr._Proxy.train
+
+    def recorded_train(*args: Any) -> float:
+        found[-1][1].append(train(*args))
+        return found[-1][1][-1]
+
+    def recorded_hypergradient(*args: Any) -> tuple[float, Tensor]:
+        loss, gradient = hypergradient(*args)
+        found[-1][1].append(loss)
+        return loss, gradient
+
+    def recorded_descend(task: TaskData, proxy: Any, *args: Any) -> Tensor | None:
+        found.append((args[-1], [], False))
+        weights = descend(task, proxy, *args)
+        found[-1] = (*found[-1][:2], weights is not None)
+        return weights
+
+    monkeypatch.setattr(bcsr._Proxy, "train", recorded_train)
+    monkeypatch.setattr(bcsr, "_hypergradient", recorded_hypergradient)
+    monkeypatch.setattr(bcsr, "_descend", recorded_descend)
+    return found
 
 
-def test_a_learning_rate_too_high_for_the_proxy_is_halved() -> None:
-    """The result raises the loss of a first step at most tenfold, and twice as much does not."""
-    task = make_task(proxy_lr=TOO_HIGH)
-    lr, max_loss = stable_lr(task)
-    assert torch.equal(task.learner.model.parameters, task.learner.client_weights[0])
+# A rate at which the first step diverges; rates at which only later ones do, on the few images
+# that the first step leaves with weight.
+FIRST: dict[str, Any] = {"proxy_lr": 3e4}
+LATER: dict[str, Any] = {"proxy_lr": 5.0, "weights_lr": 1e5, "inner_steps": 3}
 
-    def loss_after(lr: float) -> float:
-        proxy = bcsr._Proxy(task.learner, "all")
-        inputs = proxy.inputs(task.images, task.labels)
-        proxy.step(proxy.gradient(inputs, equal_weights(13)), lr)
-        return float(proxy.losses(inputs).detach().mean())
 
-    assert max_loss == pytest.approx(10 * loss_after(0)) and math.log2(TOO_HIGH / lr) % 1 == 0
-    assert loss_after(lr) <= 10 * loss_after(0) < loss_after(2 * lr) and lr < TOO_HIGH
+@pytest.mark.parametrize(("options", "later"), [(FIRST, False), (LATER, True)])
+def test_the_proxys_learning_rate_is_halved_until_no_step_diverges(
+    options: dict[str, Any], later: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step diverges where the mean loss is more than ten times the first one.
+
+    The weights are those of an optimisation that starts with the lowered learning rate.
+    """
+    found = record_attempts(monkeypatch)
+    task = make_task(**options)
     weights = weights_of(task)
-    assert task.events.count(LOWERED) == 1
-    np.testing.assert_array_equal(weights, weights_of(make_task(proxy_lr=lr)))
-    weights_of(calm := make_task(proxy_lr=0.1))
-    assert calm.events == []
+    assert task.events == [LOWERED] and len(found) > 1
+    assert [lr for lr, *_ in found] == [options["proxy_lr"] / 2**k for k in range(len(found))]
+    for _, losses, stable in found:
+        assert stable == all(loss <= 10 * losses[0] for loss in losses)
+    assert [stable for *_, stable in found] == [*(len(found) - 1) * [False], True]
+    inner = options.get("inner_steps", 1)
+    after_first_steps = found[0][1][inner]
+    assert (after_first_steps <= 10 * found[0][1][0]) == later
+    calm = make_task(**{**options, "proxy_lr": found[-1][0]})
+    np.testing.assert_array_equal(weights_of(calm), weights)
+    assert calm.events == [] and np.abs(weights - 1 / 13).max() > 1e-3
 
 
-@pytest.mark.parametrize("trouble", ["high loss", "nan loss", "nan gradient"])
+@pytest.mark.parametrize("trouble", ["high loss", "nan loss", "nan gradient", "inner step"])
 @pytest.mark.parametrize("step", [0, 1, 3])
-def test_if_the_proxy_diverges_the_weights_are_those_before_the_last_step(
+def test_an_attempt_that_diverges_anywhere_is_repeated_at_half_the_learning_rate(
     step: int, trouble: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outer_steps = max(step - 1, 0)
-    expected = weights_of(make_task(outer_steps=outer_steps)) if outer_steps else equal_weights(13)
-    calls, hypergradient = [0], bcsr._hypergradient
+    """With the same random draws."""
+    expected = weights_of(make_task(proxy_lr=0.05, inner_steps=2))
+    calls, hypergradient, train = Counter[str](), bcsr._hypergradient, bcsr._Proxy.train
 
-    def failing(*args: Any) -> tuple[float, Tensor]:
+    def failing_hypergradient(*args: Any) -> tuple[float, Tensor]:
         loss, gradient = hypergradient(*args)
-        calls[0] += 1
-        if calls[0] <= step:
+        calls["outer"] += 1
+        if calls["outer"] != step + 1:
             return loss, gradient
         if trouble == "nan gradient":
             gradient[4] = torch.nan
         return {"high loss": 1e3, "nan loss": math.nan}.get(trouble, loss), gradient
 
-    monkeypatch.setattr(bcsr, "_hypergradient", failing)
-    task = make_task()
+    def failing_train(*args: Any) -> float:
+        calls["inner"] += 1
+        loss = train(*args)
+        return math.nan if trouble == "inner step" and calls["inner"] == 2 * step + 2 else loss
+
+    monkeypatch.setattr(bcsr, "_hypergradient", failing_hypergradient)
+    monkeypatch.setattr(bcsr._Proxy, "train", failing_train)
+    task = make_task(inner_steps=2)
     np.testing.assert_array_equal(weights_of(task), expected)
-    assert task.events == [DIVERGED] and calls == [step + 1]
+    assert task.events == [LOWERED] and calls["outer"] == step + 1 + 5
 
 
-def test_weights_after_which_the_proxy_diverges_are_taken_back() -> None:
-    """The first step leaves few images with weight, on which a high learning rate diverges."""
-    task = make_task(weights_lr=1e5, proxy_lr=5.0, inner_steps=3)
-    weights = weights_of(task)
+def test_if_the_proxy_always_diverges_the_weights_are_equal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = record_attempts(monkeypatch)
+    monkeypatch.setattr(bcsr, "DIVERGENCE", 0)
+    task = make_task()
+    np.testing.assert_array_equal(weights_of(task), equal_weights(13))
     assert task.events == [DIVERGED]
-    np.testing.assert_allclose(weights, 1 / 13)
+    assert [lr for lr, *_ in found] == [0.1 / 2**k for k in range(31)]
 
 
 # --------------------------------------------------------------------------------- the choice

@@ -1,6 +1,6 @@
 """CSReL: its definition in numpy, quotas, batch normalisation, divergence."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from rule_tasks import BATCH_NORM, CLASSES, MLP, NETWORKS, generator, indices_of
 from rule_tasks import csrel_task as make_task
 from torch import Tensor
 
+from stamp_core.config.schema import Network
 from stamp_core.coresets.selection import base, csrel
 from stamp_core.coresets.selection.base import TaskData
 from stamp_core.models.networks import build_network, set_train_mode
@@ -168,55 +169,102 @@ def test_if_the_reference_is_the_untrained_network_the_first_of_equal_scores_is_
     assert base.propose_exemplars("csrel", task).images[0].numpy().tobytes() == first
 
 
-class Recorder:
-    """Records what a learner is trained on, and whether from its initial weights."""
+@dataclass
+class Training:
+    """What a learner was trained on, and how."""
 
-    def __init__(self, task: TaskData, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls: list[tuple[list[Tensor], float]] = []
-        self.starts: list[bool] = []
-        self.task, self.train = task, task.learner.train
-        monkeypatch.setattr(task.learner, "train", self.record)
-
-    def record(self, images: Tensor, labels: Tensor, batches: list[Tensor], lr: float) -> None:
-        assert torch.equal(images, to_unit(self.task.images))
-        assert torch.equal(labels, self.task.labels)
-        now = self.task.learner.model.parameters
-        self.starts.append(torch.equal(now, self.task.learner.initial_weights[0]))
-        self.calls.append((batches, lr))
-        self.train(images, labels, batches, lr)
+    images: Tensor
+    labels: Tensor
+    batches: list[Tensor] | Tensor  # indices of each batch, or weights of all images in it
+    lr: float
+    weighted: bool
+    initial: bool  # from its initial weights
 
 
-def test_what_is_trained_from_initial_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A budget of 10 in 4 steps grows by 2: the training sets are 2, 4, 6 and 8 images."""
-    task = make_task(12, 9, exemplars_per_class=5, selection_steps=4, train_steps=3, batch_size=8)
-    recorder = Recorder(task, monkeypatch)
+def trainings(task: TaskData, monkeypatch: pytest.MonkeyPatch) -> list[Training]:
+    """The trainings of a task's learner, in a list that fills as they happen."""
+    found: list[Training] = []
+
+    def recorded(train: Any, weighted: bool) -> Any:
+        def call(images: Tensor, labels: Tensor, batches: Any, lr: float) -> None:
+            start = task.learner.initial_weights[0]
+            initial = torch.equal(task.learner.model.parameters, start)
+            found.append(Training(images, labels, batches, lr, weighted, initial))
+            train(images, labels, batches, lr)
+
+        return call
+
+    for name in ("train", "train_weighted"):
+        weighted = name == "train_weighted"
+        monkeypatch.setattr(task.learner, name, recorded(getattr(task.learner, name), weighted))
+    return found
+
+
+@pytest.mark.parametrize("network", [MLP, BATCH_NORM], ids=lambda n: n.kind)
+def test_what_is_trained_from_initial_weights(
+    network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A budget of 10 in 4 steps grows by 2: the training sets are 2, 4, 6 and 8 images.
+
+    In batches of 6, whose images are weighted where they are as many as the coreset has or more.
+    """
+    options: dict[str, Any] = {"exemplars_per_class": 5, "selection_steps": 4, "train_steps": 3}
+    task = make_task(12, 9, network=network, batch_size=6, **options)
+    found = trainings(task, monkeypatch)
     order = proposed(task)
-    assert [lr for _, lr in recorder.calls] == [0.3, *4 * [0.4]] and all(recorder.starts)
-    batches = recorder.calls[0][0]
-    assert [len(batch) for batch in batches] == 3 * [8, 8, 5]
+    reference, *others = found
+    assert [each.lr for each in found] == [0.3, *4 * [0.4]] and all(each.initial for each in found)
+    assert torch.equal(reference.images, to_unit(task.images))
+    assert torch.equal(reference.labels, task.labels) and not reference.weighted
+    assert [len(batch) for batch in reference.batches] == 3 * [6, 6, 6, 3]
     for epoch in range(3):
-        assert torch.cat(batches[3 * epoch :][:3]).sort().values.tolist() == list(range(21))
-    assert not torch.equal(batches[0], batches[3])
-    for number, (batches, _) in enumerate(recorder.calls[1:], 1):
-        assert [len(batch) for batch in batches] == 3 * [8]
-        assert set(torch.cat(list(batches)).tolist()) <= set(order[: 2 * number])
+        indices = torch.cat(list(reference.batches[4 * epoch :][:4]))
+        assert indices.sort().values.tolist() == list(range(21))
+    assert not torch.equal(reference.batches[0], reference.batches[4])
+    weighted = [True, True, True, False] if network is MLP else 4 * [False]
+    assert [each.weighted for each in others] == weighted
+    for size, each in zip((2, 4, 6, 8), others, strict=True):
+        assert torch.equal(each.images, to_unit(task.images)[order[:size]])
+        assert torch.equal(each.labels, task.labels[order[:size]])
+        assert isinstance(each.batches, Tensor)
+        assert each.batches.shape == (3, size if each.weighted else 6)
 
 
-def test_batches_are_drawn_uniformly_with_replacement_from_the_coreset() -> None:
-    """Each of 4 images has a quarter of 40000 draws, up to 6 deviations of 87."""
-    task = make_task(9, 4, train_steps=1000, batch_size=40)
-    batches = torch.stack(csrel._sample_batches(torch.tensor([7, 2, 11, 5]), task))
-    assert batches.shape == (1000, 40)
-    counts = batches.flatten().bincount(minlength=13)
-    assert counts[[7, 2, 11, 5]].sum() == 40000
-    assert (counts[[7, 2, 11, 5]] - 10000).abs().max() < 6 * 87
+@pytest.mark.parametrize("network", [MLP, NETWORKS["group norm"]], ids=lambda n: n.kind)
+def test_weighted_images_are_trained_on_like_the_batches_that_were_drawn(network: Network) -> None:
+    """4 images in batches of 10: some are drawn several times, some perhaps not at all."""
+    task = make_task(9, 4, network=network, train_steps=6, batch_size=10)
+    (images, labels), coreset = task.inputs(), torch.tensor([7, 2, 11, 5])
+    csrel._train_from_scratch(images[coreset], labels[coreset], task)
+    weighted = task.learner.model.parameters.clone()
+    task.learner.load_initial_weights()
+    batches = coreset[torch.randint(4, (6, 10), generator=generator())]
+    task.learner.train(images, labels, batches, task.options.train_lr)
+    torch.testing.assert_close(weighted, task.learner.model.parameters, rtol=0, atol=1e-6)
+    assert (weighted - task.learner.initial_weights[0]).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("network", [MLP, BATCH_NORM], ids=lambda n: n.kind)
+def test_batches_are_drawn_uniformly_with_replacement_from_the_coreset(
+    network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of 4 images has a quarter of 8000 draws, up to 6 deviations of 39."""
+    task = make_task(9, 4, network=network, train_steps=200, batch_size=40)
+    images, labels = task.inputs()
+    found = trainings(task, monkeypatch)
+    csrel._train_from_scratch(images[:4], labels[:4], task)
+    (training,) = found
+    batches = training.batches
+    assert isinstance(batches, Tensor) and training.weighted == (network is MLP)
+    counts = 40 * batches.sum(0) if training.weighted else batches.flatten().bincount()
+    assert counts.sum() == 8000 and (counts - 2000).abs().max() < 6 * 39
 
 
 def test_the_reference_of_the_client_is_not_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     task = make_task(6, 6, reference="client")
-    recorder = Recorder(task, monkeypatch)
+    found = trainings(task, monkeypatch)
     proposed(task)
-    assert {lr for _, lr in recorder.calls} == {0.4}
+    assert {each.lr for each in found} == {0.4}
     task.learner.load_client_weights()
     expected = task.learner.losses(*task.inputs())
     assert torch.equal(csrel._reference_losses(task), expected)
@@ -309,9 +357,9 @@ def test_batch_normalisation_on_coresets_of_one_and_two_images() -> None:
 
 def test_a_single_image_does_not_update_running_statistics() -> None:
     task = make_task(7, network=BATCH_NORM)
+    images, labels = task.inputs()
     for coreset, stays in (([3], True), ([3, 4], False)):
-        task.learner.load_initial_weights()
-        task.learner.train(*task.inputs(), csrel._sample_batches(torch.tensor(coreset), task), 0.1)
+        csrel._train_from_scratch(images[coreset], labels[coreset], task)
         assert torch.equal(task.learner.model.buffers, task.learner.initial_weights[1]) == stays
         assert not torch.equal(task.learner.model.parameters, task.learner.initial_weights[0])
 
@@ -319,13 +367,13 @@ def test_a_single_image_does_not_update_running_statistics() -> None:
 def test_a_single_image_is_trained_on_like_its_copies() -> None:
     """The mean of equal gradients is the gradient."""
     task = make_task(7, train_steps=5, batch_size=8)
-    updates = []
-    for batches in (csrel._sample_batches(torch.tensor([3]), task), 5 * [torch.full((8,), 3)]):
-        task.learner.load_initial_weights()
-        task.learner.train(*task.inputs(), batches, 0.1)
-        updates.append(task.learner.model.parameters - task.learner.initial_weights[0])
-    torch.testing.assert_close(*updates, rtol=0, atol=1e-6)
-    assert updates[0].abs().max() > 0.01
+    images, labels = task.inputs()
+    csrel._train_from_scratch(images[[3]], labels[[3]], task)
+    alone = task.learner.model.parameters.clone()
+    task.learner.load_initial_weights()
+    task.learner.train(images, labels, 5 * [torch.full((8,), 3)], task.options.train_lr)
+    torch.testing.assert_close(alone, task.learner.model.parameters, rtol=0, atol=1e-6)
+    assert (alone - task.learner.initial_weights[0]).abs().max() > 0.01
 
 
 # ------------------------------------------------------------------------------ divergence

@@ -105,6 +105,17 @@ def test_training_takes_the_steps_of_sgd_in_the_order_of_the_batches() -> None:
     assert not learner.network.training
 
 
+def test_weighted_training_is_that_on_batches_with_repeated_images() -> None:
+    """Images 0, 0 and 2 have the weights 2/3, 0 and 1/3."""
+    learner, other, (images, labels) = make_learner(), make_learner(), examples(3)
+    batches = [torch.tensor([0, 0, 2]), torch.tensor([1, 2])]
+    weights = torch.tensor([[2 / 3, 0, 1 / 3], [0, 1 / 2, 1 / 2]])
+    learner.train_weighted(images, labels, weights, lr=0.3)
+    other.train(images, labels, batches, lr=0.3)
+    torch.testing.assert_close(learner.model.parameters, other.model.parameters)
+    assert not learner.network.training
+
+
 def test_a_batch_of_one_is_normalised_by_the_running_statistics() -> None:
     learner = make_learner(BATCH_NORM)
     before = learner.model.buffers.clone()

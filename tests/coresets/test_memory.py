@@ -1,7 +1,11 @@
 """Exemplar memories: prototypes, what a rule is given, merging, bounds, checkpoints."""
 
-from collections import Counter
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +28,7 @@ from stamp_core.engine import checkpoint
 from stamp_core.results.records import tree_bytes
 
 RULES = [rule for rule in base.selection_rules() if not base.proposes(rule)]
-MERGES = ("mixstyle", "replace", "reselect")
+MERGES = ("mixstyle", "reservoir")
 quick = settings(deadline=None, max_examples=50, derandomize=True)
 
 
@@ -119,10 +123,10 @@ def test_an_empty_memory() -> None:
 
 def test_tasks_and_bytes_of_a_memory() -> None:
     """6 images of 3 * 4 * 4 bytes, and 8 bytes each for 6 labels, 6 tasks and 2 counts."""
-    params = MemoryParams(exemplars_per_class=6, merge="replace")
+    params = MemoryParams(exemplars_per_class=6)
     after = memory_of(params, (4, images(1)), (1, images(3, seed=1)), (2, images(2, seed=2)))
-    assert after["tasks"].tolist() == [2, 2, 1, 1, 1, 4]
-    assert memory.task_indices(after, 1).tolist() == [2, 3, 4]
+    assert after["tasks"].tolist() == [4, 1, 1, 1, 2, 2]
+    assert memory.task_indices(after, 1).tolist() == [1, 2, 3]
     assert memory.task_indices(after, 3).tolist() == []
     assert memory.past_tasks(after, 2) == [1, 4] and memory.past_tasks(after, 9) == [1, 2, 4]
     assert tree_bytes(after) == 6 * 48 + 8 * (6 + 6 + 2)
@@ -137,14 +141,18 @@ def test_tasks_and_bytes_of_a_memory() -> None:
         selection=st.sampled_from(RULES),
         exemplars_per_class=st.integers(0, 9),
         merge=st.sampled_from(MERGES),
-        space=st.sampled_from(["image", "feature", "off"]),
     ),
 )
 def test_a_memory_keeps_its_bounds(
     sequence: list[tuple[int, int]], sizes: list[int], params: MemoryParams
 ) -> None:
-    """Each class has all images it met, or `exemplars_per_class`; nothing changes in place."""
+    """Each class has all images it met, or `exemplars_per_class`; nothing changes in place.
+
+    A reservoir is given no task twice; for MixStyle a repeated one adds no image.
+    """
     pool = {(c, t): images(sizes[4 * c + t], seed=4 * c + t) for c in (0, 1) for t in range(4)}
+    if params.merge == "reservoir":
+        sequence = list(dict.fromkeys(sequence))
     now = memory.empty_memory(images(1), classes=2)
     for number, (label, task) in enumerate(sequence):
         before, untouched = now, small.copied(now)
@@ -157,7 +165,7 @@ def test_a_memory_keeps_its_bounds(
             offered = sum(len(pool[c, t]) for t in met)
             own = now["labels"] == c
             assert int(own.sum()) == min(params.exemplars_per_class, offered)
-            if params.merge != "mixstyle" or params.space != "image":
+            if params.merge == "reservoir":
                 contents = as_bytes(now["images"][own])
                 assert len(set(contents)) == len(contents)
                 for content, t in zip(contents, now["tasks"][own].tolist(), strict=True):
@@ -193,15 +201,16 @@ def test_the_candidates_that_a_rule_is_given(merge: Any, recorded: list[Candidat
     """The memory holds the whole class and the encoder is frozen, so p is the mean of all."""
     one, two = images(3), images(5, seed=1)
     both, old_mean = torch.cat([one, two]), encode(one).double().mean(0)
-    memory_of(MemoryParams(exemplars_per_class=4, merge=merge), (0, one), (1, two))
+    after = memory_of(MemoryParams(exemplars_per_class=4, merge=merge), (0, one), (1, two))
     first, second = recorded
     torch.testing.assert_close(first.prototype, old_mean)
     assert not first.exemplar_mean.any() and torch.equal(first.images, one)
     torch.testing.assert_close(second.prototype, encode(both).double().mean(0))
-    expected = old_mean if merge == "mixstyle" else zeros(48)
+    stay = after["images"][after["tasks"] == 0]
+    assert len(stay) == (3 if merge == "mixstyle" else 1)
+    expected = old_mean if merge == "mixstyle" else encode(stay).double().mean(0)
     torch.testing.assert_close(second.exemplar_mean, expected)
-    among = both if merge == "reselect" else two
-    assert torch.equal(second.images, among) and torch.equal(second.features, encode(among))
+    assert torch.equal(second.images, two) and torch.equal(second.features, encode(two))
     assert second.count == 4
 
 
@@ -257,20 +266,10 @@ def test_few_new_exemplars_lend_their_style_several_times(monkeypatch: pytest.Mo
     assert sorted(Counter(styles).values()) == [2, 2, 3]
 
 
-@pytest.mark.parametrize("space", ["feature", "off"])
-def test_without_mixstyle_on_images_old_exemplars_stay(space: Any) -> None:
-    params = MemoryParams(exemplars_per_class=6, space=space)
-    before = memory_of(params, (0, images(9)))
-    after = updated(before, 0, 1, images(9, seed=1), params)
-    small.assert_equal_trees({**after, "seen": before["seen"]}, before)
-    assert after["seen"].tolist() == [18, 0]
-
-
-@pytest.mark.parametrize("space", ["image", "off"])
-def test_a_later_task_fills_up_a_class(space: Any) -> None:
+def test_with_mixstyle_a_later_task_fills_up_a_class() -> None:
     """With its first choices unchanged; the same task again has nothing to add."""
     one, two = images(3), images(9, seed=1)
-    params = MemoryParams(exemplars_per_class=5, space=space)
+    params = MemoryParams(exemplars_per_class=5)
     before = memory_of(params, (0, one), (0, one))
     assert before["tasks"].tolist() == [0, 0, 0]
     after = updated(before, 0, 1, two, params)
@@ -278,27 +277,149 @@ def test_a_later_task_fills_up_a_class(space: Any) -> None:
     assert torch.equal(after["images"][3:], two[herded(two, 2, two, before["images"], 6)])
 
 
-def test_new_images_replace_only_as_many_as_they_are() -> None:
-    one, two = images(9), images(2, seed=1)
-    params = MemoryParams(exemplars_per_class=5, merge="replace")
-    before = memory_of(params, (0, one))
-    after = updated(before, 0, 1, two, params)
-    assert after["tasks"].tolist() == [1, 1, 0, 0, 0]
-    assert sorted(as_bytes(after["images"][:2])) == sorted(as_bytes(two))
-    assert torch.equal(after["images"][2:], before["images"][:3])  # the first choices
-    assert updated(after, 0, 2, images(7, seed=2), params)["tasks"].tolist() == [2] * 5
+# --------------------------------------------------------------------------------- the reservoir
 
 
-def test_reselect_chooses_among_old_and_new_images() -> None:
+def numbered(*sizes: int) -> list[Tensor]:
+    """So many images for each task, as bright as their number in all of them."""
+    levels = torch.arange(sum(sizes), dtype=torch.uint8).view(-1, 1, 1, 1)
+    return list(levels.expand(-1, 1, 2, 2).contiguous().split(list(sizes)))
+
+
+def reservoir_of(sizes: tuple[int, ...], params: MemoryParams, seed: int = 0) -> list[int]:
+    """The numbers of the images kept after tasks with so many images of a class, in order."""
+    draws, tasks = generator(seed), numbered(*sizes)
+    now = memory.empty_memory(tasks[0], classes=1)
+    for task, several in enumerate(tasks):
+        old, labels = encode(now["images"]), torch.zeros(len(several), dtype=torch.int64)
+        proposal = base.hard_label_proposal(several, labels)
+        new = memory.class_samples(proposal, 0, task, encode(several))
+        now = memory.update_memory(now, 0, new, len(several), old, params, draws)
+    kept: list[int] = now["images"][:, 0, 0, 0].tolist()
+    return kept
+
+
+def every_outcome(
+    draw: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Fraction, list[int]]]:
+    """Every result of a function that draws random permutations alone, with its probability.
+
+    The permutations drawn are the branches of a tree, which is visited depth first.
+    """
+    path: list[int] = []  # the branch that is taken at each draw
+    sizes: list[int] = []
+
+    def randperm(n: int, generator: torch.Generator) -> Tensor:
+        orders = list(itertools.permutations(range(n)))
+        path.extend([0] * (len(sizes) == len(path)))
+        sizes.append(len(orders))
+        return torch.tensor(orders[path[len(sizes) - 1]], dtype=torch.int64)
+
+    monkeypatch.setattr(torch, "randperm", randperm)
+    while True:
+        sizes.clear()
+        result = draw()
+        yield Fraction(1, math.prod(sizes)), result
+        while path and path[-1] + 1 == sizes[len(path) - 1]:
+            path.pop()
+        if not path:
+            return
+        path[-1] += 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count"), [((2, 2), 1), ((2, 2), 3), ((3, 1), 2), ((1, 2, 1), 2), ((1, 1, 2), 3)]
+)
+def test_a_random_reservoir_is_a_uniform_sample_of_all_images(
+    sizes: tuple[int, ...], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exactly: every subset of that size has the same probability."""
+    params = MemoryParams(selection="uniform", exemplars_per_class=count, merge="reservoir")
+    found: dict[frozenset[int], Fraction] = defaultdict(Fraction)
+    for probability, kept in every_outcome(lambda: reservoir_of(sizes, params), monkeypatch):
+        found[frozenset(kept)] += probability
+    subsets = [frozenset(each) for each in itertools.combinations(range(sum(sizes)), count)]
+    assert found == dict.fromkeys(subsets, Fraction(1, len(subsets)))
+
+
+@pytest.mark.parametrize(("sizes", "count"), [((30, 4, 1, 45), 7), ((3, 2, 9), 5), ((8, 8, 8), 2)])
+def test_early_and_late_images_are_kept_equally_often(sizes: tuple[int, ...], count: int) -> None:
+    """A number of times that is binomial with p = count / all, up to 5 deviations."""
+    params = MemoryParams(selection="uniform", exemplars_per_class=count, merge="reservoir")
+    runs, p = 500, count / sum(sizes)
+    times = Counter(image for seed in range(runs) for image in reservoir_of(sizes, params, seed))
+    deviation = math.sqrt(runs * p * (1 - p))
+    assert times.total() == runs * count
+    assert all(abs(times[image] - runs * p) < 5 * deviation for image in range(sum(sizes)))
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if base.needs_features(rule)])
+def test_how_many_exemplars_stay_is_hypergeometric_for_every_rule(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 3 old and 2 new images 2 are kept: j old ones with probability C(3, j) C(2, 2 - j) / 10.
+
+    Every old exemplar stays equally often.
+    """
+    params = MemoryParams(selection=rule, exemplars_per_class=2, merge="reservoir")
+    first = reservoir_of((3,), params)
+    staying, times = defaultdict[int, Fraction](Fraction), defaultdict[int, Fraction](Fraction)
+    for probability, kept in every_outcome(lambda: reservoir_of((3, 2), params), monkeypatch):
+        old = [image for image in kept if image < 3]
+        staying[len(old)] += probability
+        for image in old:
+            times[image] += probability
+    assert staying == {j: Fraction(math.comb(3, j) * math.comb(2, 2 - j), 10) for j in (0, 1, 2)}
+    assert times == dict.fromkeys(first, Fraction(3, 5))
+
+
+def test_free_places_go_to_the_first_choices_of_the_rule() -> None:
+    """The exemplars that stay keep their order and come first."""
     one, two = images(9), images(7, seed=1)
-    params = MemoryParams(exemplars_per_class=5, merge="reselect")
-    before = memory_of(params, (0, one))
-    after = updated(before, 0, 1, two, params)
-    both = torch.cat([before["images"], two])
-    chosen = herded(both, 5, two, before["images"], 9)
-    assert torch.equal(after["images"], both[chosen])
-    assert after["tasks"].tolist() == (chosen >= 5).long().tolist()
-    assert len(after["tasks"].unique()) == 2
+    params = MemoryParams(exemplars_per_class=5, merge="reservoir")
+    before, numbers = memory_of(params, (0, one)), set()
+    chosen = two[herded(two, 5, two, before["images"], 9)]
+    for seed in range(20):
+        after = updated(before, 0, 1, two, params, seed)
+        stay = int((after["tasks"] == 0).sum())
+        assert after["tasks"].tolist() == stay * [0] + (5 - stay) * [1]
+        assert torch.equal(after["images"][stay:], chosen[: 5 - stay])
+        old = as_bytes(before["images"])
+        places = [old.index(image) for image in as_bytes(after["images"][:stay])]
+        assert places == sorted(set(places))
+        assert after["seen"].tolist() == [16, 0]
+        numbers.add(stay)
+    assert len(numbers) > 2
+
+
+@settings(quick, max_examples=200)
+@given(
+    count=st.integers(1, 9),
+    old=st.integers(1, 9),
+    new=st.integers(1, 12),
+    seen=st.integers(1, 30),
+    met=st.integers(1, 30),
+    seed=st.integers(0, 10**6),
+)
+def test_all_places_are_filled_whatever_a_rule_proposes(
+    count: int, old: int, new: int, seen: int, met: int, seed: int
+) -> None:
+    """Fewer candidates than images of the class, or synthetic ones that are more."""
+    old = min(old, count)
+    stay = memory._draw_remaining(old, new, seen, met, count, generator(seed)).tolist()
+    assert stay == sorted(set(stay)) and set(stay) <= set(range(old))
+    assert len(stay) + min(new, count - len(stay)) == min(count, old + new)
+
+
+def test_synthetic_exemplars_share_the_memory_with_as_many_new_ones() -> None:
+    """9 for the 4 images of each of two tasks, so 4.5 stay on average, up to 5 deviations.
+
+    The variance is that of 9 draws from 9 and 9 images: 9 / 4 (18 - 9) / (18 - 1) = 81 / 68.
+    """
+    runs = 400
+    draws = [memory._draw_remaining(9, 9, 4, 4, 9, generator(seed)) for seed in range(runs)]
+    mean = sum(map(len, draws)) / runs
+    assert abs(mean - 4.5) < 5 * math.sqrt(81 / 68 / runs)
 
 
 @pytest.mark.parametrize("merge", MERGES)
@@ -334,7 +455,6 @@ def test_a_memory_survives_a_checkpoint(tmp_path: Path) -> None:
         ({"exemplars_per_class": -1}, "here.exemplars_per_class is -1; it must be at least 0"),
         ({"mixstyle_alpha": 0.0}, "here.mixstyle_alpha is 0.0; it must be above 0"),
         ({"merge": "mix"}, "here.merge 'mix' is unknown"),
-        ({"space": "images"}, "here.space 'images' is unknown; did you mean 'image'"),
     ],
 )
 def test_impossible_parameters_are_refused(values: dict[str, Any], message: str) -> None:

@@ -23,8 +23,12 @@ from stamp_core.coresets.selection import base
 from stamp_core.coresets.selection.base import Proposal, TaskData
 from stamp_core.engine import checkpoint
 from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalParams
+from stamp_core.results.records import SCORINGS
 
 CLASSES = 10
+FACES = {"source": "glyphs", "classes": 10, "train_per_class": 32, "test_per_class": 16}
+FACES |= {"size": 16, "face_domains": True}
+DOMAINS = {"kind": "domains", "classes_per_task": None, "cycles": 2}
 GIVEN: list[TaskData] = []  # what the rule `recording` was given
 
 
@@ -74,7 +78,7 @@ def three_more_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def replaying(rule: str, exemplars_per_class: int = 3, **params: Any) -> Any:
     """Replay with one of the rules."""
-    memory = {"selection": rule, "exemplars_per_class": exemplars_per_class, "space": "off"}
+    memory = small.kept(exemplars_per_class, selection=rule)
     return tiny("replay", **{"memory": memory, "weight": 1.0, **params})
 
 
@@ -109,11 +113,6 @@ def test_all_options_are_part_of_a_runs_parameters() -> None:
     assert to_plain(MemoryParams())["options"] == {}
 
 
-def test_a_rule_on_whole_tasks_cannot_reselect() -> None:
-    with pytest.raises(ParameterError, match="merge is 'reselect'; it must be 'mixstyle' or 're"):
-        MemoryParams(selection="recording", merge="reselect")
-
-
 def test_soft_labels_need_a_weight_of_their_own() -> None:
     soft = MemoryParams(selection="synthetic")
     with pytest.raises(ParameterError, match="weight is None; it must be a number: synthetic"):
@@ -121,12 +120,8 @@ def test_soft_labels_need_a_weight_of_their_own() -> None:
     RehearsalParams(memory=soft, weight=0.5)
     RehearsalParams(memory=soft, ratio=0.0)  # as with STAMP: exemplars are not mixed in
     RehearsalParams(memory=MemoryParams(selection="synthetic", options={"soft": False}))
-    for values, message in (
-        ({"weight": -1.0}, "weight is -1.0; it must be at least 0"),
-        ({"temperature": 0.0}, "temperature is 0.0; it must be above 0"),
-    ):
-        with pytest.raises(ParameterError, match=message):
-            RehearsalParams(**values)
+    with pytest.raises(ParameterError, match=r"weight is -1\.0; it must be at least 0"):
+        RehearsalParams(weight=-1.0)
 
 
 def test_a_rule_is_given_images_sorted_by_content() -> None:
@@ -241,35 +236,71 @@ def test_events_of_a_rule_are_in_the_history() -> None:
 
 
 def test_a_rule_on_whole_tasks_needs_no_features(monkeypatch: pytest.MonkeyPatch) -> None:
-    outputs = Workspace.outputs
+    def no_outputs(self: Workspace, images: Tensor, layer: object = None) -> Tensor:
+        raise AssertionError("a forward pass for a rule that needs none")
 
-    def logits_only(self: Workspace, images: Tensor, layer: object = None) -> Tensor:
-        assert layer is None
-        return outputs(self, images)
+    def no_scores(self: Workspace, *_: object, **__: object) -> Tensor:
+        return torch.full((len(SCORINGS), 1, 3), torch.nan)
 
-    monkeypatch.setattr(Workspace, "outputs", logits_only)
+    monkeypatch.setattr(Workspace, "outputs", no_outputs)
+    monkeypatch.setattr(Workspace, "score", no_scores)
     _, client_round = arrived(replaying("recording"), 1)
     assert len(client_round.state["memory"]["labels"]) == 6
 
 
-@pytest.mark.parametrize(
-    ("merge", "expected"), [("mixstyle", [3, 3, 3, 5]), ("replace", [5, 5, 3, 3])]
-)
-def test_soft_labels_stay_with_their_images_when_classes_are_merged(
-    merge: Any, expected: list[int]
-) -> None:
-    """3 images of one task, then 2 of another, where 4 are kept."""
-    params = MemoryParams(selection="synthetic", exemplars_per_class=4, merge=merge, space="off")
-    kept = memory.empty_memory(torch.zeros(1, 1, 2, 2, dtype=torch.uint8), CLASSES, soft=True)
-    for task, level in enumerate((3, 5)):
-        images = torch.full((3 - task, 1, 2, 2), level, dtype=torch.uint8)
-        labels = torch.zeros(len(images), dtype=torch.int64)
-        proposal = Proposal(images, labels, torch.full((len(images), CLASSES), float(level)))
-        new = memory.class_samples(proposal, 0, task, torch.zeros(len(images), 0))
-        old = torch.zeros(len(kept["labels"]), 0)
-        kept = memory.update_memory(kept, 0, new, 9, old, params, generator(0))
-    assert kept["images"][:, 0, 0, 0].tolist() == expected
-    assert kept["soft"][:, 4].tolist() == expected and int(kept["seen"][0]) == 18
+@pytest.mark.parametrize("merge", ["mixstyle", "reservoir"])
+def test_soft_labels_stay_with_their_images_when_classes_are_merged(merge: Any) -> None:
+    """3 images of one task, then 2 of another, where 4 are kept: their first ones.
+
+    For MixStyle all old ones stay, in the new one's style.
+    """
+    params = MemoryParams(selection="synthetic", exemplars_per_class=4, merge=merge)
+    levels = set()
+    for seed in range(20):
+        kept = memory.empty_memory(torch.zeros(1, 1, 2, 2, dtype=torch.uint8), CLASSES, soft=True)
+        for task, level in enumerate((10, 20)):
+            own = torch.arange(level, level + 3 - task)
+            images = own.to(torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 2, 2)
+            soft = own[:, None].expand(-1, CLASSES).float()
+            proposal = Proposal(images, torch.zeros(len(own), dtype=torch.int64), soft)
+            new = memory.class_samples(proposal, 0, task, torch.zeros(len(own), 0))
+            old = torch.zeros(len(kept["labels"]), 0)
+            kept = memory.update_memory(kept, 0, new, 9, old, params, generator(seed))
+        soft_levels = kept["soft"][:, 4].tolist()
+        if merge == "reservoir":
+            assert kept["images"][:, 0, 0, 0].tolist() == soft_levels
+        assert kept["tasks"].tolist() == [int(level >= 20) for level in soft_levels]
+        assert int(kept["seen"][0]) == 18
+        levels.add(tuple(soft_levels))
+    pairs = {(a, b, 20, 21) for a, b in ((10, 11), (10, 12), (11, 12))}
+    assert levels == {(10, 11, 12, 20)} | (pairs if merge == "reservoir" else set())
+
+
+@pytest.mark.parametrize("rule", ["synthetic", "recording"])
+def test_a_class_in_another_domain_takes_its_share_of_the_memory(rule: str) -> None:
+    """Of each task the first exemplars that the rule proposes are kept, with their soft labels.
+
+    A second cycle has no new images, and the rule is not asked again.
+    """
+    experiment = replaying(rule, exemplars_per_class=4, source=FACES, split=DOMAINS)
+    plan_ = plan(experiment)
+    worker = small.worker(experiment, plan_)
+    three, six = (small.arrived(worker, plan_, e).state["memory"] for e in (3, 5))
+    assert three["labels"].bincount().tolist() == 10 * [4]
+    assert three["tasks"].unique().tolist() == [0, 1, 2]
+    last = three["tasks"] == 2
+    for label in range(10):
+        own = three["images"][last & (three["labels"] == label)]
+        if rule == "synthetic":
+            assert own[:, 0, 0, 0].tolist() == [*range(5 * label, 5 * label + len(own))]
+        else:
+            proposed = GIVEN[2].images[GIVEN[2].labels == label]
+            assert torch.equal(own, proposed[: len(own)])
+    if rule == "synthetic":
+        levels = three["images"][:, 0, 0, 0].float()
+        assert torch.equal(three["soft"], 10 * levels[:, None] + torch.arange(10.0))
+    small.assert_equal_trees(six, three)
+    assert len(GIVEN) == (0 if rule == "synthetic" else 2 * 3)
 
 
 # --------------------------------------------------------------------------------- the training
@@ -291,20 +322,19 @@ def test_exemplars_have_a_mean_and_a_weight_of_their_own() -> None:
         torch.testing.assert_close(alone, F.cross_entropy(logits, labels))
 
 
-@pytest.mark.parametrize("temperature", [1.0, 3.0])
-def test_soft_labels_are_compared_at_their_temperature(temperature: float) -> None:
-    """T^2 / n sum_i sum_c q_ic (log q_ic - log p_ic), q and p the softmax of logits / T."""
-    experiment = replaying("synthetic", temperature=temperature)
+def test_the_loss_of_soft_labels_by_definition() -> None:
+    """1 / n sum_i sum_c q_ic (log q_ic - log p_ic), q and p the softmax of logits."""
+    experiment = replaying("synthetic")
     method = small.worker(experiment, plan(experiment)).method
     assert isinstance(method, Rehearsal)
     logits, soft = (torch.randn(5, CLASSES, generator=generator(k)).double() for k in (1, 2))
 
     def softmax(values: Tensor) -> np.ndarray:
-        powers = np.exp(values.numpy() / temperature)
+        powers = np.exp(values.numpy())
         return np.asarray(powers / powers.sum(1, keepdims=True))
 
     q, p = softmax(soft), softmax(logits)
-    expected = temperature**2 * (q * np.log(q / p)).sum() / 5
+    expected = (q * np.log(q / p)).sum() / 5
     labels = torch.zeros(5, dtype=torch.int64)
     assert float(method.exemplar_loss(logits, labels, soft)) == pytest.approx(expected)
     assert float(method.exemplar_loss(soft, labels, soft)) == pytest.approx(0)

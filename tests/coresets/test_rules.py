@@ -334,7 +334,7 @@ def memory_of(rule: str, exemplars_per_class: int = 3, **changes: Any) -> dict[s
 
 def replaying(rule: str, exemplars_per_class: int = 3, **options: Any) -> Any:
     """Replay with a rule, as coresets are compared."""
-    memory = memory_of(rule, exemplars_per_class, space="off")
+    memory = memory_of(rule, exemplars_per_class, merge="reservoir")
     return tiny("replay", memory=memory, balanced=True, weight=1.0, **options)
 
 
@@ -415,12 +415,24 @@ def test_stamp_can_use_any_rule(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_class_met_again_is_merged_and_recorded(rule: str) -> None:
-    experiment = replaying(rule, split={"cycles": 2, "images_per_class": 6})
-    events = [row["events"].get("memory: a class was met again") for row in run(experiment).history]
-    assert events == 7 * [None] + [8, None, 8, None, 8]
-    *_, before, _, _, after = memories(small.worker(experiment, plan(experiment)), plan(experiment))
-    assert after["labels"].sort().values.tolist() == before["labels"].sort().values.tolist()
+def test_a_class_in_a_later_domain_is_merged_and_recorded(rule: str) -> None:
+    """By either merge: each class keeps its number of exemplars."""
+    source = {"source": "glyphs", "classes": 4, "train_per_class": 64, "test_per_class": 16}
+    source |= {"size": 16, "face_domains": True}
+    split = {"kind": "domains", "classes_per_task": None, "clients": 2}
+    for merge in ("reservoir", "mixstyle"):
+        memory = memory_of(rule, merge=merge)
+        options: dict[str, Any] = {"memory": memory, "weight": 1.0, "training": {"rounds": 1}}
+        experiment = tiny("replay", source=source, split=split, **options)
+        history = run(experiment).history
+        events = [row["events"].get("memory: a class was met again") for row in history]
+        assert events == [None, 8, 8]
+        kept = memories(small.worker(experiment, plan(experiment)), plan(experiment))
+        for task, memory in enumerate(kept):
+            assert memory["labels"].bincount().tolist() == 4 * [3]
+            assert set(memory["tasks"].tolist()) <= set(range(task + 1))
+        later = kept[-1]["tasks"] > 0
+        assert later.any() == (merge == "reservoir") and not later.all()
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -404,9 +404,8 @@ def test_every_option_changes_the_images(changed: dict[str, Any]) -> None:
 
 def test_unusual_clients_train_on_soft_labels(tmp_path: Path) -> None:
     """Client 0 has one image a task, client 1 one class and client 2 none."""
-    memory = {"selection": "sre2l", "space": "off", "exemplars_per_class": 2}
-    params = {"memory": {**memory, "options": dict(SRE2L)}, "weight": 1.0, "temperature": 2.0}
-    experiment = small.tiny("replay", **params)
+    memory = small.kept(2, selection="sre2l", options=dict(SRE2L))
+    experiment = small.tiny("replay", memory=memory, weight=1.0)
     record = small.run(experiment, small.awkward(experiment), resume=tmp_path)
     assert all(np.isfinite(value).all() for value in record.weights.values())
     for client in (0, 3):

@@ -1,5 +1,8 @@
 """Folders of small images for the tests of folders and of decoding."""
 
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +13,16 @@ from PIL import Image
 
 from stamp_core.core import paths
 from stamp_core.data.dataset import ImageDataset, load_dataset
+from stamp_core.data.store import cache
 from stamp_core.data.store.cache import Bytes
 
 SIDE = 6
 WHOLE = {"source": "folder", "root": "set", "size": SIDE}
 DIVIDED = {**WHOLE, "test_share": 0.25}
+REAL = os.environ.get("STAMP_CHECK_DATA")
+UNSET = (
+    "real image sets are not part of the project: name a folder of .npz files in STAMP_CHECK_DATA"
+)
 
 
 def noise(seed: int, side: int = SIDE) -> Bytes:
@@ -55,6 +63,21 @@ def load_error(spec: dict[str, Any], kind: type[Exception] = FileNotFoundError) 
     with pytest.raises(kind) as error:
         load_dataset(spec)
     return str(error.value)
+
+
+def load_in_two_threads(
+    spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> list[ImageDataset]:
+    """A set as loaded by two threads, both of which find nothing in the cache."""
+    meet, create = threading.Barrier(2, timeout=10), cache.create
+
+    def create_together(*arguments: Any) -> None:
+        meet.wait()
+        create(*arguments)
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        patch.setattr(cache, "create", create_together)
+        return [*pool.map(load_dataset, [spec, spec])]
 
 
 def cached() -> list[str]:

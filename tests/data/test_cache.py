@@ -4,7 +4,6 @@ import importlib
 import json
 import os
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from folders import load_in_two_threads
 
 from stamp_core.data import sources
 from stamp_core.data.dataset import ImageArrays, ImageDataset, load_dataset
@@ -128,22 +128,7 @@ def test_a_damaged_dataset_is_made_again_with_a_warning(
 def test_two_threads_that_make_the_same_dataset_both_succeed(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    meet = threading.Barrier(2, timeout=10)
-    found: list[ImageDataset] = []
-    glyphs_make = glyphs.make
-
-    def make(options: glyphs.Options) -> ImageArrays:
-        arrays = glyphs_make(options)
-        meet.wait()  # neither writes before both have made all arrays
-        return arrays
-
-    monkeypatch.setattr(glyphs, "make", make)
-    threads = [threading.Thread(target=lambda: found.append(load_dataset(SMALL))) for _ in "ab"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 2 and equal(*found)
+    assert equal(*load_in_two_threads(SMALL, monkeypatch))
     assert len(cached(cache)) == 1
 
 

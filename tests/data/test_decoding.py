@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import threading
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +26,7 @@ from folders import (
     fill,
     fill_train_and_test,
     load_error,
+    load_in_two_threads,
     noise,
     write_image,
 )
@@ -364,22 +364,9 @@ def test_after_a_stop_anywhere_no_incomplete_set_is_opened(
 def test_two_threads_decode_each_image_once(
     images: list[Bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names, found = count_decoded(monkeypatch), list[ImageDataset]()
-    meet = threading.Barrier(2, timeout=10)
-    create = cache.create
-
-    def create_together(*arguments: Any) -> None:
-        meet.wait()
-        create(*arguments)
-
-    monkeypatch.setattr(cache, "create", create_together)
-    threads = [threading.Thread(target=lambda: found.append(load_dataset(WHOLE))) for _ in "ab"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 2 and len(names) == 11
-    assert found[0].digest == found[1].digest
+    names = count_decoded(monkeypatch)
+    one, other = load_in_two_threads(WHOLE, monkeypatch)
+    assert len(names) == 11 and one.digest == other.digest
 
 
 # ------------------------------------------------------------------ damage

@@ -13,7 +13,9 @@ import small
 import torch
 from folders import (
     DIVIDED,
+    REAL,
     SIDE,
+    UNSET,
     WHOLE,
     all_images,
     cached,
@@ -29,7 +31,6 @@ from stamp_core.data.dataset import load_dataset
 from stamp_core.data.store import cache
 from stamp_core.data.store.cache import Bytes
 
-REAL = os.environ.get("STAMP_CHECK_DATA")  # a folder with larger sets, for a check by hand
 DOMAINS = {**DIVIDED, "domains": ["photo", "art"]}
 KINDS = "(.jpg, .jpeg, .png, .ppm, .bmp, .pgm, .tif, .tiff, .webp)"
 
@@ -302,7 +303,7 @@ def test_a_folder_of_domains_is_learned_domain_by_domain(raw: Path) -> None:
     assert learn(spec, tasks=3, rounds=3).min() > 0.9
 
 
-@pytest.mark.skipif(not REAL, reason="STAMP_CHECK_DATA is not set")
+@pytest.mark.skipif(not REAL, reason=UNSET)
 def test_a_folder_of_real_domains_is_learned_domain_by_domain(raw: Path) -> None:
     with np.load(Path(REAL or "", "pacs_mini.npz")) as arrays:
         for part in cache.SUBSETS:

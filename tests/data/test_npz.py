@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from folders import REAL, UNSET
 
 from stamp_core.config.schema import Split
 from stamp_core.data import split
@@ -16,7 +17,6 @@ from stamp_core.data.sources import npz
 Arrays = dict[str, Any]
 
 LABELS = np.array([0, 1, 2, 2, 1, 0])
-REAL = os.environ.get("STAMP_CHECK_DATA")  # a folder with larger sets, for a check by hand
 OWN = {"source": "npz", "file": "own.npz"}
 
 
@@ -342,7 +342,7 @@ def test_a_missing_file_is_named(raw: Path) -> None:
 # ------------------------------------------------------------------ larger sets, where there are
 
 
-@pytest.mark.skipif(not REAL, reason="STAMP_CHECK_DATA is not set")
+@pytest.mark.skipif(not REAL, reason=UNSET)
 def test_every_file_of_a_folder_is_read_byte_for_byte() -> None:
     """The tests above, on larger sets."""
     for path in sorted(Path(str(REAL)).glob("*.npz")):
@@ -354,7 +354,7 @@ def test_every_file_of_a_folder_is_read_byte_for_byte() -> None:
             assert list(found.classes) == arrays["classes"].tolist()
 
 
-@pytest.mark.skipif(not REAL, reason="STAMP_CHECK_DATA is not set")
+@pytest.mark.skipif(not REAL, reason=UNSET)
 def test_all_files_of_digits_of_a_folder_are_domains() -> None:
     files = []
     for path in sorted(Path(str(REAL)).glob("*.npz")):

@@ -24,6 +24,7 @@ CLASSES = 100
 # Bytes to and from a client in a round with local buffers.
 EXPECTED: dict[str, tuple[int, int]] = {
     "fedavg": MODEL,
+    "fedavg_tuned": MODEL,
     "fedprox": MODEL,
     "fedala": MODEL,
     "feddbe": MODEL,

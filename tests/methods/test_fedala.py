@@ -63,11 +63,12 @@ def test_two_rounds_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     Round 1: own and received model coincide, so it is FedAvg: own_u = theta - eta dL_u(theta), and
     theta is their mean by samples. Round 2: hat = own + (theta - own) * w with w = 1 at first. As
     d hat / d w = theta - own, element by element, dL/dw = dL/d hat * (theta - own), and w becomes
-    clip(w - eta_w dL/dw, 0, 1), for two epochs. Then an SGD step from hat, and the mean.
+    clip(w - eta_w dL/dw, 0, 1), for two epochs, with eta_w = 200 / 0.1 = 2000. Then an SGD step
+    from hat, and the mean.
     """
     monkeypatch.setitem(models.ENCODERS, "mlp", lambda network, shape: (nn.Flatten(), 64))
     split, training = {"clients": 2, "tasks": 1}, {"rounds": 2, "batch_size": 1000}
-    params = {"lr": 2000.0, "share": 1.0, "max_epochs": 2}
+    params = {"lr_product": 200.0, "share": 1.0, "max_epochs": 2}
     experiment = tiny("fedala", split=split, training=training, **params)
     dataset, whole = experiment.dataset(), plan(experiment)
     few = whole.train_indices(dataset, 0, 0)[:7]
@@ -109,7 +110,8 @@ def test_weights_are_learnt_batch_by_batch_on_the_current_task(
     tensors: int, settled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the second task, from weights learnt before: one epoch, the first time several; the
-    mixture is updated after each batch, and an epoch returns the loss of its last batch."""
+    mixture is updated after each batch, and an epoch returns the loss of its last batch. W's
+    learning rate is 0.5 / 0.1 = 5."""
     losses, expected, epoch = list[float](), list[float](), FedALA.epoch
 
     def recorded(self: FedALA, *args: Any) -> float:
@@ -117,7 +119,7 @@ def test_weights_are_learnt_batch_by_batch_on_the_current_task(
         return losses[-1]
 
     monkeypatch.setattr(FedALA, "epoch", recorded)
-    experiment = tiny("fedala", lr=5.0, share=1.0, tensors=tensors, max_epochs=3)
+    experiment = tiny("fedala", lr_product=0.5, share=1.0, tensors=tensors, max_epochs=3)
     method, plan_, state, sent = prepared(experiment, settled=settled)
     client_round = received(method, plan_, state, sent, experience=1)
 
@@ -141,12 +143,33 @@ def test_weights_are_learnt_batch_by_batch_on_the_current_task(
     assert client_round.log.numbers["mixing weight"] == pytest.approx(float(w.mean()), abs=1e-6)
 
 
+@pytest.mark.parametrize("slower", [2, 20])
+def test_the_first_step_of_the_weights_does_not_depend_on_the_local_learning_rate(
+    slower: int,
+) -> None:
+    """An update 1 / c as long, as a local learning rate 1 / c as large leaves it, has the same
+    step of W to first order: eta_w G (theta - own) with c eta_w and (theta - own) / c.
+
+    Here from an own model that differs by 1e-3 from the received one, or by 1e-3 / c.
+    """
+    steps = []
+    for lr, scale in ((0.1, 1.0), (0.1 / slower, 1.0 / slower)):
+        training = {"lr": lr, "batch_size": 1000}
+        experiment = tiny("fedala", lr_product=0.01, share=1.0, training=training)
+        method, plan_, state, sent = prepared(experiment, weights=torch.full((HEAD,), 0.5))
+        draw = torch.randn(HEAD, generator=generator("difference"))
+        state = {**state, "own": sent[-HEAD:] + 1e-3 * scale * draw}
+        steps.append(received(method, plan_, state, sent, 1).scratch["weights"] - 0.5)
+    assert float(steps[0].abs().max()) > 1e-5
+    torch.testing.assert_close(steps[1], steps[0], rtol=0.02, atol=1e-6)
+
+
 # --- weights of 0 and of 1
 
 
-def test_with_weights_of_1_and_lr_0_the_model_is_received_bit_for_bit() -> None:
+def test_with_weights_of_1_and_no_steps_of_w_the_model_is_received_bit_for_bit() -> None:
     """Although own and received model differ."""
-    method, plan_, state, sent = prepared(tiny("fedala", lr=0.0, tensors=EVERY))
+    method, plan_, state, sent = prepared(tiny("fedala", lr_product=0.0, tensors=EVERY))
     client_round = received(method, plan_, {**state, "weights": torch.ones(P)}, sent, experience=1)
     assert torch.equal(method.work.model.parameters, sent)
     assert client_round.log.numbers == {"mixing epochs": 1, "mixing weight": 1.0}
@@ -154,7 +177,7 @@ def test_with_weights_of_1_and_lr_0_the_model_is_received_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("tensors", SIZES)
 def test_with_weights_of_0_the_aggregated_tensors_are_the_own_ones(tensors: int) -> None:
-    method, plan_, state, sent = prepared(tiny("fedala", lr=0.0, tensors=tensors))
+    method, plan_, state, sent = prepared(tiny("fedala", lr_product=0.0, tensors=tensors))
     state["weights"] = torch.zeros(SIZES[tensors])
     received(method, plan_, state, sent, experience=1)
     expected = torch.cat([sent[: P - SIZES[tensors]], state["own"]])
@@ -173,7 +196,7 @@ def test_all_tensors_with_weights_of_0_are_local_training(
         return {**state, "weights": torch.zeros_like(state["weights"])}
 
     monkeypatch.setattr(FedALA, "init_client", without)
-    experiment, local = tiny("fedala", lr=0.0, tensors=EVERY), tiny("local")
+    experiment, local = tiny("fedala", lr_product=0.0, tensors=EVERY), tiny("local")
     run(experiment, resume=tmp_path)
     run(local, resume=tmp_path)
     states, expected = (small.saved(each, tmp_path)["clients"] for each in (experiment, local))
@@ -187,7 +210,7 @@ def test_a_single_client_is_fedavg_bit_for_bit() -> None:
     record = run(tiny("fedala", split=split, training=training))
     small.assert_same_weights(record, run(tiny(split=split, training=training)))
     assert all(row["notes"] == row["events"] == {} for row in record.history)
-    np.testing.assert_array_equal(record.scores["personal"], record.scores["global"])
+    np.testing.assert_array_equal(record.accuracy("personal"), record.accuracy("global"))
 
 
 # --- convergence
@@ -297,22 +320,23 @@ def rounds(experiment: Any) -> list[tuple[State, ClientRound, State]]:
 
 
 def test_weights_are_kept_from_round_to_round_and_task_to_task() -> None:
-    (before, _, first), *later = rounds(tiny("fedala"))
+    (before, _, first), *later = rounds(tiny("fedala", lr_product=0.1))
     assert torch.equal(before["weights"], torch.ones(HEAD)) and not before["settled"]
     assert torch.equal(first["weights"], before["weights"]) and not first["settled"]
     for state, client_round, after in later:
         assert torch.equal(after["weights"], client_round.scratch["weights"])
         assert client_round.log.numbers["mixing epochs"] == (1 if state["settled"] else 11)
         assert not torch.equal(after["weights"], state["weights"]) and after["settled"]
-    slow = rounds(tiny("fedala", lr=1e-9))  # so slow that weights stay at their initial value
+    slow = rounds(tiny("fedala", lr_product=1e-10))  # so slow that weights keep their first value
     assert all(torch.allclose(after["weights"], torch.ones(HEAD)) for _, _, after in slow)
 
 
 @pytest.mark.parametrize(("refresh", "epochs"), [("kept", [11, 1, 1]), ("task", [11, 11, 1])])
 def test_a_new_task_may_learn_its_weights_from_the_start(refresh: str, epochs: list[int]) -> None:
-    results = rounds(tiny("fedala", refresh=refresh))
+    results = rounds(tiny("fedala", refresh=refresh, lr_product=0.1))
     assert [each.log.numbers["mixing epochs"] for _, each, _ in results[1:]] == epochs
-    method, plan_, state, sent = prepared(tiny("fedala", refresh=refresh, lr=0.0), experience=0)
+    still = tiny("fedala", refresh=refresh, lr_product=0.0)
+    method, plan_, state, sent = prepared(still, experience=0)
     for experience, restart in ((0, False), (1, refresh == "task")):
         client_round = received(method, plan_, state, sent, experience, round_=1)
         expected = torch.ones(HEAD) if restart else state["weights"]
@@ -321,7 +345,7 @@ def test_a_new_task_may_learn_its_weights_from_the_start(refresh: str, epochs: l
 
 def test_the_personal_model_is_the_mixture_before_training() -> None:
     """The model that the client's next round would start from; the global one is the server's."""
-    experiment = tiny("fedala", lr=50.0)
+    experiment = tiny("fedala", lr_product=5.0)
     plan_ = plan(experiment)
     worker = small.worker(experiment, plan_)
     arrived, method = small.arrived(worker, plan_, 1), worker.method
@@ -360,7 +384,7 @@ def test_learning_the_weights_changes_no_running_statistics(policy: str) -> None
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lr": -1.0}, "lr is -1.0; it must be at least 0"),
+        ({"lr_product": -1.0}, "lr_product is -1.0; it must be at least 0"),
         ({"share": 0.0}, "share is 0.0; it must be above 0"),
         ({"share": 1.1}, "share is 1.1; it must be above 0 and at most 1"),
         ({"tensors": 0}, "tensors is 0; it must be at least 1"),

@@ -1,11 +1,13 @@
 """A-GEM and GEM: one step by hand, what holds after every step, and what the memory is used for."""
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 import small
 import torch
+import torch.nn.functional as F
 from active_sets import best_active_set
 from by_hand import (
     CLOSE,
@@ -19,20 +21,30 @@ from by_hand import (
 from small import BATCH_NORM, P, kept, plan, run, tiny
 from torch import Tensor
 
+from stamp_core.client.workspace import Workspace
 from stamp_core.config.decode import ParameterError
 from stamp_core.coresets.memory import MemoryParams, task_indices
 from stamp_core.engine.executor import Worker
-from stamp_core.methods.agem import AGem, AGemParams
+from stamp_core.matching.projection import project_gradient
+from stamp_core.methods.agem import AGem, AGemParams, remove_conflict
 from stamp_core.methods.base.method import ClientRound, DivergedError
-from stamp_core.methods.base.rehearsal import Rehearsal
+from stamp_core.methods.base.projection import exemplar_gradient
 from stamp_core.methods.gem import Gem, GemParams
 
 BOTH = pytest.mark.parametrize("kind", ["agem", "gem"])
 
 
-def fake_memory_gradient(monkeypatch: pytest.MonkeyPatch, fake: Any) -> None:
+def fake_exemplar_gradient(monkeypatch: pytest.MonkeyPatch, fake: Any) -> None:
     """Replace the gradient on exemplars."""
-    monkeypatch.setattr(Rehearsal, "memory_gradient", fake)
+    for kind in ("agem", "gem"):
+        monkeypatch.setattr(f"stamp_core.methods.{kind}.exemplar_gradient", fake)
+
+
+def task_of(client_round: ClientRound, labels: Tensor) -> int:
+    """The task of exemplars with these labels."""
+    memory = client_round.state["memory"]
+    (task,) = memory["tasks"][torch.isin(memory["labels"], labels)].unique().tolist()
+    return int(task)
 
 
 def arrived(kind: str, experience: int, **options: Any) -> tuple[Worker, ClientRound]:
@@ -99,11 +111,10 @@ def test_each_past_task_is_a_constraint_of_gem(monkeypatch: pytest.MonkeyPatch) 
     side[-1] = 10 * g.norm()
     past = {0: -g + side, 1: -g - side}
 
-    def fake(self: Gem, client_round: ClientRound, indices: Tensor) -> Tensor:
-        (task,) = client_round.state["memory"]["tasks"][indices].unique().tolist()
-        return past[task]
+    def fake(work: Workspace, images: Tensor, labels: Tensor) -> Tensor:
+        return past[task_of(client_round, labels)]
 
-    fake_memory_gradient(monkeypatch, fake)
+    fake_exemplar_gradient(monkeypatch, fake)
     worker.method.train_client(client_round)
     for each in past.values():
         product = float(each @ worker.work.model.gradients)
@@ -121,17 +132,36 @@ def test_with_one_past_task_and_no_ridge_gem_is_agem() -> None:
     assert np.abs(gem["head.weight"] - softer["head.weight"]).max() > 1e-3
 
 
+@pytest.mark.parametrize("length", [1e-30, 1.0, 1e20])
+@pytest.mark.parametrize("share", [0.1, 1e6, -0.1])
+def test_the_closed_form_of_agem_is_the_minimum_of_gems_program(
+    share: float, length: float
+) -> None:
+    """For any length of the reference, from little conflict to opposite directions, and none."""
+    gradient, noise = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
+    noise -= (noise @ gradient) / (gradient @ gradient) * gradient
+    reference = length * (noise / share - gradient * math.copysign(1.0, share))
+    closed = remove_conflict(gradient, reference)
+    added, program = closed.added, project_gradient(gradient, [reference]).added
+    if share < 0:
+        assert added is None and program is None
+    else:
+        assert added is not None and program is not None
+        torch.testing.assert_close(added, program, rtol=1e-9, atol=1e-12)
+        assert added.norm() > 0.05 * gradient.norm()
+
+
 # ------------------------------------------------------------------ what holds after every step
 
 
 def test_no_step_of_agem_conflicts_with_its_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """g.r is 0 up to rounding where it was below, and without a conflict no bit changes."""
-    gradient, correct = AGem.memory_gradient, AGem.correct_gradient
+    correct = AGem.correct_gradient
     references: list[Tensor] = []
     conflicts: list[bool] = []
 
-    def noted(self: AGem, client_round: ClientRound, indices: Tensor) -> Tensor:
-        references.append(gradient(self, client_round, indices))
+    def noted(work: Workspace, images: Tensor, labels: Tensor) -> Tensor:
+        references.append(exemplar_gradient(work, images, labels))
         return references[-1]
 
     def checked(self: AGem, client_round: ClientRound) -> None:
@@ -149,7 +179,7 @@ def test_no_step_of_agem_conflicts_with_its_reference(monkeypatch: pytest.Monkey
         else:
             assert torch.equal(live, before)
 
-    fake_memory_gradient(monkeypatch, noted)
+    fake_exemplar_gradient(monkeypatch, noted)
     monkeypatch.setattr(AGem, "correct_gradient", checked)
     record = run(tiny("agem"))
     assert 0.2 < np.mean(conflicts) < 1
@@ -165,13 +195,13 @@ def test_no_step_of_gem_conflicts_with_a_past_task(
 ) -> None:
     """Without a ridge <g_k, g> >= 0; with one, <g_k, g + M'v> >= -ridge v_k, which allows a small
     conflict where the multiplier is above 0. All exemplars are used, task by task."""
-    gradient, correct = Gem.memory_gradient, Gem.correct_gradient
-    past: list[tuple[Tensor, Tensor]] = []
+    correct = Gem.correct_gradient
+    past: list[tuple[Tensor, Tensor, Tensor]] = []
     cosines: list[float] = []
 
-    def noted(self: Gem, client_round: ClientRound, indices: Tensor) -> Tensor:
-        past.append((indices, gradient(self, client_round, indices)))
-        return past[-1][1]
+    def noted(work: Workspace, images: Tensor, labels: Tensor) -> Tensor:
+        past.append((images, labels, exemplar_gradient(work, images, labels)))
+        return past[-1][-1]
 
     def checked(self: Gem, client_round: ClientRound) -> None:
         past.clear()
@@ -179,11 +209,13 @@ def test_no_step_of_gem_conflicts_with_a_past_task(
         before = live.clone()
         correct(self, client_round)
         assert len(past) == client_round.experience and (past or torch.equal(live, before))
-        for task, (indices, each) in enumerate(past):
-            assert torch.equal(indices, task_indices(memory, task))
+        for task, (images, labels, each) in enumerate(past):
+            indices = task_indices(memory, task)
+            assert torch.equal(images, self.work.normalise(memory["images"][indices]))
+            assert torch.equal(labels, memory["labels"][indices])
             cosines.append(float(each @ live / (each.norm() * before.norm())))
 
-    fake_memory_gradient(monkeypatch, noted)
+    fake_exemplar_gradient(monkeypatch, noted)
     monkeypatch.setattr(Gem, "correct_gradient", checked)
     run(tiny("gem", ridge=ridge))
     assert len(cosines) > 200
@@ -203,7 +235,7 @@ def test_without_conflicts_it_is_fedavg_bit_for_bit(
     kind: str, factor: float, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The memory's gradient is the live one, or zero; a margin adds nothing either."""
-    fake_memory_gradient(monkeypatch, lambda self, *rest: self.work.model.gradients * factor)
+    fake_exemplar_gradient(monkeypatch, lambda work, *rest: work.model.gradients * factor)
     record = run(tiny(kind, **params))
     small.assert_same_weights(record, run(tiny()))
     assert all(entry["notes"].get(f"{kind} corrected", 0.0) == 0 for entry in record.history)
@@ -211,7 +243,7 @@ def test_without_conflicts_it_is_fedavg_bit_for_bit(
 
 def test_an_opposite_reference_stops_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
     worker, client_round = arrived("agem", 1, training={"batch_size": 16})
-    fake_memory_gradient(monkeypatch, lambda self, *rest: self.work.model.gradients * -3)
+    fake_exemplar_gradient(monkeypatch, lambda work, *rest: work.model.gradients * -3)
     after = worker.method.train_client(client_round).message["parameters"]
     torch.testing.assert_close(after, client_round.message["parameters"], rtol=0, atol=1e-7)
 
@@ -221,7 +253,7 @@ def test_an_opposite_reference_stops_the_client(monkeypatch: pytest.MonkeyPatch)
 def test_a_memory_gradient_that_is_not_finite_is_logged_and_not_used(
     kind: str, bad: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake_memory_gradient(monkeypatch, lambda self, *rest: torch.full((P,), bad))
+    fake_exemplar_gradient(monkeypatch, lambda *rest: torch.full((P,), bad))
     record = run(tiny(kind))
     small.assert_same_weights(record, run(tiny()))
     for entry in record.history:
@@ -247,19 +279,20 @@ def test_a_reference_is_a_sample_of_exemplars_of_other_tasks(
 ) -> None:
     """Two cycles of three tasks with 10 exemplars each: no exemplar twice, never one of the
     current task, and another sample in most steps of a client round."""
+    sample = AGem.sample
     samples: dict[tuple[int, int], list[tuple[int, ...]]] = {}
 
-    def noted(self: AGem, client_round: ClientRound, indices: Tensor) -> Tensor:
-        tasks = client_round.state["memory"]["tasks"]
+    def noted(self: AGem, client_round: ClientRound) -> Tensor:
+        indices, tasks = sample(self, client_round), client_round.state["memory"]["tasks"]
         others = int((tasks != client_round.task).sum())
         assert client_round.task not in tasks[indices]
         assert others == (10 if client_round.experience == 1 else 20)
         assert len(indices) == len(indices.unique()) == min(reference, others)
         key = (client_round.client, client_round.experience)
         samples.setdefault(key, []).append(tuple(indices.tolist()))
-        return torch.zeros(P)
+        return indices
 
-    fake_memory_gradient(monkeypatch, noted)
+    monkeypatch.setattr(AGem, "sample", noted)
     run(tiny("agem", split={"cycles": 2}, memory=kept(5), reference=reference))
     assert {experience for _, experience in samples} == {1, 2, 3, 4, 5}
     assert len(set(samples[0, 4])) > len(samples[0, 4]) / 2
@@ -268,14 +301,13 @@ def test_a_reference_is_a_sample_of_exemplars_of_other_tasks(
 def test_in_a_second_cycle_all_other_tasks_are_past(monkeypatch: pytest.MonkeyPatch) -> None:
     past: dict[int, set[int]] = {}
 
-    def noted(self: Gem, client_round: ClientRound, indices: Tensor) -> Tensor:
-        tasks = client_round.state["memory"]["tasks"][indices]
-        past.setdefault(client_round.experience, set()).update(tasks.tolist())
-        return torch.zeros(P)
+    def noted(self: Gem, client_round: ClientRound) -> None:
+        tasks = {task_of(client_round, labels) for _, labels in client_round.scratch["past"]}
+        past.setdefault(client_round.experience, set()).update(tasks)
 
-    fake_memory_gradient(monkeypatch, noted)
+    monkeypatch.setattr(Gem, "correct_gradient", noted)
     run(tiny("gem", split={"cycles": 2}, memory=kept(5)))
-    assert past == {1: {0}, 2: {0, 1}, 3: {1, 2}, 4: {0, 2}, 5: {0, 1}}
+    assert past == {0: set(), 1: {0}, 2: {0, 1}, 3: {1, 2}, 4: {0, 2}, 5: {0, 1}}
 
 
 @BOTH
@@ -285,6 +317,17 @@ def test_only_the_model_is_sent_and_no_exemplar_is_trained_on(kind: str) -> None
     for key in ("bytes", "sgd_steps"):
         assert [entry[key] for entry in record.history] == [entry[key] for entry in fedavg.history]
     assert [entry["disk"] for entry in record.history] == [80, 880, 880, 1680, 1680, 2480]
+
+
+def test_gradients_on_exemplars_use_the_running_statistics() -> None:
+    """They are those of evaluation mode, and the live gradient is unchanged."""
+    work = small.worker(tiny("gem", network=BATCH_NORM)).work
+    images, labels = work.normalise(work.dataset.x_train[:30]), work.dataset.y_train[:30]
+    work.train_mode(len(labels))
+    gradient = exemplar_gradient(work, images, labels)
+    assert not work.model.gradients.any()
+    F.cross_entropy(work.model.module.eval()(images), labels).backward()
+    assert torch.equal(gradient, work.model.gradients) and gradient.any()
 
 
 @BOTH
@@ -307,7 +350,7 @@ def test_the_defaults() -> None:
     agem, gem = AGemParams(), GemParams()
     assert (agem.server_lr, agem.ratio, agem.reference) == (1.0, 0.0, 128)
     assert (gem.server_lr, gem.ratio, gem.margin, gem.ridge) == (1.0, 0.0, 0.0, 1e-3)
-    memory = MemoryParams(selection="uniform", exemplars_per_class=20, space="off")
+    memory = MemoryParams(selection="uniform", exemplars_per_class=20, merge="reservoir")
     assert agem.memory == gem.memory == memory
     for method in (AGem, Gem):
         assert method.group == "continual" and method.models == ("global", "local")

@@ -17,12 +17,17 @@ from stamp_core.engine.executor import Worker
 from stamp_core.methods.base import rehearsal
 from stamp_core.methods.base.method import ClientRound, Method, State
 
+FACES = {"source": "glyphs", "classes": 10, "train_per_class": 32, "test_per_class": 16}
+FACES |= {"size": 16, "face_domains": True}
+DOMAINS = {"kind": "domains", "classes_per_task": None}
+
 
 def memories(worker: Worker, plan_: Plan, client: int) -> list[State]:
     """A client's memory after every experience."""
     own = [each for each in client_rounds(worker, plan_) if each.client_round.client == client]
     states = [each.result.reply.state for each in own]
-    assert [state["experience"] for state in states] == [*range(plan_.experiences)]
+    experiences = [*range(plan_.experiences)]
+    assert [state["experiences"] for state in states] == [experiences[: e + 1] for e in experiences]
     return [state["memory"] for state in states]
 
 
@@ -39,7 +44,7 @@ def exemplars(memory: State) -> list[tuple[bytes, int, int]]:
 
 @pytest.mark.parametrize("exemplars_per_class", [5, 1000])
 def test_replay_keeps_so_many_exemplars_of_each_class_once(exemplars_per_class: int) -> None:
-    """Two cycles: the second meets every class again and adds nothing but their number."""
+    """Two cycles: the second has the same images and changes nothing."""
     experiment = tiny("replay", split={"cycles": 2}, memory=kept(exemplars_per_class))
     plan_, dataset = plan(experiment), experiment.dataset()
     states = memories(small.worker(experiment, plan_), plan_, 1)
@@ -54,10 +59,10 @@ def test_replay_keeps_so_many_exemplars_of_each_class_once(exemplars_per_class: 
                 known = as_bytes(dataset.x_train[own[dataset.y_train[own] == label]])
                 assert len(images) == len(set(images)) == min(exemplars_per_class, len(known))
                 assert set(images) <= set(known)
-                seen[label] = len(known) * ((experience - task) // 3 + 1)
+                seen[label] = len(known)
         assert torch.equal(memory["seen"], seen)
     for memory in states[3:]:
-        assert exemplars(memory) == exemplars(states[2])
+        small.assert_equal_trees(memory, states[2])
 
 
 @pytest.mark.parametrize("missing", [{"dropout": 0.1}, {"participation": 0.5}])
@@ -112,6 +117,40 @@ def test_batches_end_with_exemplars_of_other_tasks(ratio: float) -> None:
             assert [known[each] for each in old] == labels[len(y) :].tolist()
         current = set(plan_.clients[client_round.client][task].classes)
         assert not set(memory["labels"][past].tolist()) & current
+
+
+def tasks_kept(worker: Worker, plan_: Plan, rounds: list[RoundId]) -> list[list[int]]:
+    """The tasks of which client 0 has exemplars after each of some rounds."""
+    server, states, *_ = worker.initial_states(plan_.seed)
+    state, message = states[0], worker.method.broadcast(server, 0)
+    kept_: list[list[int]] = []
+    for round_id in rounds:
+        state = worker.train_client(round_id, state, message).reply.state
+        kept_.append(state["memory"]["tasks"].unique().tolist())
+    return kept_
+
+
+def test_a_task_missed_in_the_first_cycle_is_added_in_the_second() -> None:
+    """In its first round, and again in its last one; a task added before changes nothing."""
+    experiment = tiny("replay", split={"cycles": 3}, training={"dropout": 0.1}, memory=kept(5))
+    plan_ = plan(experiment)
+    rounds = [RoundId(0, 0, e, r, r == 1) for e in (1, 2, 3, 4, 6) for r in (0, 1)]
+    added = tasks_kept(small.worker(experiment, plan_), plan_, rounds)
+    assert added == [[1], [1], [1, 2], [1, 2], *6 * [[0, 1, 2]]]
+
+
+@pytest.mark.parametrize("missing", [{}, {"dropout": 0.1}])
+def test_a_task_is_added_once_even_if_none_of_its_exemplars_stayed(missing: Any) -> None:
+    """Of a class in three domains one image is kept, so two tasks have no exemplar of it."""
+    options = {"source": FACES, "split": {**DOMAINS, "cycles": 2}, "training": missing}
+    experiment = tiny("replay", memory=kept(1), **options)
+    plan_ = plan(experiment)
+    *_, third, fourth, fifth, sixth = memories(small.worker(experiment, plan_), plan_, 0)
+    own = torch.cat([plan_.train_indices(experiment.dataset(), 0, task) for task in range(3)])
+    assert third["seen"].tolist() == experiment.dataset().y_train[own].bincount().tolist()
+    assert len(third["tasks"]) == 10 and len(third["tasks"].unique()) > 1
+    for memory in (fourth, fifth, sixth):
+        small.assert_equal_trees(memory, third)
 
 
 def test_replay_at_ratio_zero_trains_like_fedavg() -> None:

@@ -9,16 +9,15 @@ import small
 import torch
 from by_hand import two_number_reply
 from small import BATCH_NORM, BN_B, BN_P, P, network, normalised, plan, run, tiny
-from torch import Tensor, nn
+from torch import Tensor
 
 from stamp_core.client.workspace import RoundId
 from stamp_core.config.decode import ParameterError
 from stamp_core.core.seeding import generator
-from stamp_core.coresets.mixstyle import feature_mixstyle
 from stamp_core.data.split import Plan
 from stamp_core.engine.executor import Worker
 from stamp_core.matching.match import match
-from stamp_core.methods.base.method import DivergedError, Log, Method, Reply, State
+from stamp_core.methods.base.method import DivergedError, Log, Reply, State
 from stamp_core.methods.base.server_matching import SpatialParams
 from stamp_core.methods.fedomg import FedOMG
 from stamp_core.methods.stamp import Stamp
@@ -130,7 +129,7 @@ def test_spatial_and_temporal_notes_and_seconds_are_in_the_history() -> None:
 def test_divergence_is_an_error_and_not_matched_away(past: str, source: str) -> None:
     """Weights that are not finite on a later task are an error as in FedAvg, not a gradient to be
     dropped."""
-    temporal = {"past": past, "source": source, "start": "received", "kappa": 0.5}
+    temporal = {"past": past, "source": source, "kappa": 0.5}
     memory = {"exemplars_per_class": 5}
     diverging = tiny("stamp", training={"lr": 1e38}, memory=memory, temporal=temporal)
     whole = plan(diverging)
@@ -201,7 +200,7 @@ def test_the_server_matches_layer_by_layer() -> None:
     replies = [Reply(k, {}, {"parameters": end}, 1 + k, 1, 0.0) for k, end in enumerate(ends)]
     server = {"parameters": start, "buffers": torch.zeros(0)}
     matched = {}
-    for blocks in ("model", "layers", "coupled", "elements"):
+    for blocks in ("model", "layers"):
         spatial = {"blocks": blocks, "normalise": "none", **FREE}
         method = small.worker(tiny("stamp", network=wide, spatial=spatial)).method
         matched[blocks] = start - method.aggregate(server, replies, Log())["parameters"]
@@ -210,17 +209,11 @@ def test_the_server_matches_layer_by_layer() -> None:
     parts = zip(*(row.split(sizes) for row in rows), strict=True)
     expected = torch.cat([match(list(part), one, weights)[0] for part in parts])
     torch.testing.assert_close(matched["layers"], expected, rtol=0, atol=1e-5)
-    g0 = (weights @ torch.stack(rows)) / 6
-    agree = (torch.stack(rows) * g0 >= 0).all(0)
-    factor = torch.where(agree, 1.5, 0.5)
-    torch.testing.assert_close(matched["elements"], factor * g0, rtol=0, atol=1e-5)
-    pairs = [("model", "layers"), ("model", "coupled"), ("layers", "coupled")]
-    assert all(not torch.allclose(matched[a], matched[b], atol=1e-3) for a, b in pairs)
+    assert not torch.allclose(matched["model"], matched["layers"], atol=1e-3)
 
 
-@pytest.mark.parametrize("blocks", ["layers", "coupled", "elements"])
-def test_a_run_completes_with_every_kind_of_block(blocks: str) -> None:
-    options = {"kappa": 0.5, "blocks": blocks}
+def test_a_run_completes_layer_by_layer() -> None:
+    options = {"kappa": 0.5, "blocks": "layers"}
     network_ = {"kind": "mlp", "features": 128}
     record = run(tiny("stamp", network=network_, spatial=options, temporal=options))
     assert all(np.isfinite(value).all() for value in record.weights.values())
@@ -231,7 +224,6 @@ def test_a_run_completes_with_every_kind_of_block(blocks: str) -> None:
     ("key", "value", "message"),
     [
         ("reference", "current", "reference is 'current'; it must be another: no client is the "),
-        ("reference", "half", "reference is 'half'; it must be another: no client is the current "),
         ("normalise", "current", "normalise is 'current'; it must be another: no client is the "),
         ("length", "current", "length is 'current'; it must be another: no client is the current"),
     ],
@@ -376,7 +368,7 @@ def test_clients_with_few_images_remember_what_they_have() -> None:
             == (client != 2)
         )
         assert torch.isfinite(reply.message["parameters"]).all()
-        assert reply.state["experience"] == 2
+        assert reply.state["experiences"][-1] == 2
 
 
 @pytest.mark.parametrize("source", ["memory", "all data"])
@@ -411,67 +403,3 @@ def test_only_the_model_is_sent(net: dict[str, Any], expected: dict[str, int]) -
     client_round = small.arrived(worker, plan(experiment), 2)
     for message in (client_round.message, worker.method.train_client(client_round).message):
         assert {name: value.numel() for name, value in message.items()} == expected
-
-
-# ------------------------------------------------------------------ MixStyle on features
-
-
-CNN = {**BATCH_NORM, "norm": "none"}
-FEATURE = {"exemplars_per_class": 5, "space": "feature", "mixstyle_alpha": 1.0}
-
-
-def test_mixstyle_on_features_needs_a_network_with_maps() -> None:
-    experiment = tiny("stamp", memory=FEATURE)
-    right = r"memory\.space is 'feature'; it must be 'image' or 'off': this network has no maps"
-    with pytest.raises(ParameterError, match=right):
-        small.worker(experiment)
-    small.worker(tiny("stamp", network=CNN, memory=FEATURE))
-
-
-def hooks(method: Method) -> int:
-    """Forward hooks in the live model."""
-    return sum(len(module._forward_hooks) for module in method.work.classifier.modules())
-
-
-def test_styles_are_mixed_in_training_on_exemplars_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In trajectories of past tasks, not in the current task's training; and no hook remains."""
-    temporal = {"past": "trajectory", "reference": "mean", "kappa": 0.0}
-    uploads = {}
-    for space in ("feature", "off"):
-        experiment = tiny(
-            "stamp", network=CNN, memory={**FEATURE, "space": space}, temporal=temporal
-        )
-        worker = small.worker(experiment, plan(experiment))
-        for experience in (0, 1):
-            client_round = small.arrived(worker, plan(experiment), experience)
-            reply = worker.method.train_client(client_round)
-            uploads[space, experience] = reply.message["parameters"]
-        assert hooks(worker.method) == 0
-    assert torch.equal(uploads["feature", 0], uploads["off", 0])
-    assert not torch.allclose(uploads["feature", 1], uploads["off", 1], atol=1e-5)
-
-
-def test_styles_are_mixed_within_a_class() -> None:
-    """A class with equal maps keeps them; the two others mix among themselves."""
-    encoder = nn.Sequential(nn.Identity(), nn.MaxPool2d(1))
-    labels = torch.tensor([0, 1, 2, 0, 1, 2])
-    batch = torch.rand(6, 1, 4, 4, generator=generator("maps"))
-    batch[labels == 1] = batch[1].clone()
-    batch[labels == 2] += 100
-    with feature_mixstyle(encoder, labels, 1.0, generator("draw")):
-        mixed = encoder(batch)
-    torch.testing.assert_close(mixed[labels == 1], batch[labels == 1])
-    means = mixed.mean((1, 2, 3))
-    assert (means[labels == 0] < 50).all() and (means[labels == 2] > 50).all()
-
-
-def test_hooks_are_removed_also_after_an_exception() -> None:
-    encoder = nn.Sequential(nn.MaxPool2d(1))
-    labels, batch = torch.tensor([0, 0]), torch.rand(2, 1, 4, 4, generator=generator("maps"))
-    with (
-        pytest.raises(ZeroDivisionError),
-        feature_mixstyle(encoder, labels, 1.0, generator("draw")),
-    ):
-        assert len(encoder[0]._forward_hooks) == 1
-        raise ZeroDivisionError
-    assert not encoder[0]._forward_hooks and torch.equal(encoder(batch), batch)

@@ -105,20 +105,19 @@ def test_the_weights_of_a_run_record_load_bit_identically(raw: Path, network: Ne
 
 @pytest.mark.parametrize("names", ["torchvision", "run record", "without a head"])
 def test_a_head_over_other_classes_is_not_loaded(raw: Path, names: str) -> None:
-    """The encoder is the file's whatever the seed; the head is that of the seed."""
+    """The encoder is the file's, of seed 5; the head is that of the seed asked for."""
     stored = recorded(build_network(SMALL_STEM, (3, 8, 8), 7, seed=5))
     encoder = {k: v for k, v in stored.items() if k.startswith("encoder.")}
     if names == "torchvision":
         stored = {k.replace("encoder.", "").replace("head.", "fc."): v for k, v in stored.items()}
     torch.save(encoder if names == "without a head" else stored, raw / "w.pt")
     network = Network("resnet18", norm="batch", stem="small", pretrained="w.pt")
-    for seed in (0, 1):
-        loaded, initial = (
-            recorded(build_network(each, (3, 8, 8), 5, seed)) for each in (network, SMALL_STEM)
-        )
-        assert len(encoder) == len(loaded) - 2 == 100
-        assert all(torch.equal(loaded[k], v) for k, v in encoder.items())
-        assert all(torch.equal(loaded[k], initial[k]) for k in ("head.weight", "head.bias"))
+    loaded, initial = (
+        recorded(build_network(each, (3, 8, 8), 5, seed=1)) for each in (network, SMALL_STEM)
+    )
+    assert len(encoder) == len(loaded) - 2 == 100
+    assert all(torch.equal(loaded[k], v) for k, v in encoder.items())
+    assert all(torch.equal(loaded[k], initial[k]) for k in ("head.weight", "head.bias"))
 
 
 def test_float16_weights_are_read_as_float32(raw: Path) -> None:

@@ -11,8 +11,12 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from stamp_core.core.paths import ROOT
-from stamp_core.results.records import Record, load_record
 
+PAPER: dict[str, Any] = {
+    "grid": {"setting": ["tiny"], "method": ["fedavg"], "seeds": [0]},
+    "ablation": {"baselines": ["fedavg"], "method": []},
+    "sweeps": {},
+}
 NEEDED = {".dvc", ".dvcignore", ".gitignore"}  # of the names that begin with a point
 COMPUTED = {"source", "splits", "runs", "sweeps", "quick", "paper", "cache", "resume", "raw"}
 
@@ -30,13 +34,17 @@ def ignored(folder: str, names: list[str]) -> set[str]:
 
 
 class Project:
-    """A copy of the project whose default profile is the quick one, in a git repository."""
+    """A copy of the project in a git repository: the quick profile is its default.
+
+    Its profile `paper` is one run of the setting `tiny`: the paper's images are on few machines.
+    """
 
     def __init__(self, root: Path, **environment: str) -> None:
         self.root = root
         shutil.copytree(ROOT, root, ignore=ignored)
         (root / "dvc.lock").unlink(missing_ok=True)
         shutil.copy(root / "params/quick.yaml", root / "params.yaml")
+        YAML().dump(PAPER, root / "params/paper.yaml")
         kept = {
             k: v for k, v in os.environ.items() if not k.startswith(("STAMP_", "DVC_", "PYTEST"))
         }
@@ -88,6 +96,6 @@ class Project:
         assert old in path.read_text()
         path.write_text(path.read_text().replace(old, new, 1))
 
-    def record(self, name: str, seed: int = 0) -> Record:
-        """One run of the default profile."""
-        return load_record(self.root / f"data/runs/{name}/{seed}")
+    def restore(self) -> None:
+        """Undo all edits since the last commit."""
+        self.run("git", "checkout", "--quiet", ".")

@@ -1,15 +1,20 @@
-"""Warm kernels: they have the imports already, end with whoever asked, and show figures."""
+"""Warm kernels: they have the imports already, end with whoever asked, and show figures.
+
+All tests share one server, which the last one kills.
+"""
 
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import nbformat
+import psutil
 import pytest
 from nbclient import NotebookClient
+from processes import gone, wait_until
 
 from stamp_core.pipeline import kernels
 from stamp_core.pipeline.kernels import WarmKernel
@@ -20,24 +25,26 @@ from stamp_core.pipeline import kernels
 
 with kernels.serve_kernels() as environment:
     print(environment[kernels.ADDRESS], flush=True)
-    time.sleep(60)
+    time.sleep(120)
 """
 
 
-def start(code: str) -> tuple[subprocess.Popen[str], str]:
+def start(code: str, *arguments: str) -> tuple[subprocess.Popen[str], str]:
     """A script and the first line that it prints."""
-    script = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", code, *arguments]
+    script = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert script.stdout
     return script, script.stdout.readline().strip()
 
 
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen[str]]:
     """A server in a process of its own, and an environment in which Jupyter uses it."""
     script, address = start(SERVER)
-    monkeypatch.setenv(kernels.ADDRESS, address)
-    monkeypatch.setenv("JUPYTER_DEFAULT_PROVISIONER_NAME", "stamp-warm")
-    yield script
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(kernels.ADDRESS, address)
+        patch.setenv("JUPYTER_DEFAULT_PROVISIONER_NAME", "stamp-warm")
+        yield script
     script.kill()
     script.communicate()
 
@@ -48,20 +55,6 @@ def execute(*cells: str) -> list[str]:
     NotebookClient(notebook, kernel_name="python3").execute()
     outputs = [output for cell in notebook.cells for output in cell.outputs]
     return [output.get("text") or min(output["data"]) for output in outputs]
-
-
-def running(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
-    return state.stdout.strip()[:1] not in ("", "Z")
-
-
-def ends(pid: int) -> bool:
-    """Whether a process ends within ten seconds."""
-    end = time.monotonic() + 10
-    while running(pid) and time.monotonic() < end:
-        time.sleep(0.05)
-    return not running(pid)
 
 
 @pytest.mark.usefixtures("server")
@@ -77,20 +70,38 @@ def test_a_kernel_that_fails_reports_its_status() -> None:
     assert WarmKernel(["-f", "none.json"], {}, "/no/such/folder").wait() == 1
 
 
+ASKER = """
+import os, sys, time
+from stamp_core.pipeline.kernels import WarmKernel
+
+kernel = WarmKernel(["-f", sys.argv[1]], {**os.environ}, "/")
+print(kernel.pid, flush=True)
+time.sleep(120)
+"""
+
+
+def started(pid: int, file: Path) -> psutil.Process:
+    """A kernel, once it has written its connection file."""
+    wait_until(file.exists, "the connection file")
+    process = psutil.Process(pid)
+    assert not gone(process)
+    return process
+
+
 @pytest.mark.usefixtures("server")
-def test_a_kernel_ends_when_its_asker_is_killed() -> None:
-    code = "from stamp_core.pipeline.kernels import WarmKernel as Kernel; import os, time; "
-    code += "k = Kernel(['-f', 'none.json'], {**os.environ}, '/tmp'); print(k.pid, flush=True); "
-    asker, pid = start(code + "time.sleep(60)")
-    assert running(int(pid))
+def test_a_kernel_ends_when_its_asker_is_killed(tmp_path: Path) -> None:
+    asker, pid = start(ASKER, str(tmp_path / "kernel.json"))
+    kernel = started(int(pid), tmp_path / "kernel.json")
     asker.kill()
     asker.communicate()
-    assert ends(int(pid))
+    wait_until(lambda: gone(kernel), "the end of the kernel")
 
 
-def test_a_kernel_ends_when_the_server_is_killed(server: subprocess.Popen[str]) -> None:
-    kernel = WarmKernel(["-f", "none.json"], {**os.environ}, "/tmp")
-    assert running(kernel.pid)
+def test_a_kernel_ends_when_the_server_is_killed(
+    server: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    kernel = WarmKernel(["-f", str(tmp_path / "kernel.json")], {**os.environ}, "/")
+    process = started(kernel.pid, tmp_path / "kernel.json")
     server.kill()
-    assert ends(kernel.pid)
+    wait_until(lambda: gone(process), "the end of the kernel")
     assert kernel.wait() == -signal.SIGKILL

@@ -103,7 +103,7 @@ def test_labels_keep_the_order_of_their_points_and_a_line_of_distance():
     assert texts(axis.texts)[0] == "m0" and heights[0] == pytest.approx(0.045, abs=0.02)
 
 
-@pytest.mark.parametrize("name", ["accuracy", "matrices", "cost"])
+@pytest.mark.parametrize("name", ["accuracy", "matrices"])
 def test_equal_data_give_equal_bytes(name, records, tmp_path):
     draw = getattr(figures, name)
     figure = draw(records)

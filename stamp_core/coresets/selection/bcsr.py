@@ -75,33 +75,6 @@ def _rank(weights: Tensor, task: TaskData) -> Tensor:
     return (times / weights).argsort(stable=True)
 
 
-def _optimise_weights(task: TaskData, batch: Tensor) -> Tensor:
-    """Weights on the simplex; those before their last step if the proxy diverges.  # float64 [n]"""
-    options, proxy = task.options, _Proxy(task.learner, task.options.space)
-    inputs = proxy.inputs(task.images[batch], task.labels[batch])
-    sample = torch.randperm(len(task.past[1]), generator=task.generator)[: options.batch_size]
-    past = proxy.inputs(*(part[sample] for part in task.past))
-    total = task.exemplars_per_class * len(task.labels.unique())
-    share = min(len(batch), math.ceil(total * len(batch) / len(task.labels)))  # will be selected
-    lr, max_loss = _stable_lr(proxy, inputs, options.proxy_lr)
-    if lr < options.proxy_lr:
-        task.events.append("bcsr: the proxy's learning rate was lowered")
-    weights = before = torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
-    for _ in range(options.outer_steps):
-        for _ in range(options.inner_steps):
-            proxy.step(proxy.gradient(inputs, weights), lr)
-        loss, gradient = _hypergradient(proxy, inputs, past, weights, lr, options)
-        if not (loss <= max_loss and gradient.isfinite().all()):
-            task.events.append("bcsr: the proxy diverged")
-            return before
-        if options.direct_term:
-            inclusion = _inclusion_probabilities(weights, share, options.smoothing, task.generator)
-            gradient -= options.beta * inclusion
-        moved = weights - options.weights_lr / len(batch) * gradient
-        before, weights = weights, torch.from_numpy(project_simplex(moved.numpy()))
-    return weights
-
-
 class _Proxy:
     """The model trained on weighted images: the network, or its head on fixed features.
 
@@ -124,32 +97,67 @@ class _Proxy:
         """The cross-entropy of each image, with its graph.  # [n]"""
         return F.cross_entropy(self.module(inputs[0]), inputs[1], reduction="none")
 
-    def gradient(self, inputs: Inputs, weights: Tensor) -> tuple[Tensor, ...]:
-        """The gradient of the inner loss sum_i p_i l_i (released: the mean, n times less)."""
+    def train(self, inputs: Inputs, weights: Tensor, lr: float) -> float:
+        """One step on the inner loss sum_i p_i l_i (released: the mean, n times less).
+
+        Returns the mean of all l_i before the step.
+        """
         losses = self.losses(inputs)
-        return grad(weights.to(losses) @ losses, self.parameters)
-
-    @torch.no_grad()
-    def step(self, gradient: Tensors, lr: float) -> None:
-        """One step of gradient descent."""
-        for parameter, part in zip(self.parameters, gradient, strict=True):
-            parameter.sub_(part, alpha=lr)
+        gradient = grad(weights.to(losses) @ losses, self.parameters)
+        with torch.no_grad():
+            for parameter, part in zip(self.parameters, gradient, strict=True):
+                parameter.sub_(part, alpha=lr)
+        return float(losses.detach().mean())
 
 
-def _stable_lr(proxy: _Proxy, inputs: Inputs, lr: float) -> tuple[float, float]:
-    """The learning rate, halved until a first step does not diverge, and the largest valid loss."""
-    count = len(inputs[1])
-    gradient = proxy.gradient(inputs, torch.full((count,), 1 / count, dtype=torch.float64))
-    with torch.no_grad():
-        max_loss = DIVERGENCE * float(proxy.losses(inputs).mean())
-        for _ in range(MAX_HALVINGS):
-            proxy.step(gradient, lr)
-            loss = float(proxy.losses(inputs).mean())
-            proxy.learner.load_client_weights()
-            if loss <= max_loss:
-                break
-            lr /= 2
-    return lr, max_loss
+def _optimise_weights(task: TaskData, batch: Tensor) -> Tensor:
+    """Weights on the simplex; equal ones if the proxy always diverges.  # float64 [n]
+
+    The proxy's learning rate is halved until no step of the optimisation diverges. Every attempt
+    has the same random draws.
+    """
+    options, proxy = task.options, _Proxy(task.learner, task.options.space)
+    inputs = proxy.inputs(task.images[batch], task.labels[batch])
+    sample = torch.randperm(len(task.past[1]), generator=task.generator)[: options.batch_size]
+    past = proxy.inputs(*(part[sample] for part in task.past))
+    draws = task.generator.get_state()
+    for halvings in range(MAX_HALVINGS + 1):
+        task.generator.set_state(draws)
+        weights = _descend(task, proxy, inputs, past, options.proxy_lr / 2**halvings)
+        if weights is not None:
+            if halvings:
+                task.events.append("bcsr: the proxy's learning rate was lowered")
+            return weights
+    task.events.append("bcsr: the proxy diverged")
+    return _equal_weights(len(batch))
+
+
+def _descend(
+    task: TaskData, proxy: _Proxy, inputs: Inputs, past: Inputs, lr: float
+) -> Tensor | None:
+    """The weights after all outer steps; None if the proxy diverges in one.  # float64 [n]"""
+    options, count = task.options, len(inputs[1])
+    total = task.exemplars_per_class * len(task.labels.unique())
+    share = min(count, math.ceil(total * count / len(task.labels)))  # how many will be selected
+    proxy.learner.load_client_weights()
+    max_loss = DIVERGENCE * float(proxy.losses(inputs).detach().mean())
+    weights = _equal_weights(count)
+    for _ in range(options.outer_steps):
+        losses = [proxy.train(inputs, weights, lr) for _ in range(options.inner_steps)]
+        loss, gradient = _hypergradient(proxy, inputs, past, weights, lr, options)
+        stable = all(each <= max_loss for each in (*losses, loss))  # not if one is nan
+        if not (stable and gradient.isfinite().all()):
+            return None
+        if options.direct_term:
+            inclusion = _inclusion_probabilities(weights, share, options.smoothing, task.generator)
+            gradient -= options.beta * inclusion
+        moved = weights - options.weights_lr / count * gradient
+        weights = torch.from_numpy(project_simplex(moved.numpy()))
+    return weights
+
+
+def _equal_weights(count: int) -> Tensor:  # float64 [n]
+    return torch.full((count,), 1 / count, dtype=torch.float64)
 
 
 def _hypergradient(

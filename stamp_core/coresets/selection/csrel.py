@@ -1,6 +1,5 @@
 """CSReL: coreset selection by reducible loss (Tong et al., 2025)."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -58,8 +57,7 @@ def propose(task: TaskData) -> Proposal:
         if len(selected) + share >= total:
             return task.proposal(torch.cat([selected, rest]))
         selected = torch.cat([selected, rest[:share]])
-        learner.load_initial_weights()
-        learner.train(inputs, labels, _sample_batches(selected, task), options.train_lr)
+        _train_from_scratch(inputs[selected], labels[selected], task)
 
 
 def _reference_losses(task: TaskData) -> Tensor:
@@ -74,13 +72,21 @@ def _reference_losses(task: TaskData) -> Tensor:
     return learner.losses(inputs, labels).cpu()
 
 
-def _sample_batches(selected: Tensor, task: TaskData) -> Sequence[Tensor]:
-    """Batches of indices drawn from the coreset with replacement.
+def _train_from_scratch(images: Tensor, labels: Tensor, task: TaskData) -> None:
+    """Train the untrained network on batches drawn from a coreset with replacement.
 
-    A single image is not repeated: copies have no variance for batch normalisation.
+    A single image is not repeated: copies have no variance for batch normalisation. Without it,
+    each image of a coreset that is smaller than a batch is computed once, weighted by its draws.
     """
-    size = (task.options.train_steps, task.options.batch_size if len(selected) > 1 else 1)
-    return selected[torch.randint(len(selected), size, generator=task.generator)].unbind()
+    options, learner, count = task.options, task.learner, len(labels)
+    size = options.batch_size if count > 1 else 1
+    draws = torch.randint(count, (options.train_steps, size), generator=task.generator)
+    learner.load_initial_weights()
+    if learner.network.norms or count > size:
+        learner.train(images, labels, draws, options.train_lr)
+    else:
+        weights = F.one_hot(draws, count).sum(1) / size  # [steps, n]
+        learner.train_weighted(images, labels, weights, options.train_lr)
 
 
 def _finite_scores(scores: Tensor, task: TaskData) -> Tensor:

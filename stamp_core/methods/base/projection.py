@@ -1,7 +1,24 @@
 """A gradient corrected by projection, with the share of corrected steps in the run record."""
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stamp_core.client.workspace import Workspace
 from stamp_core.matching.projection import Projection
 from stamp_core.methods.base.method import ClientRound, Log, Method
+from stamp_core.models.flat import flatten
+from stamp_core.models.networks import set_train_mode
+
+
+def exemplar_gradient(work: Workspace, images: Tensor, labels: Tensor) -> Tensor:
+    """The live model's gradient on normalised exemplars; the live one is unchanged.  # [P]
+
+    Batch normalisation uses its running statistics, which past tasks must not change.
+    """
+    set_train_mode(work.classifier, update_norms=False)  # eval() in every step would take longer
+    loss = F.cross_entropy(work.classifier(images), labels.to(work.device))
+    return flatten(torch.autograd.grad(loss, list(work.classifier.parameters())))
 
 
 def apply_projection(

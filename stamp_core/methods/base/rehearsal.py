@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stamp_core.client.by_class import first_per_class, sample_balanced
+from stamp_core.client.by_class import class_means, first_per_class, sample_balanced
 from stamp_core.client.workspace import augment
-from stamp_core.config.decode import invalid, require_above, require_at_least
+from stamp_core.config.decode import invalid, require_at_least
 from stamp_core.core.seeding import generator
 from stamp_core.coresets.learner import Learner
 from stamp_core.coresets.memory import (
@@ -37,23 +37,26 @@ class RehearsalParams(FedAvgParams):
     """What is kept in memory, and how local training uses exemplars."""
 
     memory: MemoryParams = field(
-        default_factory=lambda: MemoryParams(selection="uniform", space="off")
+        default_factory=lambda: MemoryParams(selection="uniform", merge="reservoir")
     )
     ratio: float = 1.0  # exemplars in a batch, as a multiple of its new images
     balanced: bool = False  # sample exemplars evenly over classes instead of uniformly
     # The loss is (new + weight * exemplars) / (1 + weight), each a mean; null: one mean over all.
     weight: float | None = None
-    temperature: float = 1.0  # at which logits are compared with soft labels
+    # Weight of the squared distance between exemplars' logits and the mean logits of their class
+    # when it was learnt: dark experience replay (Buzzega et al., 2020) with one anchor per class.
+    anchor: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse negative weights, and soft labels that no loss would use."""
         super().__post_init__()
-        require_at_least(self, 0, "ratio")
-        require_above(self, 0, "temperature")
+        require_at_least(self, 0, "ratio", "anchor")
         if self.weight is not None:
             require_at_least(self, 0, "weight")
         if self.weight is None and self.ratio and self.memory.soft:
             raise invalid("weight", None, f"a number: {self.memory.selection} makes soft labels")
+        if self.weight is None and self.anchor:
+            raise invalid("weight", None, "a number, as anchor is above 0")
 
 
 class Rehearsal(Method):
@@ -64,10 +67,11 @@ class Rehearsal(Method):
     group: ClassVar[Group] = "continual"
 
     def init_client(self, client: int, server: State) -> State:
-        """An empty memory."""
+        """An empty memory; `experiences` lists those whose tasks have been added to it."""
         soft = self.params.memory.soft
         memory = empty_memory(self.work.dataset.x_train, self.work.classes, soft)
-        return {"memory": memory, "experience": -1}
+        anchors = {"anchors": torch.zeros(2 * [self.work.classes])} if self.params.anchor else {}
+        return {"memory": memory, **anchors, "experiences": []}
 
     # --- exemplars in training
 
@@ -107,20 +111,18 @@ class Rehearsal(Method):
             return F.cross_entropy(logits, labels)
         new, soft = len(labels) - len(exemplars), client_round.state["memory"]["soft"][exemplars]
         past = self.exemplar_loss(logits[new:], labels[new:], soft)
+        if self.params.anchor:
+            anchors = client_round.state["anchors"].to(logits.device)[labels[new:]]
+            past = past + self.params.anchor * F.mse_loss(logits[new:], anchors)
         loss: Tensor = (F.cross_entropy(logits[:new], labels[:new]) + weight * past) / (1 + weight)
         return loss
 
     def exemplar_loss(self, logits: Tensor, labels: Tensor, soft: Tensor) -> Tensor:
-        """Cross-entropy, or T^2 times the divergence from soft labels at the temperature T.
-
-        Gradients shrink by 1 / T^2: without the factor, SGD would hardly learn at the published
-        T = 30, which is for AdamW, whose steps do not depend on the gradients' scale.
-        """
+        """Cross-entropy, or the Kullback-Leibler divergence from soft labels."""
         if not soft.shape[1]:
             return F.cross_entropy(logits, labels)
-        T: float = self.params.temperature
-        student, teacher = ((x / T).log_softmax(1) for x in (logits, soft.to(logits.device)))
-        return T**2 * F.kl_div(student, teacher, reduction="batchmean", log_target=True)
+        student, teacher = logits.log_softmax(1), soft.to(logits.device).log_softmax(1)
+        return F.kl_div(student, teacher, reduction="batchmean", log_target=True)
 
     def memory_gradient(self, client_round: ClientRound, indices: Tensor) -> Tensor:
         """The gradient on exemplars without augmentation; the live one is unchanged.  # [P]
@@ -140,33 +142,53 @@ class Rehearsal(Method):
         Where clients may miss the last round, they also select in their first round of the task.
         """
         state, training = super().update_state(client_round), self.work.training
-        first = state["experience"] != client_round.experience
+        first = client_round.experience not in state["experiences"]
         may_miss = training.participation < 1 or training.dropout > 0
         due = client_round.last or (first and may_miss)
         if self.params.memory.exemplars_per_class == 0 or not due:
             return state
         with client_round.log.clock("coreset"):
             memory = self.updated_memory(client_round, first)
-        return {**state, "memory": memory, "experience": client_round.experience}
+        experiences = sorted({*state["experiences"], client_round.experience})
+        if self.params.anchor:
+            state = {**state, "anchors": self.updated_anchors(client_round)}
+        return {**state, "memory": memory, "experiences": experiences}
+
+    def updated_anchors(self, client_round: ClientRound) -> Tensor:
+        """The mean logits of every class, those of the task's by the trained model.  # [L, L]"""
+        indices, data = client_round.indices, self.work.dataset
+        logits = self.work.outputs(data.x_train[indices])
+        means, classes = class_means(logits, data.y_train[indices])
+        anchors: Tensor = client_round.state["anchors"].index_copy(0, classes, means)
+        return anchors
 
     def updated_memory(self, client_round: ClientRound, first: bool) -> Memory:
         """The memory with the task's classes; unless `first`, they replace an earlier selection."""
         memory: Memory = client_round.state["memory"]
+        reservoir = self.params.memory.merge == "reservoir"
+        if self.repeats_task(client_round) and (reservoir or not first):
+            return memory  # its images were merged before
         labels = self.work.dataset.y_train[client_round.indices]
         whole = proposes(self.params.memory.selection)
         task_proposal = self.propose_task(client_round, labels) if whole else None
         for label in labels.unique().tolist():
             count = int((labels == label).sum())
-            repeated = int(memory["seen"][label]) > (0 if first else count)
-            if first and repeated:
+            returned = int(memory["seen"][label]) > (0 if first else count)
+            if first and returned:
                 client_round.log.events.append("memory: a class was met again")
             if first and count < self.params.memory.exemplars_per_class:
                 client_round.log.events.append("memory: a class has fewer images than may be kept")
-            if first or not repeated:  # the older exemplars of a repeated class are merged already
+            if first or not returned:  # the older exemplars of such a class are merged already
                 proposal = task_proposal or self.propose_class(client_round, labels, label)
                 before = memory if first else _without_class(memory, label)
                 memory = self._add_class(client_round, before, label, count, proposal)
         return memory
+
+    def repeats_task(self, client_round: ClientRound) -> bool:
+        """Whether the task was added to the memory in an earlier cycle."""
+        added, own = client_round.state["experiences"], client_round.experience
+        tasks = {each % client_round.plan.tasks for each in added if each != own}
+        return client_round.task in tasks
 
     def propose_class(self, client_round: ClientRound, labels: Tensor, label: int) -> Proposal:
         """The client's images of one class: a whole task may be too large for memory."""

@@ -15,15 +15,15 @@ from stamp_core.methods.base.method import Log, Method, Reply, State
 class SpatialParams(MatchingParams):
     """Matching of the clients' updates; the weighted reference is FedAvg's update."""
 
-    reference: Literal["mean", "weighted", "current", "half"] = "weighted"
+    reference: Literal["mean", "weighted", "current"] = "weighted"
     normalise: Literal["none", "mean", "current"] = "mean"
 
     def __post_init__(self) -> None:
         """Refuse what is undefined among clients."""
         super().__post_init__()
         for name in ("reference", "normalise", "length"):
-            if getattr(self, name) in ("current", "half"):
-                raise invalid(name, getattr(self, name), "another: no client is the current one")
+            if getattr(self, name) == "current":
+                raise invalid(name, "current", "another: no client is the current one")
 
 
 def match_server(
@@ -36,7 +36,7 @@ def match_server(
     with log.clock("spatial"):
         updates = [Difference(server["parameters"], r.message["parameters"]) for r in replies]
         samples = torch.tensor([float(reply.samples) for reply in replies])
-        sizes = method.work.layers() if params.blocks != "model" else None
+        sizes = method.work.layers() if params.blocks == "layers" else None
         direction, result = match(updates, params, samples, sizes)
     log_match(log, "spatial", result)
     return {**averaged, "parameters": server["parameters"] - method.params.server_lr * direction}

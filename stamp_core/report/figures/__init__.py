@@ -25,11 +25,21 @@ with without_garbage_collection():
         forgetting,
         gap,
         matrices,
+        nearest_mean,
         training,
     )
     from stamp_core.report.figures.style import save
 
 __all__ = ["ablation", "accuracy", "accuracy_all", "angles", "architecture", "coreset_times"]
 __all__ += ["coresets", "cost", "exemplars", "explore", "features", "forgetting", "gap"]
-__all__ += ["heterogeneity", "images", "matrices", "plane", "products", "save", "schedule"]
+__all__ += [
+    "heterogeneity",
+    "images",
+    "matrices",
+    "nearest_mean",
+    "plane",
+    "products",
+    "save",
+    "schedule",
+]
 __all__ += ["sensitivity", "shares", "solvers", "training"]

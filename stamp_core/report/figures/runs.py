@@ -32,9 +32,9 @@ def gap(records: Sequence[Record]) -> Figure:
 
 
 def _accuracies(records: Sequence[Record]) -> pd.DataFrame:
-    """`experience_frame` with accuracy in %; personalised methods by the personal models."""
-    own = [record for record in records if record.group == "personalised"]
-    others = [record for record in records if record.group != "personalised"]
+    """`experience_frame` with accuracy in %, by the personal models where there are any."""
+    own = [record for record in records if not np.isnan(record.accuracy("personal")).all()]
+    others = [record for record in records if record not in own]
     parts = [frames.experience_frame(some, some is own) for some in (others, own) if some]
     return pd.concat(parts).assign(percent=lambda rows: 100 * rows.accuracy)
 
@@ -102,9 +102,9 @@ def _method_grid(
 
 
 def forgetting(records: Sequence[Record]) -> Figure:
-    """The paper's forgetting: a row per method; personalised methods by the personal models."""
+    """The paper's forgetting: a row per method, by its personal models where there are any."""
     rows = frames.model_frame(records)
-    rows = rows[(rows.group != "personalised") | (rows.model == "personal")]
+    rows = rows[rows.personal_accuracy.isna() | (rows.model == "personal")]
     groups = rows.groupby("method", sort=False)
     names = {method: style.method_label(group) for method, group in groups}
     defined = rows.dropna(subset="main_forgetting")
@@ -118,6 +118,28 @@ def forgetting(records: Sequence[Record]) -> Figure:
     axes[0].set_ylim(len(names) - 0.4, -0.6)  # the first method on top
     caption = f"{style.seed_caption(defined)}; {style.INTERVALS}"
     style.add_caption(figure, "Forgetting (lower is better)", caption)
+    return figure
+
+
+def nearest_mean(records: Sequence[Record]) -> Figure:
+    """Final accuracy by the head and by the nearest class mean: a row per method."""
+    rows = frames.run_frame(records).dropna(subset=["accuracy", "nearest_mean"])
+    names = [*rows.method.unique()]
+    figure, found = style.setting_panels(rows, 0.22 * len(names) + 0.8, "")
+    for axis, _, part in found:
+        for method, group in part.groupby("method", sort=False):
+            place, color = names.index(method), style.method_style(method)["color"]
+            head, features = 100 * group.accuracy.mean(), 100 * group.nearest_mean.mean()
+            axis.plot([head, features], [place, place], color=color, linewidth=1)
+            axis.plot(head, place, "o", color=color)
+            axis.plot(features, place, "o", color=color, markerfacecolor="white")
+        axis.set_xlabel("final accuracy, %")
+        axis.set_yticks(range(len(names)), names if axis is found[0][0] else [])
+        axis.set_ylim(len(names) - 0.4, -0.6)  # the first method on top
+        axis.grid(alpha=0.3)
+    caption = "filled: the network with its head; open: the nearest class mean of its features"
+    caption += f"\nmeans; {style.seed_caption(rows)}"
+    style.add_caption(figure, "Forgotten by the head, kept by the features", caption)
     return figure
 
 
@@ -145,7 +167,7 @@ def _last_matrix(record: Record) -> style.Values:
 
 
 def cost(records: Sequence[Record]) -> Figure:
-    """Final accuracy against the clients' seconds in a round; names with the MB sent in a round."""
+    """Final accuracy against the images differentiated; names with the MB sent in a round."""
     rows = frames.run_frame(records).dropna(subset="main_accuracy")
     rows["sent"], rows["percent"] = rows.bytes_up + rows.bytes_down, 100 * rows.main_accuracy
     lines = rows.groupby("setting").method.nunique().max()
@@ -154,13 +176,13 @@ def cost(records: Sequence[Record]) -> Figure:
         labels = []
         for method, group in part.groupby("method", sort=False):
             marks = style.method_style(method) | {"linestyle": ""}
-            axis.scatter(group.client_seconds, group.percent, s=9, color=marks["color"], alpha=0.4)
-            x, y, sent = group[["client_seconds", "percent", "sent"]].mean()
+            axis.scatter(group.images / 1000, group.percent, s=9, color=marks["color"], alpha=0.4)
+            x, y, sent = group[["images", "percent", "sent"]].mean()
             text = f"{style.method_label(group)}, {significant(sent / MB, 2)} MB"
-            axis.plot(x, y, markersize=7, label=text, **marks)
-            labels.append(style.Label(text, x, y, marks["color"]))
+            axis.plot(x / 1000, y, markersize=7, label=text, **marks)
+            labels.append(style.Label(text, x / 1000, y, marks["color"]))
         style.set_log_scale(axis)
-        axis.set_xlabel("s / round, summed over clients")
+        axis.set_xlabel("1000 images differentiated in a run")
         axis.grid(alpha=0.3)
         style.add_labels(axis, labels)
     caption = f"MB: per round, both directions; small marks: seeds; {style.seed_caption(rows)}"

@@ -44,6 +44,7 @@ _FIXED = {
     "gem": (COLOURS[3], "P", 1),
     "fedomg": (COLOURS[4], "^", 2),
     "keep_uniform": ("0.35", "o", 1),
+    "fedavg_tuned": (COLOURS[0], "H", 2),
 }
 HIGHLIGHTED = tuple(_FIXED)[:8]
 
@@ -178,7 +179,10 @@ def draw_table(axis: Axes, table: pd.DataFrame, **options: Any) -> None:
     import seaborn as sns  # only here: importing it takes a second
 
     table, ylabel = table.rename(index=plain_text, columns=plain_text), axis.get_ylabel()
+    others = [each for each in axis.figure.axes if each is not axis and each.get_visible()]
+    plt.setp(others, visible=False)  # seaborn draws all that is visible, once for every table
     sns.heatmap(table, ax=axis, **{"cbar": False, "annot_kws": {"fontsize": 8}, **options})
+    plt.setp(others, visible=True)
     axis.set_ylabel(ylabel)  # which seaborn removed
     axis.tick_params(length=0, labelsize=8)
     axis.tick_params(axis="y", rotation=0)

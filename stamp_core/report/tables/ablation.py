@@ -9,8 +9,15 @@ import pandas as pd
 from stamp_core.report.tables import printed
 from stamp_core.report.tables.comparisons import difference_sections, interval_sentences
 from stamp_core.report.tables.frames import EXPERIMENT, run_frame
-from stamp_core.report.tables.results import COLUMNS, JUDGED, differences
-from stamp_core.report.tables.text import DASH, markdown, mean_std, significant, write_page
+from stamp_core.report.tables.results import COLUMNS, JUDGED, accuracy_csv, differences
+from stamp_core.report.tables.text import (
+    DASH,
+    markdown,
+    mean_std,
+    significant,
+    write_page,
+    write_parts,
+)
 from stamp_core.results import metrics
 from stamp_core.results.records import Record
 
@@ -63,9 +70,12 @@ def ablation_findings(records: Sequence[Record]) -> str:
     return "\n".join(filter(None, items))
 
 
-def write_ablation(records: Sequence[Record], folder: Path) -> Path:
-    """The file written: ablation.md."""
-    return write_page(folder / "ablation.md", "Ablation", records, _section)
+def write_ablation(records: Sequence[Record], folder: Path) -> list[Path]:
+    """The files written: ablation.md to read, ablation.csv as accuracy.csv of the comparison."""
+    return [
+        write_page(folder / "ablation.md", "Ablation", records, _section),
+        write_parts(folder / "ablation.csv", [accuracy_csv(records)]),
+    ]
 
 
 def _section(records: Sequence[Record]) -> list[str]:
@@ -104,8 +114,7 @@ def _coreset(params: dict[str, Any]) -> str:
     memory, temporal = params.get("memory") or {}, params.get("temporal") or {}
     if not memory.get("exemplars_per_class"):
         return DASH
-    sources = ("memory", "prototypes", "mean images")
-    note = "" if params.get("ratio") or temporal.get("source") in sources else " (not read)"
+    note = "" if params.get("ratio") or temporal.get("source") == "memory" else " (not read)"
     return f"{memory['selection']}, {memory['exemplars_per_class']}{note}"
 
 
@@ -133,6 +142,7 @@ def _score_columns(runs: pd.DataFrame, fedavg: pd.DataFrame) -> dict[str, str]:
         "forgetting": mean_std(runs.main_forgetting),
         "learning accuracy": mean_std(runs.main_learning_accuracy),
         "update length": significant(ratio["mean"]),
+        "1000 images": significant(runs.images.mean() / 1000),
         "s / round": significant(runs.client_seconds.mean(), 2),
         "paper (CIFAR-100)": printed.printed_scores(runs.method.iloc[0], *printed.COMPONENTS),
     }

@@ -18,6 +18,9 @@ _OUTCOMES = {  # of a 95 % interval, and how a sentence puts it
 }
 
 
+_EXCLUDES_0 = ("above 0", "below 0")
+
+
 def accuracy_table(rows: pd.DataFrame, keys: Sequence[str], by: str, heading: str) -> pd.DataFrame:
     """The keys, n, and accuracy at each value of `by`, as text: one row per first key."""
     table = []
@@ -80,13 +83,20 @@ def difference_table(
 def difference_sections(
     pairs: Mapping[str, pd.DataFrame], keys: Sequence[str], by: str, heading: str = "{}"
 ) -> list[str]:
-    """The tables of differences from each base that there are, each after a line with its name."""
-    return [
-        part
-        for base, own in pairs.items()
-        if len(own)
-        for part in (f"Difference from {base}:", markdown(difference_table(own, keys, by, heading)))
-    ]
+    """The tables of differences from each base that there are, each after a line with its name.
+
+    Below it, how many of its intervals would exclude 0 if all differences were 0.
+    """
+    sections = []
+    for base, own in pairs.items():
+        count, outside = int(own.low.notna().sum()), int(own.interval.isin(_EXCLUDES_0).sum())
+        if len(own):
+            table = markdown(difference_table(own, keys, by, heading))
+            sections += [f"Difference from {base}:", table]
+        if count:
+            chance = f"{outside} of {count} intervals exclude 0; by chance alone about"
+            sections.append(f"{chance} {max(1, round(0.05 * count))} would.")
+    return sections
 
 
 def _cell(row: Mapping[str, Any]) -> str:

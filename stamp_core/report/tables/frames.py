@@ -41,8 +41,10 @@ def run_frame(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def model_frame(records: Sequence[Record]) -> pd.DataFrame:
-    """The rows of `run_frame`, and more in which `main_` are the personal models of those runs
-    that have a global model too."""
+    """One row a model: those of `run_frame`, then the personal models of runs with a global one.
+
+    In the latter `main_` are the columns of the personal models.
+    """
     rows = run_frame(records)
     both = rows[(rows.model == "global") & rows.personal_accuracy.notna()]
     personal = {c: both[c.replace("main_", "personal_")] for c in rows if c.startswith("main_")}
@@ -63,14 +65,22 @@ def _run_row(record: Record) -> dict[str, Any]:
         **scores["global"],
         **{f"personal_{name}": value for name, value in scores["personal"].items()},
         **{f"main_{name}": value for name, value in scores[model].items()},
+        "nearest_mean": _final_accuracy(record, "global", "nearest mean"),
+        "local_accuracy": _final_accuracy(record, "local"),
         **_costs(record),
     }
+
+
+def _final_accuracy(record: Record, model: str, scoring: str = "all") -> float:
+    a = metrics.last_cycle(record.accuracy(model, scoring), record.tests.shape[1])
+    return metrics.final_accuracy(metrics.micro_average(a, record.tests))
 
 
 def _costs(record: Record) -> dict[str, float]:
     history, setup, rounds = record.history, record.about["setup"], len(record.history)
     return {
         "client_seconds": history_total(history, "seconds", "clients") / rounds,
+        "images": history_total(history, "images"),
         "bytes_up": history_total(history, "bytes", "up") / rounds,
         "bytes_down": history_total(history, "bytes", "down") / rounds,
         "memory": max(row["memory"]["process"] for row in history),

@@ -29,9 +29,24 @@ _MEASURES = {
 }
 JUDGED = ("accuracy", "forgetting")  # measures that the findings name
 _SUMMARY = (  # columns of `run_frame` in summary.json, there without `main_`
-    *("accuracy", "personal_accuracy", "main_average_incremental_accuracy"),
+    *(
+        "accuracy",
+        "nearest_mean",
+        "personal_accuracy",
+        "local_accuracy",
+        "main_average_incremental_accuracy",
+    ),
     *("main_learning_accuracy", "main_forgetting", "main_forgetting_diagonal"),
-    *("main_worst_client", "gap", "client_seconds", "bytes_up", "bytes_down", "disk"),
+    *(
+        "main_worst_client",
+        "gap",
+        "images",
+        "update_length",
+        "client_seconds",
+        "bytes_up",
+        "bytes_down",
+        "disk",
+    ),
 )
 
 
@@ -83,7 +98,9 @@ def _score_columns(runs: pd.DataFrame) -> dict[str, str]:
     return {
         "model": runs.model.iloc[0],
         "accuracy": text.mean_std(runs.accuracy),
+        "nearest mean": text.mean_std(runs.nearest_mean),
         "personal accuracy": text.mean_std(runs.personal_accuracy),
+        "local accuracy": text.mean_std(runs.local_accuracy),
         "learning accuracy": text.mean_std(runs.main_learning_accuracy),
         "forgetting": text.mean_std(runs.main_forgetting),
         "forgetting (diagonal)": text.mean_std(runs.main_forgetting_diagonal),
@@ -97,6 +114,8 @@ def _score_columns(runs: pd.DataFrame) -> dict[str, str]:
 
 def _cost_columns(runs: pd.DataFrame) -> dict[str, str]:
     return {
+        "1000 images": text.significant(runs.images.mean() / 1000),
+        "update length": text.significant(runs.update_length.mean()),
         "s / round": text.significant(runs.client_seconds.mean(), 2),
         "MB up / round": text.significant(runs.bytes_up.mean() / text.MB),
         "MB down / round": text.significant(runs.bytes_down.mean() / text.MB),
@@ -124,13 +143,18 @@ def result_summary(records: Sequence[Record]) -> dict[str, dict[str, dict[str, A
 
 def write_results(records: Sequence[Record], folder: Path) -> list[Path]:
     """The files written: results.md to read, accuracy.csv and summary.json for DVC to compare."""
-    curves = experience_frame(records).round(4).to_csv(index=False, lineterminator="\n")
     summary = json.dumps(result_summary(records), indent=1, allow_nan=False)
     return [
         text.write_page(folder / "results.md", "Results", records, _section),
-        text.write_parts(folder / "accuracy.csv", [curves]),
+        text.write_parts(folder / "accuracy.csv", [accuracy_csv(records)]),
         text.write_parts(folder / "summary.json", [summary]),
     ]
+
+
+def accuracy_csv(records: Sequence[Record]) -> str:
+    """Accuracy, forgetting and gap of every run after each experience, as fractions."""
+    curves: str = experience_frame(records).round(4).to_csv(index=False, lineterminator="\n")
+    return curves
 
 
 def _section(records: Sequence[Record]) -> list[str]:

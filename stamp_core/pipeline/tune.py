@@ -1,0 +1,91 @@
+"""Choosing values: every method's candidates on choosing seeds, which no other table shows.
+
+Every method has the same number of candidates; the best by mean accuracy over settings and seeds
+is the one to put into params/methods.yaml. Candidates with current records are not trained again.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from typing import Any
+
+from stamp_core.config.decode import build, invalid
+from stamp_core.config.params import parse_seeds, read_params, read_yaml
+from stamp_core.core.paths import ROOT
+from stamp_core.engine.executor import resolve_device, resolve_workers
+from stamp_core.engine.experiment import Experiment, load_experiment
+from stamp_core.methods.base.method import DivergedError
+from stamp_core.methods.base.registry import read_preset
+from stamp_core.pipeline.grid import load_records, train_and_save
+from stamp_core.pipeline.sweeps import set_value, without_diagnostics
+from stamp_core.report.tables.tuning import write_tuning
+from stamp_core.results.records import Record
+
+FILE, PROFILE, REPORTING = "params/tuning.yaml", "tuning", 100  # the first reporting seed
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Settings and seeds to choose on, and the candidates of each method."""
+
+    setting: tuple[str, ...]
+    seeds: str
+    candidates: Mapping[str, list[dict[str, Any]]]  # method -> values by key, e.g. spatial.kappa
+
+    def __post_init__(self) -> None:
+        """Refuse reporting seeds, and methods with more candidates than others."""
+        if max(parse_seeds(self.seeds)) >= REPORTING:
+            raise invalid("seeds", self.seeds, f"below {REPORTING}: the others are for reporting")
+        counts = {name: len(values) for name, values in self.candidates.items()}
+        if len(set(counts.values())) > 1:
+            raise invalid("candidates", counts, "the same number for every method")
+
+
+def read_tuning() -> Tuning:
+    """The candidates, checked."""
+    return build(Tuning, read_yaml(ROOT / FILE), FILE)
+
+
+def candidate_experiments(tuning: Tuning) -> Iterator[Experiment]:
+    """An experiment for each method, candidate and setting; `sweep` names the candidate."""
+    params = read_params()
+    for method, candidates in tuning.candidates.items():
+        for values in candidates:
+            changed = copy.deepcopy(params)
+            preset = changed["methods"][method] = read_preset(method, params)
+            for key, value in values.items():
+                set_value(preset, key.split("."), value)
+            name = ", ".join(f"{key} {value}" for key, value in values.items())
+            for setting in tuning.setting:
+                experiment = load_experiment(setting, method, changed)
+                light = without_diagnostics(experiment.setting)
+                yield replace(experiment, setting=light, sweep=("tuning", name))
+
+
+def candidate_records(experiment: Experiment, seeds: str) -> list[Record]:
+    """The records of a candidate in one setting, trained if needed; none if it diverges."""
+    try:
+        found = load_records(experiment, seeds, PROFILE, outdated=False)
+        return found or train_and_save(experiment, seeds, PROFILE)
+    except DivergedError as error:
+        print(f"{experiment.name} counts as undefined: {error}", flush=True)
+        return []
+
+
+def tune(jobs: int) -> None:
+    """Train what is missing, and write figures/tuning.md and figures/tuning.csv."""
+    tuning, records = read_tuning(), list[Record]()
+    experiments = list(candidate_experiments(tuning))
+    seeds = [tuning.seeds] * len(experiments)
+    with ProcessPoolExecutor(jobs, get_context("forkserver")) as pool:
+        found = (pool.map if jobs > 1 else map)(candidate_records, experiments, seeds)
+        for count, (experiment, some) in enumerate(zip(experiments, found, strict=True), 1):
+            print(f"{count}/{len(experiments)} {experiment.name}", flush=True)
+            records += some
+    write_tuning(records, ROOT / "figures")
+
+
+if __name__ == "__main__":
+    tune(resolve_workers(0, resolve_device("auto")))

@@ -1,0 +1,270 @@
+"""Matching of opposite, dependent and hugely unequal gradients, against an independent solver.
+
+In all tests g are the gradients [K, P], g0 their mean and d the direction with its free length.
+A product <g_i, d> is at most |g_i| |d| <= (1 + kappa) |g0| max_i |g_i|: the unit of products.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy.optimize import minimize
+
+from stamp_core.matching import match as matching_module
+from stamp_core.matching import simplex
+from stamp_core.matching.gram import gram
+from stamp_core.matching.match import MatchingParams, MatchResult, match, match_gram
+from stamp_core.matching.simplex import Optimum, Problem, solve
+
+Array = NDArray[np.float64]
+Draw = np.random.Generator
+FREE = MatchingParams(length="free")
+ROUNDING = 1e-7  # of d in float32, and of what double precision tells of nearly opposite gradients
+
+
+def opposite(draw: Draw, g: Array, noise: float) -> Array:
+    """One gradient is minus a multiple of another, up to noise."""
+    one, other = draw.choice(len(g), 2, replace=False)
+    scale = np.exp(draw.standard_normal())
+    g[one] = -scale * g[other] + noise * draw.standard_normal(g.shape[1])
+    return g
+
+
+def duplicate(draw: Draw, g: Array, noise: float) -> Array:
+    """Each gradient is one of two, up to noise."""
+    return g[draw.integers(0, 2, len(g))] + noise * draw.standard_normal(g.shape)
+
+
+def nearly_collinear(draw: Draw, g: Array, noise: float) -> Array:
+    """All gradients are on one line, some of them in the other direction, up to noise."""
+    scales = draw.choice([-1, 1, 1], (len(g), 1)) * np.exp(draw.standard_normal((len(g), 1)))
+    return scales * g[0] + noise * draw.standard_normal(g.shape)
+
+
+def rank_deficient(draw: Draw, g: Array, noise: float) -> Array:
+    """Fewer dimensions than gradients, up to noise."""
+    rank = draw.integers(1, len(g))
+    low = draw.standard_normal((len(g), rank)) @ draw.standard_normal((rank, g.shape[1]))
+    return low + noise * draw.standard_normal(g.shape)
+
+
+def unequal(draw: Draw, g: Array, noise: float) -> Array:
+    """Norms between 1e-7 and 1 of the longest."""
+    return 10.0 ** draw.uniform(-7, 0, (len(g), 1)) * g
+
+
+def cancelling(draw: Draw, g: Array, noise: float) -> Array:
+    """The reference is far shorter than the gradients."""
+    g[-1] = -g[:-1].sum(0) + max(noise, 1e-5) * draw.standard_normal(g.shape[1])
+    return g
+
+
+FAMILIES: dict[str, Callable[[Draw, Array, float], Array]] = {
+    each.__name__: each
+    for each in (opposite, duplicate, nearly_collinear, rank_deficient, unequal, cancelling)
+}
+Instance = tuple[str, torch.dtype, int, int, float, float, int]
+instances = st.tuples(
+    st.sampled_from(sorted(FAMILIES)),
+    st.sampled_from([torch.float32, torch.float64]),
+    st.integers(2, 10),
+    st.sampled_from([3, 10, 300]),
+    st.sampled_from([0.0, 1e-9, 1e-7, 1e-6, 1e-5, 1e-3]),
+    st.sampled_from([0.05, 0.5, 0.9, 1.0, 1.5, 3.0]),
+    st.integers(0, 10**6),
+)
+
+
+def matched(instance: Instance) -> tuple[Array, float, Array, MatchResult]:
+    """g and d in float64, kappa and the result."""
+    family, dtype, count, width, noise, kappa, seed = instance
+    draw = np.random.default_rng(seed)
+    g = draw.standard_normal((count, width)) + draw.integers(0, 2) * draw.standard_normal(width)
+    gradients = torch.tensor(FAMILIES[family](draw, g, noise), dtype=dtype)
+    d, result = match(gradients, replace(FREE, kappa=kappa))
+    return gradients.double().numpy(), kappa, d.double().numpy(), result
+
+
+def dual(g: Array, kappa: float, w: Array) -> float:
+    """F(w), which no min_i <g_i, x> exceeds for x in the ball."""
+    g0, combined = g.mean(0), w @ g
+    return float(combined @ g0 + kappa * np.linalg.norm(g0) * np.linalg.norm(combined))
+
+
+def unit_of_products(g: Array, kappa: float) -> float:
+    """The bound of all <g_i, x> for x in the ball."""
+    longest = np.linalg.norm(g, axis=1).max()
+    return float((1 + kappa) * np.linalg.norm(g.mean(0)) * longest)
+
+
+def slsqp(g: Array, kappa: float) -> float:
+    """The largest min_i <g_i, x> over the ball that SLSQP finds: over t and the place in the ball.
+
+    In coordinates of the span of g. A place outside the ball is pulled back into it.
+    """
+    rows = np.linalg.qr(g.T, mode="r").T  # [K, k]
+    g0 = rows.mean(0)
+    radius = kappa * float(np.linalg.norm(g0))
+    scale = float(np.linalg.norm(rows, axis=1).max())
+    rows, base = rows / scale, rows @ g0 / (scale * radius)
+    down = np.append(np.zeros(len(g0)), -1.0)
+    constraints: Any = (
+        {
+            "type": "ineq",
+            "fun": lambda x: base + rows @ x[:-1] - x[-1],
+            "jac": lambda x: np.column_stack([rows, -np.ones(len(rows))]),
+        },
+        {
+            "type": "ineq",
+            "fun": lambda x: 1 - x[:-1] @ x[:-1],
+            "jac": lambda x: np.append(-2 * x[:-1], 0.0),
+        },
+    )
+    best = -np.inf
+    for place in (np.zeros(len(g0)), g0 * kappa / radius):
+        start = np.append(place, (base + rows @ place).min())
+        found = minimize(
+            lambda x: -x[-1],
+            start,
+            jac=lambda x: down,
+            method="SLSQP",
+            constraints=constraints,
+            options={"ftol": 1e-15, "maxiter": 500},
+        )
+        place = found.x[:-1] / max(1.0, float(np.linalg.norm(found.x[:-1])))
+        best = max(best, float((base + rows @ place).min()))
+    return best * scale * radius
+
+
+@settings(deadline=None, max_examples=400, derandomize=True)
+@given(instances)
+def test_d_is_in_the_ball_and_as_good_as_that_of_an_independent_solver(instance: Instance) -> None:
+    """And the recorded gap bounds the distance to the optimum, up to the rounding of d."""
+    g, kappa, d, result = matched(instance)
+    g0, unit = g.mean(0), unit_of_products(g, kappa)
+    rho = float(np.linalg.norm(g0))
+    if result.status == "reference is zero":
+        assert rho <= 1e-7 * np.linalg.norm(g, axis=1).mean() and np.allclose(d, g0)
+        return
+    assert np.linalg.norm(d - g0) <= kappa * rho * (1 + 1e-6)
+    best, worst = slsqp(g, kappa), float((g @ d).min())
+    assert worst >= best - ROUNDING * unit
+    assert best <= worst + result.gap * rho**2 + ROUNDING * unit
+    assert result.gap * rho**2 <= ROUNDING * unit and "not solved" not in result.status
+
+
+@settings(deadline=None, max_examples=200, derandomize=True)
+@given(instances)
+def test_the_record_is_measured_on_the_gradients(instance: Instance) -> None:
+    """F(w), min_i <g_i, d> and their difference are those of the weights and d that are returned,
+    with inner products of the gradients themselves: a Gram matrix would leave 1e-8 of |g_w|."""
+    g, kappa, d, result = matched(instance)
+    if result.status == "reference is zero":
+        return
+    square, unit = float(g.mean(0) @ g.mean(0)), unit_of_products(g, kappa)
+    value = dual(g, kappa, result.weights[0].numpy())
+    rounding = 1e-14 * float((g**2).sum())
+    assert result.value * square == pytest.approx(value, abs=rounding)
+    assert result.worst_product * square == pytest.approx((g @ d).min(), abs=ROUNDING * unit)
+    difference = max(result.value - result.worst_product, 0.0)
+    assert result.gap == pytest.approx(difference, abs=rounding / square)
+
+
+def nearly_opposite_instance(seed: int) -> tuple[torch.Tensor, float]:
+    """Of 3 to 10 gradients two are opposite, in half of the instances up to 1e-7; kappa < 1."""
+    draw = np.random.default_rng(seed)
+    count, width = int(draw.integers(3, 11)), int(draw.choice([5, 20, 200, 2000]))
+    g = draw.standard_normal((count, width)) + draw.integers(0, 2) * draw.standard_normal(width)
+    g = opposite(draw, g, float(draw.choice([0.0, 1e-7])))
+    dtype = [torch.float32, torch.float64][draw.integers(2)]
+    return torch.tensor(g, dtype=dtype), float(draw.choice([0.1, 0.25, 0.5, 0.9]))
+
+
+def test_nearly_opposite_gradients_do_not_lead_out_of_the_ball() -> None:
+    """With multipliers of 1e7 the rounding of a Gram matrix exceeds the radius."""
+    outside = []
+    for seed in range(400):
+        g, kappa = nearly_opposite_instance(seed)
+        d, result = match(g, replace(FREE, kappa=kappa))
+        g0 = g.double().mean(0)
+        excess = float((d.double() - g0).norm() / (kappa * g0.norm()))
+        if excess > 1 + 1e-6 or "not solved" in result.status:
+            outside.append((seed, excess, result.status))
+    assert outside == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_wrong_solution_is_pulled_back_and_noticed(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The certificate comes from the gradients and not from the solver: of weights e_1 and a shift
+    three times too long, the gap is that of the shift in the ball."""
+
+    def too_far(problem: Problem) -> Optimum:
+        return replace(solve(problem), weights=np.eye(4)[0], shift=3 * solve(problem).shift)
+
+    g = np.random.default_rng(seed).standard_normal((4, 30))
+    right, _ = match(torch.tensor(g), FREE)
+    monkeypatch.setattr(matching_module, "solve", too_far)
+    d, result = match(torch.tensor(g), FREE)
+    torch.testing.assert_close(d, right, rtol=0, atol=1e-9)  # three times the optimum, pulled back
+    square = float(g.mean(0) @ g.mean(0))
+    gap = dual(g, 0.5, np.eye(4)[0]) - float((g @ d.numpy()).min())
+    assert result.gap * square == pytest.approx(gap, rel=1e-9) and result.gap > 0.01
+    assert result.status == "not solved to the end"
+
+
+def test_without_a_solution_d_is_g0_and_the_gap_that_of_uniform_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Too many iterations are an event of the round, not the end of the training."""
+
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("Maximum number of iterations reached.")
+
+    monkeypatch.setattr(simplex, "least_distance", fails)
+    g = np.random.default_rng(0).standard_normal((4, 30))
+    d, result = match(torch.tensor(g), FREE)
+    np.testing.assert_allclose(d, g.mean(0), rtol=0, atol=1e-15)
+    gap = dual(g, 0.5, np.full(4, 0.25)) - float((g @ g.mean(0)).min())
+    assert result.gap * float(g.mean(0) @ g.mean(0)) == pytest.approx(gap)
+    assert result.status == "not solved to the end"
+
+
+def test_where_g0_is_the_optimum_nothing_is_added() -> None:
+    """e_1, -e_1 and e_2: g0 = e_2 / 3 is in conflict with none, and no d has all products above 0.
+    From t = 0 on, the multipliers of d(t) are 0 and say nothing about the weights."""
+    g = np.array([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0]])
+    problem = Problem(g, g.mean(0), 1 / 6, resolution=1e-7)
+    weights, shift = simplex._nearest(problem, 0.0)
+    assert not weights.any() and not shift.any()
+    optimum = solve(problem)
+    np.testing.assert_allclose(optimum.weights, [0.5, 0.5, 0], rtol=0, atol=1e-9)
+    np.testing.assert_allclose(optimum.shift, 0, rtol=0, atol=1e-9)
+
+
+def test_an_orthonormal_basis_tells_nearly_opposite_gradients_apart() -> None:
+    """e_1 and -e_1 + 1e-5 e_2: F is least at w = (1/2, 1/2), so d = (1 + kappa) g0 = 7.5e-6 e_2.
+    In the Gram matrix alone, |2 g0|^2 = 1e-10 has a rounding of 1e-16."""
+    g = torch.tensor([[1.0, 0.0], [-1.0, 1e-5]], dtype=torch.float64)
+    d, result = match(g, FREE)
+    alone = match_gram(gram(g), FREE).coefficients[0] @ g
+    expected = torch.tensor([0.0, 7.5e-6], dtype=torch.float64)
+    errors = [float((each - expected).norm() / expected.norm()) for each in (d, alone)]
+    assert errors[0] < 2e-5 < 5e-5 < errors[1] and result.status == "exact"
+
+
+@pytest.mark.parametrize("kappa", [0.5, 2.0])
+def test_a_gram_matrix_alone_is_solved_to_its_rounding(kappa: float) -> None:
+    """Without the gradients there is no second attempt; independent ones do not need it."""
+    g = torch.randn(5, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    _, result = match(g, MatchingParams(kappa=kappa))
+    alone = match_gram(gram(g), MatchingParams(kappa=kappa))
+    torch.testing.assert_close(alone.coefficients, result.coefficients, rtol=0, atol=1e-9)
+    assert alone.gap == pytest.approx(result.gap, abs=1e-9)

@@ -1,0 +1,99 @@
+"""Tuning: as many candidates for every method, on seeds that no other table shows."""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from ruamel.yaml import YAML
+
+from stamp_core.config.decode import ParameterError
+from stamp_core.config.params import read_params
+from stamp_core.core.paths import ROOT
+from stamp_core.methods.base.registry import read_preset, resolve_preset
+from stamp_core.pipeline import tune
+from stamp_core.pipeline.sweeps import set_value
+
+TUNING: dict[str, Any] = {
+    "setting": ["tiny"],
+    "seeds": "0to1",
+    "candidates": {
+        "near": [{"spatial.kappa": 0.0, "server_lr": 1.5}, {"spatial.kappa": 0.5}],
+        "kept": [{"memory.exemplars_per_class": 1}, {"server_lr": 1e30}],
+    },
+}
+
+
+@pytest.fixture
+def tuning(
+    params: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
+    """The tuning file of the project in an empty folder, written when it is read."""
+    changeable = deepcopy(TUNING)
+    monkeypatch.setattr(tune, "ROOT", tmp_path)
+    monkeypatch.setattr(tune, "read_params", lambda: deepcopy(params))
+    monkeypatch.setattr(tune, "read_yaml", lambda path: deepcopy(changeable))
+    return changeable
+
+
+def test_a_candidate_changes_its_keys_and_nothing_else(
+    params: dict[str, Any], tuning: dict[str, Any]
+) -> None:
+    experiments = list(tune.candidate_experiments(tune.read_tuning()))
+    assert [(e.method, e.sweep) for e in experiments[:2]] == [
+        ("near", ("tuning", "spatial.kappa 0.0, server_lr 1.5")),
+        ("near", ("tuning", "spatial.kappa 0.5")),
+    ]
+    for experiment, values in zip(experiments, TUNING["candidates"]["near"], strict=False):
+        preset = read_preset("near", params)
+        for key, value in values.items():
+            set_value(preset, key.split("."), value)
+        assert experiment.params == resolve_preset("x", {"methods": {"x": preset}})[1]
+
+
+def test_the_best_mean_accuracy_is_chosen_and_current_records_are_kept(
+    tuning: dict[str, Any], trained: list[str], tmp_path: Path
+) -> None:
+    """A candidate that diverges is undefined, and never chosen."""
+    tune.tune(jobs=1)
+    table = pd.read_csv(tmp_path / "figures" / "tuning.csv")
+    assert len(trained) == 4 and len(table) == 3
+    for _, rows in table.groupby("method"):
+        assert rows.chosen.tolist() == (rows["mean"] == rows["mean"].max()).tolist()
+    assert table[table.method == "kept"].candidate.tolist() == ["memory.exemplars_per_class 1"]
+    assert "| near | spatial.kappa 0.5 |" in (tmp_path / "figures" / "tuning.md").read_text()
+    trained.clear()
+    tune.tune(jobs=1)
+    assert trained == ["tiny-kept-tuning-server_lr 1e+30"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("seeds", "98to100", "seeds is '98to100'; it must be below 100: the others are for rep"),
+        ("candidates", {"near": [{}], "kept": [{}, {}]}, "the same number for every method"),
+        ("setings", ["tiny"], "'setings' is unknown; did you mean 'setting'?"),
+    ],
+)
+def test_unequal_chances_are_refused(
+    tuning: dict[str, Any], key: str, value: Any, message: str
+) -> None:
+    tuning[key] = value
+    with pytest.raises(ParameterError, match=message):
+        tune.read_tuning()
+
+
+def test_presets_have_the_chosen_values() -> None:
+    """Those of figures/tuning.csv, which `make tune` writes from params/tuning.yaml."""
+    table = pd.read_csv(ROOT / "figures" / "tuning.csv")
+    params, yaml = read_params(), YAML(typ="safe")
+    chosen = table[table.chosen].drop_duplicates("method")
+    assert set(chosen.method) == set(yaml.load(ROOT / tune.FILE)["candidates"])
+    for method, candidate in zip(chosen.method, chosen.candidate, strict=True):
+        preset = read_preset(method, params)
+        for pair in candidate.split(", "):
+            key, value = pair.split(" ")
+            set_value(preset, key.split("."), yaml.load(value))
+        name = {"methods": {"chosen": {"kind": method, **preset}}}
+        assert resolve_preset("chosen", name)[1] == resolve_preset(method, params)[1], method

@@ -1,0 +1,24 @@
+"""Waiting for other processes, but not for ever."""
+
+import time
+from collections.abc import Callable
+
+import psutil
+
+PATIENCE = 120  # seconds until something that must happen is given up
+
+
+def wait_until(happened: Callable[[], object], what: str) -> None:
+    """Look again and again until something has happened."""
+    end = time.monotonic() + PATIENCE
+    while not happened():
+        assert time.monotonic() < end, f"{what}: not within {PATIENCE} s"
+        time.sleep(0.02)
+
+
+def gone(process: psutil.Process) -> bool:
+    """Whether a process has ended, be it that nobody has asked how."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

@@ -1,0 +1,110 @@
+"""README.md and docs/results.md against the accuracies of figures/: a claim that fails is red.
+
+Every difference is written "`a` - `b`" with a cell per setting, every verdict "`a` is above `b` on
+digits and glyphs" (or below, or not distinguishable from), every accuracy as mean ± deviation in a
+table whose header names the settings.
+"""
+
+import re
+from collections.abc import Iterator
+
+import pandas as pd
+import pytest
+
+from stamp_core.core.paths import ROOT
+from stamp_core.results import metrics
+
+PAGES = ("README.md", "docs/results.md")
+SETTINGS = ("digits", "glyphs", "glyphs_domains")
+MINUS = "\N{MINUS SIGN}"
+NUMBER = rf"([+{MINUS}-]?\d+\.\d)"
+INTERVAL = re.compile(rf"{NUMBER} \({NUMBER} to {NUMBER}\)")
+VERDICT = re.compile(
+    r"`(\w+)` is (above|below|not distinguishable from) `(\w+)` on ((?:\w+, )*\w+(?: and \w+)?)"
+)
+
+
+def final_accuracies() -> dict[tuple[str, str], dict[int, float]]:
+    """Final accuracy in % by setting and method, and by seed."""
+    files = [pd.read_csv(ROOT / "figures" / f"{name}.csv") for name in ("accuracy", "ablation")]
+    rows = pd.concat(files).drop_duplicates(["setting", "method", "seed", "experience"])
+    last = rows[rows.experience == rows.groupby("setting").experience.transform("max")]
+    return {
+        (str(setting), str(method)): dict(zip(part.seed, 100 * part.accuracy, strict=True))
+        for (setting, method), part in last.groupby(["setting", "method"])
+    }
+
+
+FINAL = final_accuracies()
+
+
+def difference(one: str, other: str, setting: str) -> dict[str, float]:
+    """The paired difference of two methods, as the tables have it."""
+    return metrics.paired_difference(FINAL[setting, one], FINAL[setting, other])
+
+
+def number(text: str) -> float:
+    """A number with a typographic minus."""
+    return float(text.replace(MINUS, "-"))
+
+
+def tables(page: str) -> Iterator[tuple[list[str], list[str]]]:
+    """The header and the cells of every row of a table that names a setting in its header."""
+    header: list[str] = []
+    for line in (ROOT / page).read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip().strip("*") for cell in line.strip("|").split("|")]
+        if not line.startswith("|"):
+            header = []
+        elif not header:
+            header = [cell.strip("`") for cell in cells]
+        elif not set(line) <= set("|-: ") and set(header) & set(SETTINGS):
+            yield header, cells
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_accuracy_and_difference_in_a_table_is_that_of_the_records(page: str) -> None:
+    checked = 0
+    for header, cells in tables(page):
+        names = re.findall(r"`(\w+)`", cells[0])
+        for setting, cell in zip(header, cells, strict=True):
+            if setting not in SETTINGS or not re.search(r"\d", cell):
+                continue
+            if MINUS in cells[0]:
+                found = difference(names[0], names[1], setting)
+                shown, wanted = INTERVAL.match(cell), ("mean", "low", "high")
+                assert shown, (page, cells)
+            else:
+                found = metrics.summarise(FINAL[setting, names[0]].values())
+                shown, wanted = re.match(r"(\d+\.\d) ± (\d+\.\d)", cell), ("mean", "std")
+                assert shown, (page, cells)
+            for text, key in zip(shown.groups(), wanted, strict=True):
+                assert number(text) == pytest.approx(found[key], abs=0.0601), (page, cells, key)
+            checked += 1
+    assert checked > 5
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_verdict_holds_for_its_interval(page: str) -> None:
+    text = re.sub(r"\s+", " ", (ROOT / page).read_text(encoding="utf-8"))
+    verdicts = VERDICT.findall(text)
+    assert len(verdicts) > 2
+    for one, word, other, places in verdicts:
+        for setting in re.findall(r"\w+", places.replace(" and ", " ")):
+            found = difference(one, other, setting)
+            holds = {
+                "above": found["low"] > 0,
+                "below": found["high"] < 0,
+                "not distinguishable from": found["low"] <= 0 <= found["high"],
+            }
+            assert holds[word], (page, one, word, other, setting, found)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_difference_has_as_many_seeds_as_the_page_says(page: str) -> None:
+    """n = 20 on digits; fewer where a run takes longer, but never below 6."""
+    least = {"digits": 20, "glyphs": 6, "glyphs_domains": 6}
+    for header, cells in tables(page):
+        for setting in set(header) & set(SETTINGS):
+            for name in re.findall(r"`(\w+)`", cells[0])[: 2 if MINUS in cells[0] else 1]:
+                if re.search(r"\d", cells[header.index(setting)]):
+                    assert len(FINAL[setting, name]) >= least[setting], (page, cells)
