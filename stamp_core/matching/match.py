@@ -54,15 +54,15 @@ class MatchingParams:
 class MatchResult:
     """The coefficients of d and what is recorded about it.
 
-    gap, value and products are relative to |g0|^2, length to |g0|.
+    gap, value and products are relative to |g0|^2, length to |g0|. The gap of the solver "authors",
+    whose d may be outside the ball, is that of g0 + kappa |g0| g_w / |g_w|.
     """
 
     coefficients: Tensor  # float64 [L, K]: d = sum_i coefficients[block, i] gradients[i]
     weights: Tensor  # float64 [L, K], on the simplex
     status: str
     dropped: int  # gradients that are not finite or too short
-    gap: float = 0.0  # duality gap: min_i <g_i, d> is below its maximum by at most this; of the
-    # solver "authors": min_i <g_i, d(w)> for the d(w) on the ball that belongs to its weights
+    gap: float = 0.0  # duality gap: min_i <g_i, d> is below its maximum by at most this
     value: float = 0.0  # F(w)
     worst_product: float = 0.0  # min_i <g_i, d>, before d is rescaled to its length
     worst_product_reference: float = 0.0  # min_i <g_i, g0>

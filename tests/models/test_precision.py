@@ -23,7 +23,6 @@ from stamp_core.config.schema import Network
 from stamp_core.core.paths import ROOT
 from stamp_core.core.seeding import generator
 from stamp_core.coresets.learner import per_sample_gradients
-from stamp_core.coresets.mixstyle import feature_mixstyle
 from stamp_core.coresets.selection import sre2l
 from stamp_core.methods.base import registry
 from stamp_core.models.flat import flatten
@@ -239,59 +238,6 @@ def test_many_micro_batches_take_little_more_memory_than_two() -> None:
     done = subprocess.run(command, capture_output=True, check=True, cwd=ROOT, env=env)
     two, eight, whole_batch = map(int, done.stdout.split())
     assert whole_batch - two > 50e6 and eight - two < 0.2 * (whole_batch - two)
-
-
-# --- hooks: MixStyle
-
-
-def mixed(network: Classifier, sizes: list[int], images: Tensor, labels: Tensor) -> Tensor:
-    """Features of a batch whose styles are mixed inside parts of these sizes."""
-    draw, features = generator("styles"), []
-    for part, own in zip(images.split(sizes), labels.split(sizes), strict=True):
-        with feature_mixstyle(network.encoder, own, 0.7, draw):
-            features.append(network.encode(part))
-    return torch.cat(features)
-
-
-@pytest.mark.parametrize(
-    ("values", "shape"),
-    [({"kind": "cnn", "features": 8, "channels": (4, 6)}, (3, 20, 20)), (RESNET, (3, 9, 9))],
-)
-def test_a_micro_batch_computed_again_has_the_same_styles(
-    values: Any, shape: tuple[int, int, int]
-) -> None:
-    """Partners are those of its own class in its own micro-batch; after one layer or after two."""
-    (images, _), labels = batch(7, *shape), torch.tensor([0, 1, 0, 1, 0, 1, 1])
-    micro, other = (
-        build_network(Network(**values, micro_batch_size=size), shape, 10, 0) for size in (3, None)
-    )
-    expected = mixed(other, [3, 2, 2], images, labels)
-    with feature_mixstyle(micro.encoder, labels, 0.7, generator("styles")):
-        features = micro.encode(images)
-        torch.testing.assert_close(features, expected, rtol=0, atol=1e-5)
-        gradient = small.slope(micro.encoder, features.square().mean())
-    plain = small.slope(other.encoder, other.encode(images).square().mean())
-    assert distance(gradient, small.slope(other.encoder, expected.square().mean())) < 1e-4
-    assert distance(gradient, plain) > 1e-3
-
-
-def test_styles_of_one_micro_batch_are_those_of_the_batch() -> None:
-    images, labels = batch(7)
-    one, other = (mixed(net(micro_batch_size=n), [7], images, labels) for n in (7, None))
-    assert torch.equal(one, other)
-
-
-def test_styles_are_mixed_in_float32_and_returned_in_bfloat16() -> None:
-    """Alone in its class an image keeps its style, up to the rounding of its maps."""
-    network, (images, _) = net(**HALF), batch(5)
-    types: list[torch.dtype] = []
-    with feature_mixstyle(network.encoder, torch.arange(5), 0.7, generator("styles")):
-        layer = dict(network.encoder.named_children())["3"]  # after the pooling, where they mix
-        layer.register_forward_pre_hook(lambda module, args: types.append(args[0].dtype))
-        features = network.encode(images)
-    assert types == [torch.bfloat16]
-    plain = net(**HALF).encode(images)
-    assert (features - plain).abs().max() < 2 * ROUNDING * plain.abs().max()
 
 
 # --- bfloat16

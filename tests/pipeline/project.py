@@ -22,7 +22,7 @@ COMPUTED = {"source", "splits", "runs", "sweeps", "quick", "paper", "cache", "re
 
 
 def ignored(folder: str, names: list[str]) -> set[str]:
-    """What is not copied: the environment, the history and everything computed."""
+    """What is not copied: the environment, the history and everything computed but bytecode."""
     if Path(folder) == ROOT / "data":
         return set(names) & COMPUTED
     if Path(folder) == ROOT / "data" / "executed":
@@ -30,7 +30,7 @@ def ignored(folder: str, names: list[str]) -> set[str]:
     if Path(folder) == ROOT / ".dvc":
         return {"cache", "tmp"}
     hidden = {n for n in names if n.startswith(".") and Path(folder) == ROOT} - NEEDED
-    return {n for n in names if n in hidden or n in ("__pycache__", "_build", "_generated")}
+    return {n for n in names if n in hidden or n in ("_build", "_generated")}
 
 
 class Project:
@@ -45,9 +45,8 @@ class Project:
         (root / "dvc.lock").unlink(missing_ok=True)
         shutil.copy(root / "params/quick.yaml", root / "params.yaml")
         YAML().dump(PAPER, root / "params/paper.yaml")
-        kept = {
-            k: v for k, v in os.environ.items() if not k.startswith(("STAMP_", "DVC_", "PYTEST"))
-        }
+        foreign = ("STAMP_", "DVC_", "PYTEST", "JUPYTER_")
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         author = {
             f"GIT_{who}_{what}": "test@example.org"

@@ -35,9 +35,7 @@ def test_the_quick_profile_trains_what_is_missing_the_default_one_refuses(
 ) -> None:
     with pytest.raises(ParameterError) as error:
         load_grid("comparison", "default")
-    assert str(error.value) == (
-        "no records of train@tiny-fedavg-0; make them with `dvc repro train@tiny-fedavg-0`"
-    )
+    assert str(error.value) == ("no records of tiny-fedavg-0; make them with `make repro`")
     assert load_grid("comparison", "paper") == [] and not trained
     runs = [record.run for record in load_grid("comparison", "quick")]
     assert runs == [("tiny", method, 0) for method in ("fedavg", "near", "keep_all")]

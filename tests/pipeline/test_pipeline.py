@@ -14,14 +14,13 @@ from project import Project
 from stamp_core.results.records import load_record
 
 REPRO = ("python", "-m", "stamp_core.pipeline.repro")  # what `make repro` runs
-METHODS, STAMP = "params/methods.yaml", "stamp_core/methods/stamp.py"
-REHEARSAL = "stamp_core/methods/base/rehearsal.py"
+SETTINGS, METHODS = "params/settings.yaml", "params/methods.yaml"
+STAMP, REHEARSAL = "stamp_core/methods/stamp.py", "stamp_core/methods/base/rehearsal.py"
 PAGES = {"tour", "compare", "ablation", "analyses", "coresets", "heterogeneity"}
 BROKEN = "train@tiny-broken-0to1"
-OF_STAMP = {"train@tiny-stamp-0to1", "train@tiny-sam-0to1", "sweep@kappa", "sweep@alpha_tiny"}
 OF_REPLAY = {"train@tiny-replay-0to1", "train_more_seeds@tiny-replay-2"}
-ON_TINY = {"train@tiny-fedavg-0to1", *OF_REPLAY, *OF_STAMP, BROKEN, "sweep@exemplars_tiny"}
-ON_TINY -= {"sweep@alpha_tiny"}
+OF_STAMP = {"train@tiny-stamp-0to1", "sweep@kappa"}
+OF_STAMP_ELSEWHERE = {"train_returning_classes@tiny_alpha-stamp-0to1", "sweep@alpha_tiny"}
 
 CODE = """
 from stamp_core.core.paths import ROOT
@@ -38,12 +37,18 @@ class Broken(Method):
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """With a method that fails while there is a file of its name, and with two selection rules."""
+    """With few images, two selection rules, and a method that fails while there is a file."""
     project = Project(tmp_path_factory.mktemp("clone") / "project", STAMP_WORKERS="1")
     (project.root / "stamp_core/methods/broken.py").write_text(CODE)
-    methods = ["fedavg", "replay", "stamp", "sam", "broken"]
-    project.change("params.yaml", "grid.method", methods)
-    project.change("params.yaml", "sweeps.exemplars_tiny.method", ["keep_uniform", "keep_herding"])
+    for key, value in {
+        "grid.method": ["fedavg", "replay", "stamp", "broken"],
+        "ablation.method": ["broken"],
+        "returning_classes.method": ["stamp"],
+        "sweeps.exemplars_tiny.method": ["keep_uniform", "keep_herding"],
+    }.items():
+        project.change("params.yaml", key, value)
+    project.change(SETTINGS, "tiny.split.images_per_class", 5)
+    project.change(SETTINGS, "tiny.diagnostics.features", 3)
     project.commit()
     return project
 
@@ -64,8 +69,8 @@ def test_one_failing_method_does_not_stop_the_others(project: Project) -> None:
     cells = nbformat.read(project.root / "data/executed/train-tiny-broken-0to1.ipynb", 4).cells
     errors = [o for c in cells for o in c.get("outputs", []) if o.output_type == "error"]
     assert any("broken on purpose" in "".join(error.traceback) for error in errors)
-    experiments = [f"runs/tiny-{method}-0to1" for method in ("fedavg", "replay", "stamp", "sam")]
-    experiments += ["runs/tiny_alpha-fedavg-0to1"]
+    experiments = [f"runs/tiny-{method}-0to1" for method in ("fedavg", "replay", "stamp")]
+    experiments += ["runs/tiny_alpha-stamp-0to1"]
     experiments += [f"sweeps/kappa/tiny-stamp-kappa-{value}-0to1" for value in ("0.0", "0.5")]
     experiments += [
         f"sweeps/exemplars_tiny/tiny-{rule}-exemplars_tiny-{number}-0to1"
@@ -88,7 +93,7 @@ def test_repro_makes_what_is_missing_and_nothing_else(project: Project) -> None:
         assert any("image/png" in o.get("data", {}) for c in cells for o in c.get("outputs", []))
     summary = json.loads((project.root / "figures/summary.json").read_text())
     assert summary["tiny"]["fedavg"]["accuracy"]["n"] == 2
-    assert "sam" not in summary["tiny"]  # the ablation shows it
+    assert "broken" not in summary["tiny"]  # the ablation shows it
     shown = {path.name for path in (project.root / "figures/tour").iterdir()}
     assert {"results.md", "accuracy.png", "forgetting.png", "matrices.png"} <= shown
     project.commit()
@@ -121,20 +126,22 @@ def test_a_methods_code_and_parameters_concern_that_method_alone(project: Projec
     project.replace(REHEARSAL, "import torch\n", "import torch  # a comment\n")
     project.replace(STAMP, "\n\n\n", "\n\nEDITED = True\n\n\n")
     project.change(METHODS, "replay.memory.exemplars_per_class", 3)
-    assert project.outdated() == OF_STAMP | OF_REPLAY
+    assert project.outdated() == OF_REPLAY | OF_STAMP | OF_STAMP_ELSEWHERE
     project.restore()
 
 
 def test_a_shared_base_concerns_all_methods_that_use_it(project: Project) -> None:
     project.replace(REHEARSAL, "\n\n\n", "\n\nEDITED = True\n\n\n")
-    assert project.outdated() == OF_STAMP | OF_REPLAY | {"sweep@exemplars_tiny"}
+    rehearsing = OF_REPLAY | OF_STAMP | OF_STAMP_ELSEWHERE
+    assert project.outdated() == rehearsing | {"sweep@exemplars_tiny"}
     project.restore()
 
 
 def test_a_setting_concerns_what_is_trained_on_it(project: Project) -> None:
     """Plans are not drawn again, and with the old code nothing above has to run."""
-    project.change("params/settings.yaml", "tiny.training.lr", 0.2)
-    assert project.outdated() == ON_TINY
+    project.change(SETTINGS, "tiny.training.lr", 0.2)
+    others = {"train@tiny-fedavg-0to1", BROKEN, "sweep@exemplars_tiny"}
+    assert project.outdated() == OF_REPLAY | OF_STAMP | others
     project.restore()
 
 

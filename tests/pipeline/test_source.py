@@ -34,7 +34,7 @@ def test_a_fingerprint_changes_with_what_its_stage_uses_and_no_other(
         (["sweeps", "kappa", "values"], [0.25], {"sweep-kappa"}),
     ]
     for path, value, expected in changes:
-        sweeps._set_value(params, path, value)
+        sweeps.set_value(params, path, value)
         after = fingerprints()
         assert {name for name, text in after.items() if text != before[name]} == expected, path
         before = after
@@ -43,7 +43,7 @@ def test_a_fingerprint_changes_with_what_its_stage_uses_and_no_other(
 def test_a_fingerprint_has_the_selection_rule_which_no_import_names(params: dict[str, Any]) -> None:
     file = "stamp_core/coresets/selection/k_centre.py"
     assert file not in json.loads(fingerprints()["train-near"])["code"]
-    sweeps._set_value(params, ["methods", "near", "memory", "selection"], "k_centre")
+    sweeps.set_value(params, ["methods", "near", "memory", "selection"], "k_centre")
     assert file in json.loads(fingerprints()["train-near"])["code"]
 
 
@@ -59,7 +59,7 @@ def test_a_fingerprint_has_the_selection_rule_which_no_import_names(params: dict
 def test_a_slip_is_refused_before_anything_is_written(
     path: list[str], value: object, message: str, params: dict[str, Any]
 ) -> None:
-    sweeps._set_value(params, path, value)
+    sweeps.set_value(params, path, value)
     with pytest.raises(ParameterError, match=message):
         source.write_source()
     assert not source.SOURCE.exists()

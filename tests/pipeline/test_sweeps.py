@@ -159,7 +159,7 @@ def test_changed_parameters_are_trained_again(
 ) -> None:
     params["sweeps"]["kappa"] |= {"values": [0.5], "seeds": "0"}
     run_sweep("kappa", "default", device="cpu")
-    sweeps._set_value(params, path, value)
+    sweeps.set_value(params, path, value)
     run_sweep("kappa", "default", device="cpu")
     assert trained == ["tiny-near-kappa-0.5"] * 2
 

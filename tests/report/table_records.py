@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from stamp_core.results.records import Record
+from stamp_core.results.records import SCORINGS, Record
 
 FINALS = [(0.4, 0.6), (0.5, 0.7), (0.3, 0.8)]  # accuracy 0.5, 0.6, 0.55; forgetting 0.4, 0.3, 0.5
 ROUND: dict[str, Any] = {
-    **{"round": 0, "loss": 1.0, "participants": 2, "completed": 2},
+    **{"round": 0, "loss": 1.0, "participants": 2, "completed": 2, "images": 1000},
     "seconds": {"clients": 0.5, "server": 0.5},
     "bytes": {"up": 1000, "down": 4000},
     "memory": {"process": 20_000_000, "gpu": 7},
@@ -38,12 +38,12 @@ def fake_record(
     and `personal` what the personal models are better than the global one.
     """
     a = np.repeat(np.array([first, final] * cycles)[:, None], 2, axis=1)  # [S, U, T]
-    undefined = np.full((3, *a.shape), np.nan)
-    scores = np.stack([a, a + 0.1, a + 0.2])  # all, seen, task
+    undefined = np.full((len(SCORINGS), *a.shape), np.nan)
+    scores = np.stack([a, a + 0.1, a + 0.2, a + 0.3])  # as in SCORINGS
     models = {"global": scores, "personal": scores + personal}
     if personal_only:
         models = {"global": undefined, "personal": scores}
-    models |= {"local": np.full_like(scores, local), "initial": np.zeros((3, 2, 2))}
+    models |= {"local": np.full_like(scores, local), "initial": np.zeros((len(SCORINGS), 2, 2))}
     everything = {
         **{"setting": {"name": setting}, "method": {"name": method, **(params or {})}},
         **{"seed": seed, "group": "federated"},

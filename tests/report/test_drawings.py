@@ -80,15 +80,14 @@ def test_the_stored_architecture_is_what_the_code_draws(tmp_path):
 
 @pytest.mark.parametrize("gradients", [TWO, THREE])
 @pytest.mark.parametrize(
-    "choices", [{}, {"kappa": 1.5}, {"reference": "half"}, {"length": "reference"}]
+    "choices", [{}, {"kappa": 1.5}, {"reference": "current"}, {"length": "reference"}]
 )
 def test_arrows_end_where_the_mathematics_says(gradients, choices):
     found = tips(figures.plane(gradients, MatchingParams(**choices)).axes[0])
     for place, gradient in enumerate(gradients, start=1):
         assert found[f"$g_{place}$"] == pytest.approx(gradient)
     assert found["$d$"] == pytest.approx(direction(gradients, **choices))
-    half = (np.mean(gradients[:-1], axis=0) + gradients[-1]) / 2
-    reference = half if "reference" in choices else np.mean(gradients, axis=0)
+    reference = gradients[-1] if "reference" in choices else np.mean(gradients, axis=0)
     assert found["$g_0$"] == pytest.approx(reference)
 
 

@@ -312,17 +312,26 @@ def test_matrices_are_means_with_numbers_on_one_scale(records):
     assert texts(figure.axes[3].texts) == ["55", "35", "55"]  # undefined: no number
 
 
-def test_cost_places_methods_by_seconds_and_names_the_bytes():
-    slow = {"seconds": {"clients": 20.0, "server": 0.0}, "bytes": {"up": 2e6, "down": 2e6}}
+def test_nearest_mean_joins_the_accuracies_of_head_and_features():
+    """30 points apart; a method without a global model has none."""
+    records = [*runs("fedavg"), *runs("local", personal_only=True)]
+    (axis,) = figures.nearest_mean(records).axes
+    ends = [line.get_xdata().tolist() for line in axis.lines]
+    assert ends == [pytest.approx([45, 75]), pytest.approx([45]), pytest.approx([75])]
+    assert texts(axis.get_yticklabels()) == ["fedavg"]
+
+
+def test_cost_places_methods_by_images_and_names_the_bytes():
+    slow = {"images": 20_000, "bytes": {"up": 2e6, "down": 2e6}}
     silent = {"bytes": {"up": 0, "down": 0}}
     records = [*runs("fedavg"), *runs("replay", rounds=[slow])]
     records += runs("local", personal_only=True, rounds=[silent])
     (axis,) = figures.cost(records).axes
     places = {name: line.get_xydata()[0].tolist() for name, line in curves(axis).items()}
     assert places == {
-        "fedavg, 0.005 MB": pytest.approx([0.5, 45]),
+        "fedavg, 0.005 MB": pytest.approx([2, 45]),  # two rounds of 1000 images
         "replay, 4 MB": pytest.approx([20, 45]),
-        "local (personal), 0 MB": pytest.approx([0.5, 45]),
+        "local (personal), 0 MB": pytest.approx([1, 45]),
     }
     assert sorted(texts(axis.texts)) == sorted(places) and axis.get_xscale() == "log"
 

@@ -44,6 +44,9 @@ def test_run_frame_has_one_row_per_run_with_hand_computed_numbers():
         "gap": ((0.9 - 0.8) + (0.9 - 0.6)) / 2,
         "worst_client": 0.5,
         "main_accuracy": 0.5,
+        "nearest_mean": 0.5 + 0.3,
+        "local_accuracy": 0.9,
+        "images": 2000,
         "client_seconds": 1.5,
         "bytes_up": 1500,
         "bytes_down": 4000,
@@ -153,6 +156,7 @@ def test_costs_are_means_of_rounds_and_peaks():
     row = tables.cost_table(three_seeds("replay")).iloc[0]
     expected = {"s / round": "0.5", "MB up / round": "0.001", "MB setup": "0.0005", "s setup": "2"}
     expected |= {"disk MB": "0.0005", "memory MB": "20", "GPU MB": "0.000007"}
+    expected |= {"1000 images": "2", "update length": DASH}
     assert {name: row[name] for name in expected} == expected
 
 
@@ -272,6 +276,7 @@ def test_results_are_written_to_three_files_that_do_not_change(tmp_path):
     assert toy.count("Difference from") == 2 and "Difference from" not in other
     assert "| gem | global | 3 | +0.0 (+0.0 to +0.0) | +0.0 (+0.0 to +0.0) |" in toy
     assert tables.findings(records) in toy and "nan" not in page.lower()
+    assert "0 of 8 intervals exclude 0; by chance alone about 1 would." in toy
     rows = pd.read_csv(paths[1])
     columns = ["setting", "method", "seed", "experience", "group", "model", "accuracy"]
     assert rows.columns.tolist() == [*columns, "forgetting", "gap"]
@@ -368,9 +373,10 @@ def test_update_lengths_are_relative_to_fedavg_by_seed(ablated):
 
 def test_the_ablation_page_has_both_differences_of_each_setting(ablated, tmp_path):
     ablated += variant("fedavg", setting="other")
-    path = tables.write_ablation(ablated, tmp_path / "new")
+    path, curves = tables.write_ablation(ablated, tmp_path / "new")
     page = path.read_text(encoding="utf-8")
     assert path.name == "ablation.md" and "nan" not in page
+    assert set(pd.read_csv(curves).method) == {record.run[1] for record in ablated}
     toy, other = page.split("\n## ")[1:3]
     for base in ("stamp", "replay"):
         assert toy.count(f"Difference from {base}:") == 1 and base not in other
