@@ -18,13 +18,12 @@ PAPER: dict[str, Any] = {
     "sweeps": {},
 }
 NEEDED = {".dvc", ".dvcignore", ".gitignore"}  # of the names that begin with a point
-COMPUTED = {"source", "splits", "runs", "sweeps", "quick", "paper", "cache", "resume", "raw"}
 
 
 def ignored(folder: str, names: list[str]) -> set[str]:
     """What is not copied: the environment, the history and everything computed but bytecode."""
     if Path(folder) == ROOT / "data":
-        return set(names) & COMPUTED
+        return set(names) - {"README.md", "executed"}
     if Path(folder) == ROOT / "data" / "executed":
         return {name for name in names if name.endswith(".ipynb")}
     if Path(folder) == ROOT / ".dvc":

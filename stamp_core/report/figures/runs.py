@@ -139,7 +139,7 @@ def nearest_mean(records: Sequence[Record]) -> Figure:
         axis.grid(alpha=0.3)
     caption = "filled: the network with its head; open: the nearest class mean of its features"
     caption += f"\nmeans; {style.seed_caption(rows)}"
-    style.add_caption(figure, "Forgotten by the head, kept by the features", caption)
+    style.add_caption(figure, "Final accuracy of the head and of the features", caption)
     return figure
 
 
