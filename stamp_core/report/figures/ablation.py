@@ -10,7 +10,7 @@ from stamp_core.report.tables.ablation import PARTS, ablation_part, variant_labe
 from stamp_core.results.records import Record
 
 _BASES = ("stamp", "replay")  # the variants whose means are drawn as lines
-_UNITS = {"accuracy": "%", "forgetting": "percentage points"}
+_UNITS = {"accuracy": "%", "forgetting": "points"}
 
 
 def ablation(records: Sequence[Record]) -> Figure:

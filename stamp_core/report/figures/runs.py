@@ -182,10 +182,11 @@ def cost(records: Sequence[Record]) -> Figure:
             axis.plot(x / 1000, y, markersize=7, label=text, **marks)
             labels.append(style.Label(text, x / 1000, y, marks["color"]))
         style.set_log_scale(axis)
-        axis.set_xlabel("1000 images differentiated in a run")
+        axis.set_xlabel("1000 images in a run")
         axis.grid(alpha=0.3)
         style.add_labels(axis, labels)
-    caption = f"MB: per round, both directions; small marks: seeds; {style.seed_caption(rows)}"
+    caption = "images: differentiated; MB: per round, both directions; small marks: seeds"
+    caption += f"; {style.seed_caption(rows)}"
     style.add_caption(figure, "Final accuracy and its cost", caption)
     return figure
 
