@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import grad
 from torch.func import functional_call
 
-from stamp_core.client.workspace import RoundId, Workspace, augment
+from stamp_core.client.workspace import RoundId, Workspace
 from stamp_core.core.seeding import generator
 from stamp_core.models.flat import split_like
 
@@ -194,12 +194,12 @@ def endless_batches(
     work: Workspace, round_id: RoundId, indices: Tensor, purpose: str
 ) -> BatchIterator:
     """Augmented batches of training images without end, in a new order each epoch."""
-    training, draw = work.training, round_id.generator(purpose)
+    draw, read = round_id.generator(purpose), work.reader(work.x_train, indices)
+    labels = work.y_train[indices.to(work.y_train.device)].to(work.device)
     while True:
-        order = indices[torch.randperm(len(indices), generator=draw)]
-        for batch in order.split(training.batch_size):
-            images, labels = work.train_images(batch)
-            yield work.normalise(augment(images, training, draw)), labels
+        order = torch.randperm(len(indices), generator=draw)
+        for batch in order.split(work.training.batch_size):
+            yield read(batch, draw), labels[batch.to(work.device)]
 
 
 def epoch_batches(

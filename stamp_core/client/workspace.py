@@ -1,5 +1,6 @@
 """What one process works with: the images, the live model, batches and scores."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,8 +23,10 @@ from stamp_core.results.records import SCORINGS
 EVALUATION_BATCH = 512
 MEAN_IMAGES = 100  # of a class, at most, in its mean feature
 SHARE = 4  # training images are stored on the GPU if they take at most 1/4 of its free memory
+FLOATS = 2**22  # values of images that are normalised once, not in every batch
 
 Batches = Iterable[tuple[Tensor, Tensor]]  # images, float32 and normalised, and labels
+Reader = Callable[[Tensor, torch.Generator], Tensor]  # places of images -> a batch of them
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ class Workspace:
         self.encoder_size = sum(p.numel() for p in self.classifier.encoder.parameters())
         self.untrained = self.model.buffers.clone()  # batch normalisation's initial statistics
         self.chunk = evaluation_batch_size(self.shape, setting.network.micro_batch_size)
+        dense = setting.network.kind == "mlp"  # which would copy other images to flatten them
+        self.format = torch.contiguous_format if dense else torch.channels_last
         storage = storage_device(dataset.x_train, self.device)
         self.x_train, self.y_train = dataset.x_train.to(storage), dataset.y_train.to(storage)
         self.scale = (1 / (255 * dataset.std)).view(-1, 1, 1).to(self.device)
@@ -71,17 +76,13 @@ class Workspace:
 
     def normalise(self, images: Tensor) -> Tensor:
         """uint8 images as float32 with mean 0 and deviation 1 per channel.  # [N, C, H, W]"""
-        floats = images.to(self.device, torch.float32, memory_format=torch.channels_last)
+        floats = images.to(self.device, torch.float32, memory_format=self.format)
         return floats.mul_(self.scale).sub_(self.offset)
 
     def train_images(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Training images and their labels, on the device.  # uint8 [n, C, H, W], [n]"""
-        return self._gather(self.x_train, self.y_train, indices)
-
-    def _gather(self, images: Tensor, labels: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Some of `images` and their labels, on the device."""
-        indices = indices.to(images.device)
-        return images[indices].to(self.device), labels[indices].to(self.device)
+        indices = indices.to(self.x_train.device)
+        return self.x_train[indices].to(self.device), self.y_train[indices].to(self.device)
 
     # --- training
 
@@ -93,15 +94,33 @@ class Workspace:
         self, round_id: RoundId, images: Tensor, labels: Tensor, indices: Tensor, of: str = ""
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """The local epochs over some of `images`; `of` gives them randomness of their own."""
-        training = self.training
         if not len(indices):  # `split` would return one empty batch
             return
         order, change = round_id.generator("order" + of), round_id.generator("augment" + of)
-        for _ in range(training.epochs):
-            shuffled = indices[torch.randperm(len(indices), generator=order)].to(images.device)
-            for batch in shuffled.split(training.batch_size):
-                batch_images, batch_labels = self._gather(images, labels, batch)
-                yield self.normalise(augment(batch_images, training, change)), batch_labels
+        read = self.reader(images, indices)
+        labels = labels[indices.to(labels.device)].to(self.device)
+        for _ in range(self.training.epochs):
+            shuffled = torch.randperm(len(indices), generator=order)
+            for batch in shuffled.split(self.training.batch_size):
+                yield read(batch, change), labels[batch.to(self.device)]
+
+    def reader(self, images: Tensor, indices: Tensor) -> Reader:
+        """How batches of images[indices] are read: augmented and normalised, on the device.
+
+        Without augmentation few images are normalised once: in every batch it would take an
+        eighth of a small network's step.
+        """
+        indices, training = indices.to(images.device), self.training
+        augments = training.flip or training.shift > 0
+        if not augments and len(indices) * math.prod(self.shape) <= FLOATS:
+            floats = self.normalise(images[indices])
+            return lambda batch, _: floats[batch.to(self.device)]
+
+        def read(batch: Tensor, draw: torch.Generator) -> Tensor:
+            chosen = images[indices[batch.to(images.device)]].to(self.device)
+            return self.normalise(augment(chosen, training, draw))
+
+        return read
 
     def fit(self, batches: Batches) -> None:
         """Local SGD on the live model with cross-entropy."""

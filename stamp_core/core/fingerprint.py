@@ -35,6 +35,17 @@ def code_digest(path: Path | str) -> str:
     return _digest(Path(path).read_bytes())
 
 
+def file_digest(path: Path) -> str:
+    """The sha256 of a file's bytes, computed again only if its time or size changes."""
+    return _file_digest(path, path.stat().st_mtime_ns, path.stat().st_size)
+
+
+@cache
+def _file_digest(path: Path, changed: int, size: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def fingerprint_files(*paths: Path | str) -> dict[str, str]:
     """The digest of every file in the closure of `paths`, by its path from the project's root."""
     root = PACKAGE.parent

@@ -85,7 +85,7 @@ def per_sample_gradients(network: Classifier, images: Tensor, labels: Tensor) ->
     In evaluation mode: with the statistics of a batch no image has a gradient of its own.
     In float32 whatever the network's precision: vmap does not mix types.
     """
-    network = copy(network.eval())  # shares its layers
+    counted, network = Classifier.differentiated, copy(network.eval())  # shares its layers
     network.precision = "float32"
     values = {name: value.detach() for name, value in network.named_parameters()}
     buffers = dict(network.named_buffers())
@@ -95,6 +95,7 @@ def per_sample_gradients(network: Classifier, images: Tensor, labels: Tensor) ->
         return F.cross_entropy(logits, label[None])
 
     gradients = vmap(grad(loss), in_dims=(None, 0, 0), chunk_size=CHUNK)(values, images, labels)
+    Classifier.differentiated = counted + len(images)  # vmap passes many images as one
     return torch.cat([gradients[name].flatten(1) for name in values], dim=1)
 
 

@@ -56,7 +56,7 @@ class Experiment:
         return {"setting": setting, "method": {"name": self.method, **params}}
 
     def identity(self, plan: Plan, device: str) -> dict[str, str]:
-        """What determines the results of a run: parameters, plan, code, torch, device, weights."""
+        """What determines the results of a run: parameters, plan, code, torch, device, files."""
         text = json.dumps(self.resolved(), sort_keys=True)
         weights = weights_digest(self.setting.network)
         return {
@@ -66,6 +66,7 @@ class Experiment:
             "torch": torch.__version__,
             "device": f"{torch.device(device).type} {platform.machine()}",
             **({} if weights is None else {"pretrained": weights}),
+            **getattr(self.params, "file_digests", dict)(),  # of files that the method reads
         }
 
     def code(self) -> str:

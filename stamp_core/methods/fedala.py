@@ -57,7 +57,7 @@ class FedALA(Method):
 
     def __init__(self, params: FedALAParams, work: Workspace) -> None:
         super().__init__(params, work)
-        tensors = list(work.model.module.parameters())
+        tensors = work.model.tensors
         if params.tensors > len(tensors):
             most = f"at most {len(tensors)}: the model has no more"
             raise invalid("tensors", params.tensors, most)

@@ -133,5 +133,5 @@ class GradMA(Method):
         """
         self.work.model.parameters.copy_(point)
         loss = self.loss(client_round, *client_round.scratch["batch"])
-        gradient = flatten(torch.autograd.grad(loss, list(self.work.model.module.parameters())))
+        gradient = flatten(torch.autograd.grad(loss, self.work.model.tensors))
         return gradient.add_(point, alpha=self.work.training.weight_decay)

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from stamp_core.client.workspace import Workspace
 from stamp_core.config.decode import invalid, require_at_least
 from stamp_core.core import paths
+from stamp_core.core.fingerprint import file_digest
 from stamp_core.core.seeding import generator
 from stamp_core.methods.base.inversion import BETAS, Inversion, InversionParams, Synthesis
 from stamp_core.methods.base.method import ClientRound, Log, Message, Reply, State
@@ -49,6 +51,11 @@ class LanderParams(InversionParams):
         require_at_least(self, 0, "ce", "anchor_weight", "radius")
         require_at_least(self, 1, "anchor_features")
 
+    def file_digests(self) -> dict[str, str]:
+        """The sha256 of the file of anchors, on which numbers depend, if there is one."""
+        random = self.anchors == "random"
+        return {} if random else {"anchors": file_digest(anchors_path(self.anchors))}
+
 
 def anchor_hinge(mapped: Tensor, anchors: Tensor, radius: float) -> Tensor:
     """By how much the mean squared distance of a batch exceeds the radius.  # of [N, A]"""
@@ -62,11 +69,17 @@ def balance(known: int, new: int) -> tuple[float, float]:
     return (1 + 1 / alpha) / beta, alpha * beta
 
 
-def read_anchors(name: str, classes: int) -> Tensor:
-    """The first rows of a file in the folder of downloads, one per class.  # float16 [L, A]"""
+def anchors_path(name: str) -> Path:
+    """The path of a file of anchors."""
     path = paths.RAW / name
     if not path.is_file():
         raise invalid("anchors", name, f"'random' or a file: there is none at {path}")
+    return path
+
+
+def read_anchors(name: str, classes: int) -> Tensor:
+    """The first rows of a file in the folder of downloads, one per class.  # float16 [L, A]"""
+    path = anchors_path(name)
     try:
         rows = np.load(path, allow_pickle=False)
     except (ValueError, EOFError) as error:

@@ -168,15 +168,13 @@ class ReFed(Method):
 
     def norms_of(self, images: Tensor, labels: Tensor) -> Tensor:
         """The gradient norms of a few normalised images.  # [n]"""
-        network, counted = self.work.classifier, Classifier.differentiated
+        network = self.work.classifier
         if self.params.score == "head":
             errors, features = head_gradient_factors(network, images, labels)
             return squared_norms(errors, features).sqrt()
         if all(isinstance(layer, nn.Linear) for layer in learnable_layers(network)):
             return linear_gradient_norms(network, images, labels)
-        norms: Tensor = per_sample_gradients(network, images, labels).square().sum(1).sqrt()
-        Classifier.differentiated = counted + len(labels)  # vmap passes many images as one
-        return norms
+        return per_sample_gradients(network, images, labels).square().sum(1).sqrt()
 
     def mean_gradient(self, samples: ExemplarLists) -> Tensor:
         """The live model's gradient of the mean cross-entropy in evaluation mode.  # [P]"""

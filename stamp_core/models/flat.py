@@ -17,6 +17,7 @@ class FlatModel:
             if isinstance(child, nn.modules.batchnorm._BatchNorm):
                 child.num_batches_tracked = None
         parameters, buffers = list(module.parameters()), list(module.buffers())
+        self.tensors = parameters  # the module's own, in order: collecting them takes time
         self.parameters = flatten(parameters)  # [P]
         self.gradients = torch.zeros_like(self.parameters)  # [P]
         self.buffers = flatten(buffers)  # [B]

@@ -1,8 +1,6 @@
 """Pretrained weights from a file, with torchvision's names or those of a run record."""
 
-import hashlib
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -12,6 +10,7 @@ from torch import Tensor, nn
 from stamp_core.config.decode import ParameterError, invalid
 from stamp_core.config.schema import Network
 from stamp_core.core import paths
+from stamp_core.core.fingerprint import file_digest
 
 _HEADS = {"resnet18": "fc.", "swin_t": "head."}  # prefixes of torchvision's names of the head
 _IGNORED = ("num_batches_tracked", "relative_position_index")  # counters and constants
@@ -90,15 +89,7 @@ def weights_digest(network: Network) -> str | None:
     """The sha256 of the file of `network`, on which numbers depend; None if it has none."""
     if network.pretrained is None:
         return None
-    path = _weights_path(network)
-    return _sha256(path, path.stat().st_mtime_ns, path.stat().st_size)
-
-
-@cache
-def _sha256(path: Path, changed: int, size: int) -> str:
-    """The sha256 of a file, computed again only if its time or size changes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return file_digest(_weights_path(network))
 
 
 def _misfit(network: Network, problem: str) -> ParameterError:

@@ -62,7 +62,7 @@ def candidate_experiments(tuning: Tuning) -> Iterator[Experiment]:
         methods = tuning.methods(kind)
         for method, values in ((name, each) for name in methods for each in methods[name]):
             changed = copy.deepcopy(params)
-            preset = changed["methods"][method] = read_preset(method, params)
+            preset = changed["methods"][method] = read_preset(method, changed)
             for key, value in values.items():
                 set_value(preset, key.split("."), value)
             candidate = ", ".join(f"{key} {value}" for key, value in values.items())

@@ -105,6 +105,40 @@ def test_every_part_of_the_address_changes_the_order(part: str) -> None:
     assert order(work.batches(other, indices)) != order(work.batches(HERE, indices))
 
 
+@pytest.mark.parametrize("network", [MLP, NORMED], ids=["mlp", "cnn"])
+def test_images_normalised_once_are_those_normalised_in_every_batch(
+    network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit; at most FLOATS values are, and none where every epoch augments anew."""
+    x, indices = images(50, 3, 6, 6), torch.arange(40).flip(0)
+    work, calls = Workspace(Setting("by hand", {}, SPLIT, network, TRAINING), noisy(x)), []
+    monkeypatch.setattr(work, "normalise", counting(work.normalise, calls))
+    monkeypatch.setattr(workspace, "FLOATS", 40 * 3 * 6 * 6)
+    once = list(work.batches(HERE, indices))
+    assert calls == [40]
+    monkeypatch.setattr(workspace, "FLOATS", 40 * 3 * 6 * 6 - 1)
+    for (batch, labels), (again, known) in zip(once, work.batches(HERE, indices), strict=True):
+        assert torch.equal(batch, again) and torch.equal(labels, known)
+        assert batch.stride() == again.stride()
+    assert calls == [40, *3 * [16, 16, 8]]
+
+
+def noisy(x: Tensor) -> ImageDataset:
+    """These images with a mean and a deviation whose products round."""
+    third = torch.full((x.shape[1],), 1 / 3)
+    return replace(labelled(x, x[:4], torch.arange(4)), mean=third, std=third)
+
+
+def counting(normalise: Any, calls: list[int]) -> Any:
+    """`normalise`, noting how many images each call has."""
+
+    def counted(batch: Tensor) -> Tensor:
+        calls.append(len(batch))
+        return normalise(batch)
+
+    return counted
+
+
 def test_without_epochs_or_images_there_are_no_batches() -> None:
     assert list(numbered(epochs=0).batches(HERE, torch.arange(40))) == []
     assert list(numbered().batches(HERE, torch.arange(0))) == []

@@ -52,8 +52,10 @@ def test_per_sample_gradients_are_those_of_single_backward_passes(
     for image, label in zip(images, labels, strict=True):
         loss = F.cross_entropy(module.eval()(image[None]), label[None])
         expected.append(flatten(torch.autograd.grad(loss, list(module.parameters()))))
+    before = Classifier.differentiated
     gradients = per_sample_gradients(module, images, labels)
     torch.testing.assert_close(gradients, torch.stack(expected), rtol=0, atol=1e-5)
+    assert Classifier.differentiated - before == count  # vmap passes many images as one
 
 
 @networks

@@ -224,6 +224,18 @@ def test_anchors_are_the_rows_of_a_file(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(worker.method.end_experience(server, Log())["replay"]["images"]) == 40
 
 
+def test_other_anchors_are_another_experiment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same name with other numbers: records of the first do not stand for the second."""
+    experiment, found = whole("lander", anchors="table.npy"), []
+    for rows in (np.zeros((10, 2)), np.ones((10, 2))):
+        file_of(tmp_path, rows, monkeypatch)
+        found.append(experiment.identity(plan(experiment), "cpu"))
+    assert {key for key in found[0] if found[0][key] != found[1][key]} == {"anchors"}
+    assert "anchors" not in whole("lander").identity(plan(experiment), "cpu")
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

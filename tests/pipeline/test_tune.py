@@ -1,6 +1,7 @@
 """Tuning: as many candidates for every method, on seeds that no other table shows."""
 
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,22 @@ def test_a_candidate_changes_its_keys_and_nothing_else(
         ("near", ("tuning", "spatial.kappa 0.5")),
     ]
     for experiment, values in zip(experiments, TUNING["candidates"]["near"], strict=False):
-        preset = read_preset("near", params)
+        preset = deepcopy(read_preset("near", params))
         for key, value in values.items():
             set_value(preset, key.split("."), value)
         assert experiment.params == resolve_preset("x", {"methods": {"x": preset}})[1]
+
+
+def test_candidates_do_not_change_each_other(
+    params: dict[str, Any], tuning: dict[str, Any]
+) -> None:
+    """A nested value stays with its candidate, also where presets share a block by `extends`."""
+    tuning["candidates"] = {"near": [{"spatial.kappa": 0.9}, {"server_lr": 1.5}]}
+    tuning["explored"] = {"sam": [{"server_lr": 1.5}]}
+    _, *others = tune.candidate_experiments(tune.read_tuning())
+    for experiment in others:
+        preset = resolve_preset(experiment.method, params)[1]
+        assert experiment.params == replace(preset, server_lr=1.5)
 
 
 def test_the_best_mean_accuracy_is_chosen_and_current_records_are_kept(

@@ -166,11 +166,10 @@ class Inversion(TaskServer):
         training, draw = self.work.training, client_round.round_id.generator("replay")
         steps = math.ceil(len(client_round.indices) / training.batch_size)  # of a local epoch
         size = self.params.replay_batch_size or math.ceil(len(images) / steps)
-        images = images.to(self.work.device)
+        read = self.work.reader(images.to(self.work.device), torch.arange(len(images)))
         while True:
             for batch in torch.randperm(len(images), generator=draw).split(size):
-                part = images[batch.to(images.device)]
-                yield self.work.normalise(augment(part, training, draw))
+                yield read(batch, draw)
 
     def loss(self, client_round: ClientRound, images: Tensor, labels: Tensor) -> Tensor:
         """The loss of new images and, where there is replay, of a batch of synthetic ones."""

@@ -18,7 +18,7 @@ def exemplar_gradient(work: Workspace, images: Tensor, labels: Tensor) -> Tensor
     """
     set_train_mode(work.classifier, update_norms=False)  # eval() in every step would take longer
     loss = F.cross_entropy(work.classifier(images), labels.to(work.device))
-    return flatten(torch.autograd.grad(loss, list(work.classifier.parameters())))
+    return flatten(torch.autograd.grad(loss, work.model.tensors))
 
 
 def apply_projection(

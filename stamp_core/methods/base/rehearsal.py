@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stamp_core.client.by_class import class_means, first_per_class, sample_balanced
-from stamp_core.client.workspace import augment
 from stamp_core.config.decode import invalid, require_at_least
 from stamp_core.core.seeding import generator
 from stamp_core.coresets.learner import Learner
@@ -83,16 +82,16 @@ class Rehearsal(Method):
         """The batches of the task, each followed by exemplars of other tasks."""
         memory, past = client_round.state["memory"], self.past_indices(client_round)
         generator = client_round.round_id.generator("replay")
+        read = self.work.reader(memory["images"], past)
         for images, labels in super().batches(client_round):
             count = min(len(past), round(self.params.ratio * len(labels)))
             if self.params.balanced:
-                sample = past[sample_balanced(memory["labels"][past], count, generator)]
+                places = sample_balanced(memory["labels"][past], count, generator)
             else:
-                sample = past[torch.randperm(len(past), generator=generator)[:count]]
-            client_round.scratch["exemplars"] = sample
+                places = torch.randperm(len(past), generator=generator)[:count]
+            client_round.scratch["exemplars"] = sample = past[places]
             if count:
-                exemplars = augment(memory["images"][sample], self.work.training, generator)
-                images = torch.cat([images, self.work.normalise(exemplars)])
+                images = torch.cat([images, read(places, generator)])
                 labels = torch.cat([labels, memory["labels"][sample].to(labels.device)])
             yield images, labels
 
