@@ -151,12 +151,3 @@ def test_a_slip_in_the_parameters_is_refused_before_anything_runs(project: Proje
     assert "'exemplar_per_class' is unknown; did you mean 'exemplars_per_class'?" in output
     assert "Running stage 'train" not in output
     project.restore()
-
-
-def test_an_experiment_runs_in_its_own_copy_and_can_be_compared(project: Project) -> None:
-    change = "params/methods.yaml:fedavg.server_lr=0.5"
-    project.run("dvc", "exp", "run", "--temp", "-n", "half", "-S", change, "compare")
-    assert project.run("git", "status", "--porcelain") == ""  # the copy, not the original
-    output = json.loads(project.run("dvc", "metrics", "diff", "HEAD", "half", "--json"))
-    changed = output["figures/summary.json"]
-    assert "tiny.fedavg.accuracy.mean" in changed and "tiny.replay.accuracy.mean" not in changed

@@ -58,11 +58,13 @@ below accuracy, in points: range of the means over values, and mean range over s
 def angles(records: Sequence[Record], shown: Sequence[str] = ()) -> Figure:
     """Cosines between clients' updates and between tasks, by experience: a row per setting.
 
-    `shown` restricts the methods: more than a handful of lines cannot be told apart.
+    There is a column for each kind that some setting recorded. `shown` restricts the methods: more
+    than a handful of lines cannot be told apart.
     """
     records = [r for r in frames.unique_runs(records) if not shown or r.run[1] in shown]
     rows = pd.DataFrame([row for record in records for row in _cosines(record)])
-    settings, names = rows.groupby("setting", sort=False), {**_SPATIAL, **_TEMPORAL}
+    settings, every = rows.groupby("setting", sort=False), {**_SPATIAL, **_TEMPORAL}
+    names = {name: every[name] for name in every if name in _SPATIAL or rows[name].notna().any()}
     figure, axes = style.panels(len(settings) * len(names), len(names), 2.6, 1.2)
     for axis, ((setting, part), name) in zip(axes, product(settings, names), strict=True):
         _draw_cosines(axis, part, name)

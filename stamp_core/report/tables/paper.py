@@ -18,6 +18,7 @@ TABLES = {  # labels of the paper's tables, and our headings
     "tab:baselines-task20": "20 classes per task",
     "tab:component-effectiveness": "Components of STAMP",
 }
+PUBLISHED = "_published"  # ends the names of presets with published sizes, in the methods' rows
 _COSTS = {  # our headings and the columns of paper.csv
     "s / round": "seconds",
     "MB up": "mb_up",
@@ -52,12 +53,13 @@ def _comparison(
         own = [record for record in records if record.run[0] == setting]
         methods = dict.fromkeys(rows.index)
         if label != printed.COMPONENTS[0]:
-            ours = read_params(PAPER)["grid"]["method"]
-            methods |= dict.fromkeys([*ours, *(record.run[1] for record in own)])
+            ours = [*read_params(PAPER)["grid"]["method"], *(record.run[1] for record in own)]
+            methods |= dict.fromkeys(name.removesuffix(PUBLISHED) for name in ours)
         for method in methods:
-            runs = [record for record in own if record.run[1] == method]
-            names = {"data": data, "method": method, "n": f"{len(runs) or text.DASH}"}
-            table.append(names | columns(rows.reindex([method]).iloc[0], runs))
+            names = (method, method + PUBLISHED)
+            runs = [record for record in own if record.run[1] in names]
+            about = {"data": data, "method": method, "n": f"{len(runs) or text.DASH}"}
+            table.append(about | columns(rows.reindex([method]).iloc[0], runs))
     return pd.DataFrame(table)
 
 
