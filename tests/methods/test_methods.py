@@ -191,6 +191,23 @@ def test_states_and_messages_share_no_memory_with_the_live_model(
         small.assert_equal_trees(checkpoint.load_checkpoint(file, {}), reply.state)
 
 
+@pytest.mark.parametrize("kind", sorted(set(EVERY) - {"joint", "local", "fedcil"}))
+def test_the_order_of_clients_does_not_matter(kind: str) -> None:
+    """In the second experience, with memories in use; sums differ in their last digits at most.
+
+    FedCIL's server draws images of the clients' generators one after the other: that order counts.
+    """
+    experiment = whole(kind, split=FEW)
+    worker = small.worker(experiment, plan(experiment))
+    rounds = client_rounds(worker, plan(experiment))
+    second = [each for each in rounds if each.client_round.experience == 1]
+    replies, server = [each.result.reply for each in second], second[0].server
+    ordered, reverse = (
+        worker.method.aggregate(server, list(each), Log()) for each in (replies, replies[::-1])
+    )
+    torch.testing.assert_close(reverse["parameters"], ordered["parameters"], **CLOSE)
+
+
 # ------------------------------------------------------------------ FedAvg
 
 
