@@ -346,7 +346,7 @@ def test_a_random_reservoir_is_a_uniform_sample_of_all_images(
 def test_early_and_late_images_are_kept_equally_often(sizes: tuple[int, ...], count: int) -> None:
     """A number of times that is binomial with p = count / all, up to 5 deviations."""
     params = MemoryParams(selection="uniform", exemplars_per_class=count, merge="reservoir")
-    runs, p = 500, count / sum(sizes)
+    runs, p = 200, count / sum(sizes)
     times = Counter(image for seed in range(runs) for image in reservoir_of(sizes, params, seed))
     deviation = math.sqrt(runs * p * (1 - p))
     assert times.total() == runs * count
