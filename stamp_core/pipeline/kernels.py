@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Client, Connection, Listener, wait
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -30,32 +30,43 @@ IMPORTED += ["seaborn", "stamp_core.api", "stamp_core.report.figures", "stamp_co
 
 @contextmanager
 def serve_kernels() -> Iterator[dict[str, str]]:
-    """The environment in which Jupyter starts warm kernels, for as long as the context lasts."""
-    context = multiprocessing.get_context("forkserver")
+    """The environment in which Jupyter starts warm kernels; at the end they are killed."""
+    context, started = multiprocessing.get_context("forkserver"), list[ForkServerProcess]()
     context.set_forkserver_preload(IMPORTED)
     with tempfile.TemporaryDirectory() as folder, Listener(f"{folder}/socket") as listener:
-        threading.Thread(target=_accept, args=(listener, context), daemon=True).start()
-        yield {
-            **os.environ,
-            ADDRESS: str(listener.address),
-            "JUPYTER_DEFAULT_PROVISIONER_NAME": "stamp-warm",
-        }
+        arguments = (listener, context, started)
+        threading.Thread(target=_accept, args=arguments, daemon=True).start()
+        try:
+            yield {
+                **os.environ,
+                ADDRESS: str(listener.address),
+                "JUPYTER_DEFAULT_PROVISIONER_NAME": "stamp-warm",
+            }
+        finally:
+            for process in started:
+                process.kill()
 
 
-def _accept(listener: Listener, context: ForkServerContext) -> None:
+def _accept(
+    listener: Listener, context: ForkServerContext, started: list[ForkServerProcess]
+) -> None:
     """Answer every request with a kernel, until the listener is closed."""
     while True:
         try:
             connection = listener.accept()
         except OSError:
             return
-        threading.Thread(target=_watch, args=(connection, context), daemon=True).start()
+        arguments = (connection, context, started)
+        threading.Thread(target=_watch, args=arguments, daemon=True).start()
 
 
-def _watch(connection: Connection, context: ForkServerContext) -> None:
+def _watch(
+    connection: Connection, context: ForkServerContext, started: list[ForkServerProcess]
+) -> None:
     """Start the kernel that is asked for, report its end, and kill it if the asker ends first."""
     process = context.Process(target=_run_kernel, args=connection.recv())
     process.start()
+    started.append(process)
     connection.send(process.pid)
     wait([process.sentinel, connection])
     if connection.poll():  # the asker has gone

@@ -9,16 +9,24 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 from stamp_core.config.decode import ParameterError
 from stamp_core.config.params import PAPER, expand_grid, read_params
 from stamp_core.core.paths import ROOT
 from stamp_core.pipeline.kernels import serve_kernels
+from stamp_core.pipeline.lockfile import (
+    copy_sound_files,
+    drop_gone_stages,
+    restore_damaged_files,
+    sole_driver,
+)
 
 # stages of dvc.yaml
 SPLIT_STAGES = ("split", "split_more_seeds", "split_returning_classes")
@@ -31,10 +39,12 @@ def reproduce() -> int:
     """Run what is out of date in dvc.yaml; the exit status is that of the worst stage."""
     if status := dvc("repro", "-k", "source", *SPLIT_STAGES):
         return status
-    for stages in (TRAIN_STAGES, PAGE_STAGES):
-        if status := run_stages(outdated(stages)):
-            return status
-    return dvc("repro", "-k")
+    status = run_stages(outdated(TRAIN_STAGES)) or run_stages(outdated(PAGE_STAGES))
+    # After a failure DVC makes what does not depend on it, and tries once more what failed.
+    if status := max(status, dvc("repro", "-k")):
+        return status
+    drop_gone_stages(stage_names())
+    return 0
 
 
 def reproduce_paper(setting: str) -> int:
@@ -64,11 +74,17 @@ def run_stages(stages: list[str]) -> int:
     jobs, cores = default_jobs(), os.cpu_count() or 1
     workers = str(max(1, cores // max(1, min(jobs, len(stages)))))
     size = max(1, min(4, len(stages) // (8 * jobs)))  # DVC takes two seconds to start
-    stages = stages[::-1]  # so that a long one does not run alone at the end
+    stages, stop = stages[::-1], Event()  # so that a long one does not run alone at the end
     chunks = [stages[i : i + size] for i in range(0, len(stages), size)]
-    with serve_kernels() as kernels, ThreadPoolExecutor(jobs) as pool:
+    with ThreadPoolExecutor(jobs) as pool, serve_kernels() as kernels:
         environment = {"STAMP_WORKERS": workers, **kernels, "PYTHONUNBUFFERED": "1"}
-        statuses = list(pool.map(lambda chunk: run_chunk(chunk, environment), chunks))
+        futures = [pool.submit(run_chunk, chunk, environment, stop) for chunk in chunks]
+        try:
+            statuses = [future.result() for future in futures]
+        except KeyboardInterrupt:
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     if not any(statuses):
         return 0
     failed = outdated(stages)
@@ -97,8 +113,18 @@ def outdated(stages: Sequence[str]) -> list[str]:
     return list(json.loads(status.stdout))
 
 
-def run_chunk(stages: Sequence[str], environment: dict[str, str]) -> int:
-    """Run some stages one after the other, each line of output under its stage; the exit status."""
+def stage_names() -> set[str]:
+    """The names of all stages of dvc.yaml."""
+    command = ["dvc", "stage", "list", "--name-only"]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return set(done.stdout.split())
+
+
+def run_chunk(stages: Sequence[str], environment: dict[str, str], stop: Event) -> int:
+    """Run some stages one after the other, each line of output under its stage; the exit status.
+
+    After `stop` no further one begins: DVC is ended there, where it does not write its lock file.
+    """
     process = subprocess.Popen(
         # Stages wait for DVC's lock, and `-s` leaves the shared upstream stages to the others.
         ["dvc", "--wait-for-lock", "repro", "-k", "-s", *stages],
@@ -107,18 +133,24 @@ def run_chunk(stages: Sequence[str], environment: dict[str, str]) -> int:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,  # else Ctrl-C would reach it at any moment
     )
     assert process.stdout
     stage, start = "", 0.0
     for line in process.stdout:
         if found := re.match("Running stage '(.+)'", line):
+            if stop.is_set():
+                os.killpg(process.pid, signal.SIGKILL)
+                break
             stage, start = found[1], time.perf_counter()
         elif line.startswith("Updating lock file"):
             print(f"{stage}  done after {time.perf_counter() - start:.0f} s")
             stage = ""
         elif stage or line.startswith("ERROR"):
             print(f"{stage}  {line}", end="", flush=True)
-    return process.wait()
+    status = process.wait()
+    copy_sound_files()
+    return status
 
 
 def main() -> int:
@@ -127,17 +159,29 @@ def main() -> int:
     parser.add_argument("setting", nargs="?", help="one of the paper's settings; default: dvc.yaml")
     parser.add_argument("--estimate", action="store_true", help="only say what the setting takes")
     arguments = parser.parse_args()
-    if not arguments.setting:
+    try:
+        with sole_driver():
+            restore_damaged_files()
+            return drive(arguments.setting, arguments.estimate)
+    except KeyboardInterrupt:
+        restore_damaged_files()
+        print("interrupted: finished stages and rounds are kept, the next call goes on")
+        return 130
+
+
+def drive(setting: str | None, only_estimate: bool) -> int:
+    """Run the default pipeline, or estimate and run one of the paper's settings."""
+    if not setting:
         return reproduce()
     from stamp_core.pipeline.estimate import estimate_setting, refuse_shortage  # imports torch
 
     try:
-        needs = estimate_setting(arguments.setting)
-        refuse_shortage(needs, arguments.setting)
+        needs = estimate_setting(setting)
+        refuse_shortage(needs, setting)
     except (ParameterError, OSError, MemoryError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    return 0 if arguments.estimate else reproduce_paper(arguments.setting)
+    return 0 if only_estimate else reproduce_paper(setting)
 
 
 if __name__ == "__main__":

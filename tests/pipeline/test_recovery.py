@@ -1,12 +1,13 @@
 """A killed run and the paper's pipeline, for real, in a copy of the project.
 
-The second test continues the run that the first one has killed.
+The tests continue the run that the first one has killed.
 """
 
 import json
 import os
 import signal
 import subprocess
+import sys
 from typing import Any
 
 import psutil
@@ -15,6 +16,7 @@ from processes import gone, wait_until
 from project import Project
 
 from stamp_core.engine.checkpoint import read_checkpoint
+from stamp_core.pipeline.lockfile import is_sound
 from stamp_core.results.records import load_record
 
 PIPELINE = "pipelines/paper/dvc.yaml"
@@ -50,6 +52,23 @@ def test_a_killed_pipeline_leaves_no_process_and_a_checkpoint(project: Project) 
     process.wait()
     wait_until(lambda: all(map(gone, started)), "the end of the kernel and its workers")
     assert 0 < len(finished_rounds(project)) < 60
+
+
+def test_an_interrupt_ends_the_driver_where_it_can_go_on(project: Project) -> None:
+    """Ctrl-C reaches the driver alone; DVC's lock file stays whole, and the checkpoint stays."""
+    command = [sys.executable, "-m", "stamp_core.pipeline.repro", "tiny"]
+    driver = subprocess.Popen(
+        command, cwd=project.root, env=project.environment, stdout=subprocess.PIPE, text=True
+    )
+    before = len(finished_rounds(project))
+    wait_until(lambda: len(finished_rounds(project)) > before or driver.poll(), "a round")
+    started = psutil.Process(driver.pid).children(recursive=True)
+    driver.send_signal(signal.SIGINT)
+    output, _ = driver.communicate()
+    assert driver.returncode == 130 and "the next call goes on" in output
+    wait_until(lambda: all(map(gone, started)), "the end of all that it started")
+    assert before < len(finished_rounds(project)) < 60
+    assert is_sound((project.root / "pipelines/paper/dvc.lock").read_bytes())
 
 
 def test_the_papers_pipeline_continues_a_killed_run_shows_it_and_keeps_it(project: Project) -> None:

@@ -1,0 +1,96 @@
+"""The lock files of DVC, which say with what each stage ran: a good copy of them, one writer.
+
+DVC rewrites such a file in place after every stage. A process that is killed meanwhile leaves a
+part of it, which no DVC command accepts.
+"""
+
+import fcntl
+import os
+import re
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import yaml
+
+from stamp_core.core import paths
+
+NAMES = ("dvc.lock", "pipelines/paper/dvc.lock")
+
+
+@contextmanager
+def sole_driver() -> Iterator[None]:
+    """A context in which no other driver works on this copy of the project: the second waits."""
+    with (_temporary_folder() / "driver").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            print(f"process {file.read()} runs this pipeline: waiting for its end", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def is_sound(content: bytes) -> bool:
+    """Whether a lock file has this content, whole: DVC accepts it, and the last line has an end."""
+    from dvc.schema import COMPILED_LOCKFILE_SCHEMA
+    from voluptuous import Invalid
+
+    try:  # the C loader takes a tenth of the time of ruamel.yaml
+        COMPILED_LOCKFILE_SCHEMA(yaml.load(content, yaml.CSafeLoader))
+    except (yaml.YAMLError, Invalid):
+        return False
+    return content.endswith(b"\n")
+
+
+def copy_sound_files() -> None:
+    """Copy every lock file that is sound to where `restore_damaged_files` looks."""
+    for name in NAMES:
+        path = paths.ROOT / name
+        if path.exists() and is_sound(content := path.read_bytes()):
+            _write(_copy_of(name), content)
+
+
+def restore_damaged_files() -> None:
+    """Replace every damaged lock file by its last good copy, or set it aside."""
+    for name in NAMES:
+        path, copy = paths.ROOT / name, _copy_of(name)
+        if not path.exists() or is_sound(path.read_bytes()):
+            continue
+        if copy.exists():
+            _write(path, copy.read_bytes())
+            print(f"{name} was damaged: its last good copy is back", flush=True)
+        else:
+            path.rename(path.with_suffix(".damaged"))
+            print(f"{name} was damaged, and is now {path.stem}.damaged", flush=True)
+
+
+def drop_gone_stages(stages: Collection[str]) -> None:
+    """Remove from the root's lock file what is none of these stages."""
+    path = paths.ROOT / NAMES[0]
+    head, *blocks = re.split(r"^(?=  \S.*:$)", path.read_text(), flags=re.MULTILINE)
+    known = [block for block in blocks if block[2:].partition(":\n")[0] in stages]
+    if len(known) < len(blocks):
+        _write(path, (head + "".join(known)).encode())
+
+
+def _temporary_folder() -> Path:
+    """DVC's folder for what is in no cache and no commit."""
+    folder = paths.ROOT / ".dvc" / "tmp"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _copy_of(name: str) -> Path:
+    """The last good copy of a lock file."""
+    return _temporary_folder() / name.replace("/", "-")
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write beside the file, then rename: it is never there in part."""
+    scratch = path.with_suffix(".new")
+    scratch.write_bytes(content)
+    scratch.replace(path)

@@ -1,0 +1,106 @@
+"""Lock files: what DVC would refuse is replaced by the last good copy; one driver at a time."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stamp_core.core import paths
+from stamp_core.pipeline import lockfile
+
+STAGE = """\
+  {}:
+    cmd: touch {}
+    outs:
+    - path: {}
+      hash: md5
+      md5: d41d8cd98f00b204e9800998ecf8427e
+"""
+NAMES = ("source", "train@tiny-fedavg-0to1", "sweep@kappa")
+WHOLE = "schema: '2.0'\nstages:\n" + "".join(STAGE.format(name, name, name) for name in NAMES)
+
+DRIVER = """
+import sys, time
+from pathlib import Path
+from stamp_core.core import paths
+from stamp_core.pipeline.lockfile import sole_driver
+paths.ROOT = Path(sys.argv[1])
+with sole_driver():
+    print("working", flush=True)
+    time.sleep(120)
+"""
+
+
+@pytest.fixture(autouse=True)
+def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A sound lock file in an empty project."""
+    monkeypatch.setattr(paths, "ROOT", tmp_path)
+    (tmp_path / "dvc.lock").write_text(WHOLE)
+    return tmp_path / "dvc.lock"
+
+
+def test_a_lock_file_cut_anywhere_comes_back_or_is_one_of_fewer_outputs(lock: Path) -> None:
+    """A file that DVC accepts lacks the end: it only runs those stages again."""
+    lockfile.copy_sound_files()
+    for length in range(len(WHOLE)):
+        lock.write_text(WHOLE[:length])
+        sound = lockfile.is_sound(lock.read_bytes())
+        assert not sound or WHOLE[length - 1] == "\n"
+        lockfile.restore_damaged_files()
+        assert lock.read_text() == (WHOLE[:length] if sound else WHOLE), length
+
+
+def test_of_a_damaged_file_there_is_no_copy(lock: Path) -> None:
+    lockfile.copy_sound_files()
+    lock.write_text(WHOLE[:-1])
+    lockfile.copy_sound_files()
+    lockfile.restore_damaged_files()
+    assert lock.read_text() == WHOLE
+
+
+def test_without_a_copy_a_damaged_file_is_set_aside(
+    lock: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock.write_bytes(b"\xff\x00 of somebody else")
+    lockfile.restore_damaged_files()
+    assert not lock.exists() and (lock.parent / "dvc.damaged").exists()
+    assert capsys.readouterr().out == "dvc.lock was damaged, and is now dvc.damaged\n"
+
+
+def test_a_sound_file_stays_whatever_the_copy_is(lock: Path) -> None:
+    """As after `git checkout` of other results."""
+    lockfile.copy_sound_files()
+    older = WHOLE[: WHOLE.index("  sweep@kappa")]
+    lock.write_text(older)
+    lockfile.restore_damaged_files()
+    assert lock.read_text() == older
+
+
+def test_stages_that_are_gone_leave_the_lock_file(lock: Path) -> None:
+    lockfile.drop_gone_stages(["source", "sweep@kappa", "train@tiny-fedavg-0to10"])
+    expected = STAGE.format(*3 * [NAMES[1]])
+    assert expected in WHOLE and lock.read_text() == WHOLE.replace(expected, "")
+
+
+def start_driver(root: Path) -> subprocess.Popen[str]:
+    """A process that drives the pipeline in this folder."""
+    command = [sys.executable, "-c", DRIVER, str(root)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_second_driver_waits_for_the_first_and_says_for_whom(tmp_path: Path) -> None:
+    """The first one is killed: nothing has to be removed by hand."""
+    first = start_driver(tmp_path)
+    assert first.stdout and first.stdout.readline() == "working\n"
+    second = start_driver(tmp_path)
+    assert second.stdout
+    waiting = f"process {first.pid} runs this pipeline: waiting for its end\n"
+    assert second.stdout.readline() == waiting
+    os.kill(first.pid, signal.SIGKILL)
+    assert second.stdout.readline() == "working\n"
+    for process in (first, second):
+        process.kill()
+        process.communicate()
