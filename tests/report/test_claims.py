@@ -99,6 +99,19 @@ def test_every_verdict_holds_for_its_interval(page: str) -> None:
             assert holds[word], (page, one, word, other, setting, found)
 
 
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_joint_training_is_the_upper_bound_of_every_global_model(setting: str) -> None:
+    """In the mean over seeds, as it should be for methods that are sound."""
+    means = {m: metrics.mean([*each.values()]) for (s, m), each in FINAL.items() if s == setting}
+    assert max(means, key=lambda method: means[method]) == "joint"
+
+
+@pytest.mark.parametrize("setting", SETTINGS[:2])
+def test_methods_that_remember_the_past_are_above_fedavg(setting: str) -> None:
+    for rival in ("refed", "affcl", "target", "lander", "glfc", "lga", "fedcil", "gem", "stamp"):
+        assert difference(rival, "fedavg", setting)["mean"] > 0, rival
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_difference_has_as_many_seeds_as_the_page_says(page: str) -> None:
     """n = 20 on digits in the README; elsewhere fewer, but never below 6."""
