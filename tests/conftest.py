@@ -1,5 +1,6 @@
 """The order of all tests, and the kernels of notebooks."""
 
+import gc
 import os
 from contextlib import ExitStack
 
@@ -14,6 +15,12 @@ def pytest_configure(config: pytest.Config) -> None:
         server = ExitStack()
         os.environ.update(server.enter_context(serve_kernels()))
         config.add_cleanup(server.close)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is there now out of garbage collections: a tenth of the time of all tests."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

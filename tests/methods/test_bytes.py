@@ -95,6 +95,7 @@ class Sizes(NamedTuple):
     setup: tuple[int, int]  # to and from all clients, before the first round
 
 
+@cache
 def first_round(kind: str, buffers: str = "local", **options: Any) -> Sizes:
     """The bytes of a task's only round for the first of two clients."""
     work = workspace(buffers)
