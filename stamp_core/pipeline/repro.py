@@ -37,14 +37,17 @@ PAPER_FILE = "pipelines/paper/dvc.yaml"
 
 def reproduce() -> int:
     """Run what is out of date in dvc.yaml; the exit status is that of the worst stage."""
-    if status := dvc("repro", "-k", "source", *SPLIT_STAGES):
+    if status := dvc("repro", "source"):
         return status
-    status = run_stages(outdated(TRAIN_STAGES)) or run_stages(outdated(PAGE_STAGES))
-    # After a failure DVC makes what does not depend on it, and tries once more what failed.
-    if status := max(status, dvc("repro", "-k")):
-        return status
-    drop_gone_stages(stage_names())
-    return 0
+    with ThreadPoolExecutor(default_jobs()) as pool, serve_kernels() as kernels:
+        for stages in (SPLIT_STAGES, TRAIN_STAGES, PAGE_STAGES):
+            if status := run_stages(outdated(stages), pool, kernels):
+                break
+        # After a failure DVC makes what does not depend on it, and tries once more what failed.
+        status = max(status, dvc("repro", "-k", environment=kernels))
+    if not status:
+        drop_gone_stages(stage_names())
+    return status
 
 
 def reproduce_paper(setting: str) -> int:
@@ -53,14 +56,16 @@ def reproduce_paper(setting: str) -> int:
     runs = [f"{s}-{m}-{r}" for s, m, r in expand_grid(f"grid.{setting}", params)]
     seeds = [f"{setting}-{seeds}" for seeds in params["grid"]["seeds"]]
     sweeps = [name for name, block in params["sweeps"].items() if setting in block["setting"]]
-    if status := dvc("repro", "source", *paper_stages("split", seeds)):
+    if status := dvc("repro", "source"):
         return status
-    for stages in (
-        [*paper_stages("train", runs), *paper_stages("sweep", sweeps)],
-        [*paper_stages("compare", [setting]), f"{PAPER_FILE}:tables"],
-    ):
-        if status := run_stages(outdated(stages)):
-            return status
+    with ThreadPoolExecutor(default_jobs()) as pool, serve_kernels() as kernels:
+        for stages in (
+            paper_stages("split", seeds),
+            [*paper_stages("train", runs), *paper_stages("sweep", sweeps)],
+            [*paper_stages("compare", [setting]), f"{PAPER_FILE}:tables"],
+        ):
+            if status := run_stages(outdated(stages), pool, kernels):
+                return status
     return 0
 
 
@@ -69,22 +74,24 @@ def paper_stages(stage: str, items: Sequence[str]) -> list[str]:
     return [f"{PAPER_FILE}:{stage}@{item}" for item in items]
 
 
-def run_stages(stages: list[str]) -> int:
-    """Run several stages at a time, the last first; 1 if one failed, whose traceback is named."""
+def run_stages(stages: list[str], pool: ThreadPoolExecutor, kernels: dict[str, str]) -> int:
+    """Run several stages at a time, the last first; 1 if one failed, whose traceback is named.
+
+    `kernels` is an environment with warm kernels. Whoever interrupts has to end them.
+    """
     jobs, cores = default_jobs(), os.cpu_count() or 1
     workers = str(max(1, cores // max(1, min(jobs, len(stages)))))
     size = max(1, min(4, len(stages) // (8 * jobs)))  # DVC takes two seconds to start
     stages, stop = stages[::-1], Event()  # so that a long one does not run alone at the end
     chunks = [stages[i : i + size] for i in range(0, len(stages), size)]
-    with ThreadPoolExecutor(jobs) as pool, serve_kernels() as kernels:
-        environment = {"STAMP_WORKERS": workers, **kernels, "PYTHONUNBUFFERED": "1"}
-        futures = [pool.submit(run_chunk, chunk, environment, stop) for chunk in chunks]
-        try:
-            statuses = [future.result() for future in futures]
-        except KeyboardInterrupt:
-            stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    environment = {"STAMP_WORKERS": workers, **kernels, "PYTHONUNBUFFERED": "1"}
+    futures = [pool.submit(run_chunk, chunk, environment, stop) for chunk in chunks]
+    try:
+        statuses = [future.result() for future in futures]
+    except KeyboardInterrupt:
+        stop.set()
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
     if not any(statuses):
         return 0
     failed = outdated(stages)
@@ -101,9 +108,9 @@ def default_jobs() -> int:
     return 1 if shutil.which("nvidia-smi") else os.cpu_count() or 1
 
 
-def dvc(*arguments: str) -> int:
+def dvc(*arguments: str, environment: dict[str, str] | None = None) -> int:
     """The exit status of a DVC command whose output is shown."""
-    return subprocess.run(["dvc", *arguments], cwd=ROOT).returncode
+    return subprocess.run(["dvc", *arguments], cwd=ROOT, env=environment).returncode
 
 
 def outdated(stages: Sequence[str]) -> list[str]:
