@@ -403,3 +403,12 @@ def test_matching_has_means_of_rounds_and_the_largest_gap():
     assert (row["gradients"], row["gradients with weight"]) == ("4.00", "3.00")
     assert (row["duality gap"], row["events"]) == ("2e-02", "a gradient was dropped: 4")
     assert tables.matching_table([fake_record()]).empty
+
+
+def test_a_table_is_shown_with_all_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(text, "display", lambda table: shown.append(repr(table)))
+    rows = pd.DataFrame({"n": range(200)})
+    tables.show(rows)
+    assert len(shown[0].splitlines()) == 201
+    assert pd.get_option("display.max_rows") == 60

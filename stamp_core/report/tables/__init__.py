@@ -21,6 +21,7 @@ from .matching import matching_table
 from .paper import compare_costs_with_paper, compare_with_paper, write_paper
 from .paper_details import architectures, modified_networks, training_details
 from .results import cost_table, differences, findings, results_table, write_results
+from .text import show
 
 __all__ = ["ablation_findings", "ablation_table", "write_ablation"]
 __all__ += ["coreset_accuracies", "coreset_costs", "coreset_differences", "coreset_findings"]
@@ -28,4 +29,4 @@ __all__ += ["alpha_accuracies", "alpha_differences", "coreset_frame", "write_cor
 __all__ += ["alpha_findings", "alpha_frame", "matching_table", "write_heterogeneity"]
 __all__ += ["compare_costs_with_paper", "compare_with_paper", "write_paper"]
 __all__ += ["architectures", "modified_networks", "training_details"]
-__all__ += ["cost_table", "differences", "findings", "results_table", "write_results"]
+__all__ += ["cost_table", "differences", "findings", "results_table", "show", "write_results"]

@@ -6,12 +6,19 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from IPython.display import display
 
 from stamp_core.results import metrics
 from stamp_core.results.records import Record
 
 DASH = "\N{EN DASH}"  # an undefined number
 MB = 1e6
+
+
+def show(table: pd.DataFrame) -> None:
+    """Display all rows of a table in a notebook: of more than sixty pandas shows ten."""
+    with pd.option_context("display.max_rows", None):
+        display(table)
 
 
 def mean_std(fractions: Iterable[float]) -> str:
