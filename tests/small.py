@@ -20,10 +20,11 @@ from stamp_core.data import dataset as data
 from stamp_core.data import split
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.split import Plan
-from stamp_core.engine import checkpoint
 from stamp_core.engine import train as engine
+from stamp_core.engine.checkpoint import checkpoint_folder
 from stamp_core.engine.executor import Worker
 from stamp_core.engine.experiment import Experiment
+from stamp_core.engine.trees import read_tree
 from stamp_core.methods.base import registry
 from stamp_core.methods.base.method import ClientRound
 from stamp_core.models import networks as models
@@ -220,9 +221,7 @@ def slope(net: nn.Module, loss: Tensor) -> Tensor:
 
 def saved(experiment: Experiment, folder: Path, seed: int = 0) -> dict[str, Any]:
     """The state in the checkpoint of a run."""
-    return checkpoint.read_checkpoint(
-        folder / f"{experiment.setting.name}-{experiment.method}-{seed}.safetensors"
-    )[0]
+    return read_tree(checkpoint_folder(folder, experiment.name, seed) / "run.safetensors")[0]
 
 
 def counted(history: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -51,7 +51,16 @@ def read_params(profile: str = DEFAULT, root: Path = PARAMS.parent) -> dict[str,
         if not isinstance(blocks.get(key, None if required else {}), dict):
             raise invalid(f"{file}: {key}", blocks.get(key), "a block of keys")
     shared = {section: read_yaml(root / name) for section, name in FILES.items()}
+    for section in (*shared, "sweeps"):  # names of folders, and words of DVC's commands
+        for name in {**blocks, **shared}[section]:
+            require_name(file_of({"file": file}, section), name)
     return {**blocks, **shared, "file": file}
+
+
+def require_name(where: str, name: object) -> None:
+    """Refuse a name with other characters than letters, digits and underscores."""
+    if not (isinstance(name, str) and re.fullmatch("[A-Za-z0-9_]+", name)):
+        raise ParameterError(f"{where} {name!r} is no name; use letters, digits and underscores")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -98,7 +107,7 @@ def read_setting(name: str, params: Params | None = None) -> Setting:
 
 def parse_seeds(text: str) -> list[int]:
     """The seeds of a range: '3' is [3], '0to2' is [0, 1, 2]."""
-    bounds = re.fullmatch(r"(\d+)(?:to(\d+))?", str(text))
+    bounds = re.fullmatch("([0-9]+)(?:to([0-9]+))?", str(text))
     if not bounds or int(bounds[2] or bounds[1]) < int(bounds[1]):
         raise invalid("seeds", text, "a number such as '3' or a rising range such as '0to2'")
     return list(range(int(bounds[1]), int(bounds[2] or bounds[1]) + 1))

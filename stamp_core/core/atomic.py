@@ -1,21 +1,26 @@
-"""Files that are replaced whole: a reader finds the old content or the new one, never a part."""
+"""Files and folders that are replaced whole: a reader finds the old or the new, never a part."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A scratch file beside `path` that takes its place when the context ends without error."""
+def replacing(path: Path, flush: bool = True) -> Iterator[Path]:
+    """A scratch file beside `path` that takes its place when the context ends without error.
+
+    Without `flush`, which takes milliseconds, a power failure soon after may leave it damaged.
+    """
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         with naming(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             yield part
-            with part.open("rb") as file:
-                os.fsync(file.fileno())  # a rename may reach the disk before the data
+            if flush:
+                with part.open("rb") as file:
+                    os.fsync(file.fileno())  # a rename may reach the disk before the data
             part.replace(path)
     finally:
         part.unlink(missing_ok=True)
@@ -32,3 +37,32 @@ def naming(path: Path) -> Iterator[None]:
         elif error.filename is None and str(path) not in str(error):  # numpy's, of a short write
             raise OSError(f"{path}: {error}") from error
         raise
+
+
+@contextmanager
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """A scratch folder beside `folder` that takes its place when the context ends without error."""
+    for left in folder.parent.glob(f"{folder.name}.*.part"):  # by a process that was killed
+        shutil.rmtree(left)
+    part = folder.with_name(f"{folder.name}.{os.getpid()}.part")
+    try:
+        with naming(folder):
+            part.mkdir(parents=True)
+            yield part
+            for path in part.iterdir():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+            if folder.exists():
+                shutil.rmtree(folder)
+            part.rename(folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def set_aside(path: Path, aside: Path) -> Path:
+    """Rename a file or folder that must not be used to `aside`, which gives way."""
+    if aside.is_dir():
+        shutil.rmtree(aside)
+    aside.unlink(missing_ok=True)
+    aside.parent.mkdir(parents=True, exist_ok=True)
+    return path.replace(aside)

@@ -1,105 +1,150 @@
-"""Trees of tensors and plain values on disk: written atomically, verified, never pickled."""
+"""A run on disk, from which a killed training resumes: a folder of these files.
+
+    run.safetensors  the server's state, the progress, and how much of the journal counts
+    journal.jsonl    a line per round: its entry in the history, and where changed states are
+    states/          the clients' states and the results
+
+A round writes what has changed in it, whatever the number of clients and of earlier rounds. A
+process that is killed at any moment leaves it whole. What takes less than WORTH_A_FLUSH is not
+flushed to the disk: after a power failure a run of such short rounds may have to start afresh.
+"""
 
 import hashlib
 import json
 import os
+import shutil
 import warnings
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save as to_bytes
-from torch import Tensor
+from stamp_core.core.atomic import set_aside
+from stamp_core.engine.trees import UNUSABLE, Store, Stored, Tree, read_tree, write_tree
 
-Arrays = dict[str, np.ndarray]
-PLAIN = (str, int, float, bool, type(None))
+WORTH_A_FLUSH = 0.2  # seconds of work; a flush takes some milliseconds
+RESULTS = ("scores", "features", "memory")  # parts of a run's state that evaluations alone change
+OF_RESULTS = -1  # their place among the clients' states
 
 
-def save_checkpoint(path: Path, tree: Mapping[str, Any], identity: Mapping[str, str]) -> None:
-    """Write `tree` to `path`; after any failure `path` holds the complete old or new tree."""
-    arrays: Arrays = {}
-    text = json.dumps(_flatten(tree, arrays, "state"))
-    header = {"tree": text, "identity": json.dumps(dict(identity)), "digest": _digest(text, arrays)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            file.write(to_bytes(arrays, header))
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+@dataclass(frozen=True)
+class Journal:
+    """How much of the journal is part of the checkpoint."""
+
+    size: int = 0  # in bytes
+    rounds: int = 0
+    digest: str = ""
+
+    def extended(self, line: bytes, rounds: int) -> "Journal":
+        """The journal with one more line."""
+        digest = hashlib.sha256(self.digest.encode() + line).hexdigest()
+        return Journal(self.size + len(line), self.rounds + rounds, digest)
 
 
-def load_checkpoint(path: Path, identity: Mapping[str, str]) -> dict[str, Any] | None:
-    """The tree saved at `path` for this identity, or None; an unusable file is renamed."""
-    for part in path.parent.glob(f"{path.stem}.*.part"):  # a process was killed while writing
-        part.unlink(missing_ok=True)
-    if not path.exists():
-        return None
-    try:
-        tree, found = read_checkpoint(path)
-    except (SafetensorError, ValueError, KeyError, OSError) as error:
-        _set_aside(path, f"is damaged ({error})")
-        return None
-    other = [key for key in {**found, **identity} if found.get(key) != identity.get(key)]
-    if other:
-        _set_aside(path, f"belongs to other {', '.join(other)}")
-        return None
-    return tree
+class Checkpoint:
+    """The folder of one run, which after any failure holds its complete old or new state."""
+
+    def __init__(self, resume: Path, name: str, seed: int, identity: Mapping[str, str]) -> None:
+        self.folder, self.identity = checkpoint_folder(resume, name, seed), dict(identity)
+        self.file, self.lines = self.folder / "run.safetensors", self.folder / "journal.jsonl"
+        self.store = state_store(resume, name, seed)
+        self.journal, self.evaluated = Journal(), True
+        self.saved: dict[int, Stored] = {}  # clients' states and results
+        self.named = Counter[str]()  # how many of them have a digest
+
+    def save(self, state: Tree, evaluated: bool = True, flush: bool = True) -> None:
+        """Write what has changed; the results only if there was an evaluation."""
+        self.evaluated |= evaluated  # or one whose results could not be written
+        changed, clients = {}, state["clients"]
+        for client, kept in enumerate(clients):
+            if kept is not self.saved.get(client):
+                stored = kept if isinstance(kept, Stored) else self.store.put(kept, flush)
+                changed[client] = clients[client] = stored
+        if self.evaluated:
+            results = {name: state[name] for name in RESULTS}
+            changed[OF_RESULTS] = self.store.put(results, flush)
+        journal = self._append(state["history"][self.journal.rounds :], changed, flush)
+        small = {key: state[key] for key in state if key not in (*RESULTS, "clients", "history")}
+        write_tree(self.file, {**small, "journal": list(astuple(journal))}, self.identity, flush)
+        self.journal, self.evaluated = journal, False
+        for digest in self._rename(changed):
+            self.store.path(digest).unlink(missing_ok=True)
+
+    def load(self) -> Tree | None:
+        """The state saved for this identity, or None; a folder that is unusable is renamed."""
+        if not self.file.exists():
+            shutil.rmtree(self.folder, ignore_errors=True)  # the run was killed before it saved
+            return None
+        try:
+            tree, header = read_tree(self.file)
+            mine, found = self.identity, json.loads(header["identity"])
+            state = self._read_parts(tree)
+        except UNUSABLE as error:
+            self._refuse(f"is damaged ({error})")
+            return None
+        if other := [key for key in {**found, **mine} if found.get(key) != mine.get(key)]:
+            self._refuse(f"belongs to other {', '.join(other)}")
+            return None
+        for part in self.folder.glob("*.part"):  # the process was killed while it saved
+            part.unlink()
+        self.store.keep_only(set(self.named))
+        return state
+
+    def _append(self, history: list[Tree], changed: dict[int, Stored], flush: bool) -> Journal:
+        """Write a line with new rounds and changed states behind the saved ones."""
+        stored = [[client, *astuple(kept)] for client, kept in changed.items()]
+        line = json.dumps({"history": history, "stored": stored}).encode() + b"\n"
+        with self.lines.open("ab") as file:
+            file.truncate(self.journal.size)  # a line may be left of a save that failed
+            file.write(line)
+            if flush:
+                file.flush()
+                os.fsync(file.fileno())
+        return self.journal.extended(line, len(history))
+
+    def _read_parts(self, tree: Tree) -> Tree:
+        """The whole state of a saved tree; every file is verified."""
+        expected, history = Journal(*tree.pop("journal")), list[Tree]()
+        for line in self.lines.read_bytes()[: expected.size].splitlines(keepends=True):
+            content = json.loads(line)
+            history += content["history"]
+            self._rename({client: Stored(*each) for client, *each in content["stored"]})
+            self.journal = self.journal.extended(line, len(content["history"]))
+        if self.journal != expected:
+            raise ValueError(f"the digest of {self.lines.name} does not fit its content")
+        for digest in self.named:
+            self.store.get(digest)
+        results = self.store.get(self.saved[OF_RESULTS].digest)
+        clients = [self.saved[client] for client in range(len(self.saved) - 1)]
+        self.evaluated = False
+        return {**tree, **results, "clients": clients, "history": history}
+
+    def _rename(self, changed: dict[int, Stored]) -> set[str]:
+        """Note where changed states are; returns the digests that nothing has any more."""
+        before = [self.saved[client].digest for client in changed if client in self.saved]
+        self.saved.update(changed)
+        self.named.update(kept.digest for kept in changed.values())
+        self.named.subtract(before)
+        gone = {digest for digest in before if not self.named[digest]}
+        for digest in gone:
+            del self.named[digest]
+        return gone
+
+    def _refuse(self, why: str) -> None:
+        """Rename a folder that must not be used, with a warning; start with nothing saved."""
+        aside = set_aside(self.folder, self.folder.with_name(f"{self.folder.name}.aside"))
+        self.journal, self.evaluated = Journal(), True
+        self.saved.clear()
+        self.named.clear()
+        text = f"checkpoint {self.folder} {why}; kept as {aside.name}, starting afresh"
+        warnings.warn(text, stacklevel=3)
 
 
-def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """The tree and the identity in a file; ValueError when its content is not what was written."""
-    with safe_open(path, framework="numpy") as file:
-        header = file.metadata() or {}
-        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    if _digest(header["tree"], arrays) != header["digest"]:
-        raise ValueError("its digest does not fit its content")
-    return _unflatten(json.loads(header["tree"]), arrays), json.loads(header["identity"])
+def checkpoint_folder(resume: Path, name: str, seed: int) -> Path:
+    """The folder of a run of the experiment `name`."""
+    return resume / f"{name}-{seed}"
 
 
-def _set_aside(path: Path, why: str) -> None:
-    """Rename a file that must not be used, with a warning."""
-    aside = path.with_suffix(f"{path.suffix}.aside")
-    path.replace(aside)
-    warnings.warn(f"checkpoint {path} {why}; kept as {aside.name}, starting afresh", stacklevel=3)
-
-
-def _flatten(tree: object, arrays: Arrays, where: str) -> Any:
-    """`tree` as JSON, its tensors moved to `arrays` under their paths in the tree."""
-    if isinstance(tree, Tensor):
-        name = f"{len(arrays)} {where}"  # unique by the number: keys with dots can give equal paths
-        arrays[name] = np.asarray(tree.numpy(), order="C")
-        return {"tensor": name}
-    if isinstance(tree, Mapping):
-        if not all(isinstance(key, str) for key in tree) or "tensor" in tree:
-            raise TypeError(f"{where}: keys must be text other than 'tensor', not {list(tree)}")
-        return {key: _flatten(item, arrays, f"{where}.{key}") for key, item in tree.items()}
-    if isinstance(tree, list):
-        return [_flatten(item, arrays, f"{where}.{k}") for k, item in enumerate(tree)]
-    if not isinstance(tree, PLAIN):
-        raise TypeError(f"{where} is a {type(tree).__name__}; a state holds tensors, text, numbers")
-    return tree
-
-
-def _unflatten(tree: Any, arrays: Arrays) -> Any:
-    """The inverse of `_flatten`."""
-    if isinstance(tree, dict):
-        if set(tree) == {"tensor"}:
-            return torch.from_numpy(arrays[tree["tensor"]])
-        return {key: _unflatten(item, arrays) for key, item in tree.items()}
-    return [_unflatten(item, arrays) for item in tree] if isinstance(tree, list) else tree
-
-
-def _digest(text: str, arrays: Arrays) -> str:
-    """The sha256 over the whole content of a checkpoint."""
-    total = hashlib.sha256(text.encode())
-    for name in sorted(arrays):
-        total.update(f"{name} {arrays[name].dtype} {arrays[name].shape}".encode())
-        total.update(np.ascontiguousarray(arrays[name]).data if arrays[name].size else b"")
-    return total.hexdigest()
+def state_store(resume: Path, name: str, seed: int) -> Store:
+    """The store of a run's checkpoint, in which workers keep the clients' states."""
+    return Store(checkpoint_folder(resume, name, seed) / "states")

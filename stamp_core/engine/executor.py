@@ -1,6 +1,7 @@
 """Where clients run: in this process or in worker processes of one thread each; same results."""
 
 import concurrent.futures
+import importlib
 import io
 import multiprocessing
 import os
@@ -13,9 +14,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,11 +27,14 @@ from stamp_core.config.decode import invalid
 from stamp_core.config.schema import Setting
 from stamp_core.core.processes import follow_parent
 from stamp_core.data.split import Plan
+from stamp_core.engine.checkpoint import WORTH_A_FLUSH, state_store
 from stamp_core.engine.experiment import Experiment
+from stamp_core.engine.trees import Stored
 from stamp_core.methods.base.method import ClientRound, InitialStates, Message, Method, Reply, State
 from stamp_core.models.networks import Classifier
 
 _T = TypeVar("_T")
+Kept = State | Stored  # a client's state, or where it is on disk
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "ALLOC_FAILED")  # in torch's errors
 
 
@@ -38,7 +42,8 @@ OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "ALLOC_FAILED")  
 class ClientResult:
     """A client's reply with what its round cost and, after a last round, its model's scores."""
 
-    reply: Reply
+    reply: Reply  # without its state if that is stored
+    state: Kept
     scores: Tensor | None  # [scorings, 1, T] of the model after local training
     angles: dict[str, float]  # between the gradients of the client's tasks, if recorded
     seconds: float
@@ -48,12 +53,22 @@ class ClientResult:
 
 
 class Worker:
-    """One process's workspace with the method and the plans of all seeds; it has no other state."""
+    """One process's workspace with the method and the plans of all seeds; it has no other state.
 
-    def __init__(self, experiment: Experiment, plans: Mapping[int, Plan], device: str) -> None:
+    With a folder `resume` it keeps the clients' states there, and passes on where they are.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        plans: Mapping[int, Plan],
+        device: str,
+        resume: Path | None = None,
+    ) -> None:
         self.work = Workspace(experiment.setting, experiment.dataset(), device)
         self.method = experiment.kind(experiment.params, self.work)
         self.plans = plans
+        self.stores = {seed: state_store(resume, experiment.name, seed) for seed in plans if resume}
         self.lock = threading.Lock()
 
     def run(self, call: "Call[_T]") -> _T:
@@ -65,18 +80,33 @@ class Worker:
         """The first states of the server and of every client."""
         return self.method.initial_states(self.plans[seed])
 
-    def train_client(self, round_id: RoundId, state: State, message: Message) -> ClientResult:
+    def load_state(self, seed: int, kept: Kept) -> State:
+        """A client's state, from the disk if it is there."""
+        return self.stores[seed].get(kept.digest) if isinstance(kept, Stored) else kept
+
+    def keep_state(self, seed: int, state: State, flush: bool) -> Kept:
+        """A client's state, on the disk where there is a folder that is not full."""
+        try:
+            return self.stores[seed].put(state, flush) if seed in self.stores else state
+        except OSError:  # the checkpoint tries once more, and warns
+            return state
+
+    def train_client(self, round_id: RoundId, state: Kept, message: Message) -> ClientResult:
         """One client round, with the scores and angles of its local model after a last round."""
+        plan, seed = self.plans[round_id.seed], round_id.seed
+        client_round = ClientRound(round_id, plan, self.load_state(seed, state), message)
         gpu = self.work.device.type == "cuda"
         if gpu:
             torch.cuda.reset_peak_memory_stats(self.work.device)
         start, before = time.perf_counter(), Classifier.differentiated
-        plan = self.plans[round_id.seed]
-        reply = self.method.train_client(ClientRound(round_id, plan, state, message))
+        reply = self.method.train_client(client_round)
         seconds, images = time.perf_counter() - start, Classifier.differentiated - before
         peak = torch.cuda.max_memory_allocated(self.work.device) if gpu else 0
         scores, angles = self.diagnose(round_id) if round_id.last else (None, {})
-        return ClientResult(reply, scores, angles, seconds, images, peak_memory(), peak)
+        kept = self.keep_state(seed, reply.state, seconds > WORTH_A_FLUSH)
+        if isinstance(kept, Stored):
+            reply = replace(reply, state={})
+        return ClientResult(reply, kept, scores, angles, seconds, images, peak_memory(), peak)
 
     def diagnose(self, round_id: RoundId) -> tuple[Tensor | None, dict[str, float]]:
         """Scores and angles of the model after a client round, where the method has them."""
@@ -103,11 +133,11 @@ class Worker:
         return self.work.outputs(images, self.work.classifier.encode).half()
 
     def evaluate_client(
-        self, round_id: RoundId, state: State, message: Message, personal: bool
+        self, round_id: RoundId, state: Kept, message: Message, personal: bool
     ) -> Tensor:
         """Scores of a client's personal model, or of the global one with the client's buffers."""
-        plan = self.plans[round_id.seed]
-        client_round = ClientRound(round_id, plan, state, message)
+        plan, loaded = self.plans[round_id.seed], self.load_state(round_id.seed, state)
+        client_round = ClientRound(round_id, plan, loaded, message)
         if personal:
             return self.method.personal_scores(client_round)
         Method.receive(self.method, client_round)
@@ -167,15 +197,13 @@ class SerialExecutor:
 class ProcessExecutor:
     """Distributes the calls among worker processes; several threads may call it at once."""
 
-    def __init__(
-        self, experiment: Experiment, plans: Mapping[int, Plan], device: str, workers: int
-    ) -> None:
+    def __init__(self, workers: int, *of_worker: object) -> None:
         # A fork server has imported torch already and has no other threads: its children start
         # fast and cannot inherit a lock held by another thread, as those of a notebook kernel may.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["stamp_core.engine.executor"])
         self.pool = concurrent.futures.ProcessPoolExecutor(
-            workers, context, initializer=_start, initargs=(_dumps((experiment, plans, device)),)
+            workers, context, initializer=_start, initargs=(_dumps(of_worker),)
         )
 
     def map(self, calls: Iterable[Call[_T]]) -> list[_T]:
@@ -183,7 +211,7 @@ class ProcessExecutor:
         try:
             futures = [self.pool.submit(_run, _dumps(call)) for call in calls]
             return [pickle.loads(future.result()) for future in futures]
-        except BrokenProcessPool:
+        except (BrokenProcessPool, EOFError, ConnectionError):  # a worker, or the fork server
             raise RuntimeError(
                 "a worker process ended. Most often memory was lacking: run with fewer workers "
                 "(STAMP_WORKERS=1) or a smaller network.micro_batch_size; finished rounds are "
@@ -196,18 +224,39 @@ class ProcessExecutor:
         self.pool.shutdown(wait=True, cancel_futures=True)
 
 
-Executor = SerialExecutor | ProcessExecutor
+class Executor(Protocol):
+    """Where clients run."""
+
+    def map(self, calls: Iterable[Call[_T]]) -> list[_T]:
+        """The results of the calls, in order."""
+        ...
+
+    def close(self) -> None:
+        """End what was started."""
+        ...
 
 
 def start_executor(
-    experiment: Experiment, plans: Mapping[int, Plan], workers: int, device: str
+    experiment: Experiment,
+    plans: Mapping[int, Plan],
+    workers: int,
+    device: str,
+    resume: Path | None = None,
 ) -> tuple[Worker, Executor]:
-    """This process's own worker and where the clients run: worker processes if `workers` > 1."""
+    """This process's own worker and where the clients run: worker processes if `workers` > 1.
+
+    $STAMP_EXECUTOR names another module of this package, which distributes the calls elsewhere.
+    """
     torch.set_num_threads(1)  # sums are split by threads: their number would change last digits
-    worker = Worker(experiment, plans, device)
+    of_worker = experiment, plans, device, resume
+    worker, name = Worker(*of_worker), os.environ.get("STAMP_EXECUTOR", "")
+    if name:  # by name: its code changes no result, so no run's identity depends on it
+        module = importlib.import_module(f"{__package__}.{name}_executor")
+        elsewhere: Executor = module.start(workers, *of_worker)
+        return worker, elsewhere
     if workers == 1:
         return worker, SerialExecutor(worker)
-    return worker, ProcessExecutor(experiment, plans, device, workers)
+    return worker, ProcessExecutor(workers, *of_worker)
 
 
 def resolve_workers(workers: int, device: str) -> int:

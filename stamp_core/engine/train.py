@@ -4,6 +4,7 @@ import concurrent.futures
 import math
 import os
 import platform
+import shutil
 import time
 import warnings
 from collections import Counter
@@ -23,10 +24,11 @@ from stamp_core.client.workspace import RoundId
 from stamp_core.core.progress import Progress
 from stamp_core.core.seeding import generator
 from stamp_core.data.split import Plan
-from stamp_core.engine.checkpoint import load_checkpoint, save_checkpoint
+from stamp_core.engine.checkpoint import WORTH_A_FLUSH, Checkpoint, checkpoint_folder
 from stamp_core.engine.executor import (
     ClientResult,
     Executor,
+    Kept,
     SerialExecutor,
     Worker,
     peak_memory,
@@ -35,6 +37,7 @@ from stamp_core.engine.executor import (
     start_executor,
 )
 from stamp_core.engine.experiment import Experiment
+from stamp_core.engine.trees import Stored
 from stamp_core.methods.base.method import Log, Message
 from stamp_core.models.flat import split_like
 from stamp_core.results.metrics import micro_average
@@ -54,7 +57,8 @@ def train(
     when it is called again. `workers` 0 is one process per core; results never depend on it.
     """
     device = resolve_device(device)
-    worker, executor = start_executor(experiment, plans, resolve_workers(workers, device), device)
+    count = resolve_workers(workers, device)
+    worker, executor = start_executor(experiment, plans, count, device, resume)
     try:
         runs = [Run(experiment, plan, worker, executor, resume) for plan in plans.values()]
         with Progress(sum(r.rounds for r in runs), sum(r.state["next"] for r in runs)) as progress:
@@ -67,8 +71,17 @@ def save_records(records: Mapping[int, Record], folder: Path, resume: Path | Non
     """Write the records of an experiment, one folder per seed, and delete their checkpoints."""
     for seed, record in records.items():
         record.save(folder / str(seed))
-        if resume:
-            (resume / f"{record.name}-{seed}.safetensors").unlink(missing_ok=True)
+    for seed, record in records.items():
+        if resume and (checkpoint := checkpoint_folder(resume, record.name, seed)).exists():
+            remove_checkpoint(checkpoint)
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Delete the folder of a finished run; if that fails, warn: its record is saved."""
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        warnings.warn(f"checkpoint {folder} of a finished run stays: {error}", stacklevel=3)
 
 
 class Run:
@@ -87,10 +100,14 @@ class Run:
         self.training, self.seed = experiment.setting.training, plan.seed
         self.rounds = plan.experiences * self.training.rounds
         self.identity = experiment.identity(plan, str(worker.work.device))
-        self.file = resume / f"{experiment.name}-{plan.seed}.safetensors" if resume else None
-        saved = load_checkpoint(self.file, self.identity) if self.file else None
+        self.checkpoint: Checkpoint | None = None
+        if resume:
+            self.checkpoint = Checkpoint(resume, experiment.name, plan.seed, self.identity)
+        saved = self.checkpoint.load() if self.checkpoint else None
         self.state = saved or self.initial_state()
         self.saving, self.stop = 0.0, False
+        if not saved:
+            self.save(evaluated=True, flush=False)  # a warm-up is kept as well
         count = experiment.setting.diagnostics.features
         self.feature_indices = first_per_class(worker.work.dataset.y_test, count)
 
@@ -140,7 +157,7 @@ class Run:
             before, log = state["server"], Log()
             state["server"] = self.method.aggregate(before, [r.reply for r in results], log)
         for client, result in zip(completing, results, strict=True):
-            state["clients"][client] = result.reply.state
+            state["clients"][client] = result.state
         clock.append(time.perf_counter())
         angles = self.angles(before, results)
         if last:
@@ -151,7 +168,7 @@ class Run:
         entry["seconds"] |= sum_by_name(each.seconds for each in logs)
         state["history"].append({**entry, "angles": angles, **summarise_logs(logs)})
         state["next"] += 1
-        self.save()
+        self.save(last, flush=clock[-1] - clock[0] > WORTH_A_FLUSH)
 
     def select_clients(self, experience: int, round_: int) -> tuple[list[int], list[int]]:
         """The clients that receive the model in a round, and those of them that complete it."""
@@ -251,18 +268,18 @@ class Run:
                 "process": max([peak_memory(), *(result.memory for result in results)]),
                 "gpu": max([0, *(result.gpu for result in results)]),
             },
-            "disk": max(map(tree_bytes, self.state["clients"])),  # of the client that keeps most
+            "disk": max(map(kept_bytes, self.state["clients"])),  # of the client that keeps most
         }
 
-    def save(self) -> None:
+    def save(self, evaluated: bool, flush: bool) -> None:
         """Write the checkpoint; if that fails, as on a full disk, warn and continue training."""
-        if self.file is None:
+        if self.checkpoint is None:
             return
-        start = time.perf_counter()
+        start, where = time.perf_counter(), self.checkpoint.folder
         try:
-            save_checkpoint(self.file, self.state, self.identity)
+            self.checkpoint.save(self.state, evaluated, flush)
         except OSError as error:
-            warnings.warn(f"no checkpoint at {self.file}: {error}; training goes on", stacklevel=2)
+            warnings.warn(f"no checkpoint at {where}: {error}; training goes on", stacklevel=2)
         self.saving = time.perf_counter() - start
 
     def accuracy(self, experience: int) -> float:
@@ -315,7 +332,8 @@ class Run:
         if not count:
             return []
         with self.worker.lock:
-            samples = self.method.memory_samples(state["server"], state["clients"][0], count)
+            client = self.worker.load_state(self.seed, state["clients"][0])
+            samples = self.method.memory_samples(state["server"], client, count)
         if not samples:
             return []
         return [{**samples, "experiences": torch.full_like(samples["labels"], experience)}]
@@ -333,6 +351,11 @@ class Run:
             values = split_like(vector, list(named.values()))
             weights.update({name: v.numpy() for name, v in zip(named, values, strict=True)})
         return weights
+
+
+def kept_bytes(kept: Kept) -> int:
+    """The size of a client's state."""
+    return kept.bytes if isinstance(kept, Stored) else tree_bytes(kept)
 
 
 def mean_by_name(each: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from stamp_core.config.decode import ParameterError
 from stamp_core.config.params import DEFAULT, PAPER, QUICK, expand_grid, parse_seeds, read_params
 from stamp_core.config.schema import Setting
+from stamp_core.core.atomic import set_aside
 from stamp_core.core.paths import RESUME, ROOT
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.split import Plan, make_plan
@@ -88,18 +89,30 @@ def load_runs(runs: Iterable[tuple[str, str, str]], profile: str) -> list[Record
     return records
 
 
+def load_sound_record(folder: Path) -> Record | None:
+    """The record in a folder, if there is one; a damaged one is set aside, to be made again."""
+    if not folder.exists():
+        return None
+    try:
+        return load_record(folder)
+    except ValueError as error:
+        aside = set_aside(folder, RESUME / f"{folder.parent.name}-{folder.name}.aside")
+        warnings.warn(f"{error}; kept as {aside.relative_to(ROOT)}", stacklevel=2)
+        return None
+
+
 def load_records(
     experiment: Experiment, seeds: str, profile: str, outdated: bool = True
 ) -> list[Record]:
-    """The records of an experiment; none if one is missing.
+    """The records of an experiment; none if one is missing or damaged.
 
     Records of other code or parameters cause a warning, or count as missing if not `outdated`.
     """
     folder = run_folder(experiment, seeds, profile)
-    files = [folder / str(seed) / "run.json" for seed in parse_seeds(seeds)]
-    if not all(file.exists() for file in files):
+    found = [load_sound_record(folder / str(seed)) for seed in parse_seeds(seeds)]
+    records = [record for record in found if record]
+    if len(records) < len(found):
         return []
-    records = [load_record(file.parent) for file in files]
     plans = load_plans(experiment.setting, experiment.dataset(), seeds, profile)
     changes = set[str]()
     for record, plan in zip(records, plans.values(), strict=True):

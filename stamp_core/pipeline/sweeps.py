@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -49,6 +50,9 @@ class Sweep:
         for name in ("setting", "method", "keys", "values"):
             if not getattr(self, name):
                 raise invalid(name, [], "a list that is not empty")
+        for value in self.values:  # part of the names of folders
+            if not re.fullmatch("[A-Za-z0-9_.+-]+", str(value)) or str(value).startswith("."):
+                raise invalid("values", value, "a number, a word or true, false or null")
         for key, setting, method in itertools.product(self.keys, self.setting, self.method):
             places = (f"settings.{setting}.", f"methods.{method}.")
             if not fill(key, setting, method).startswith(places):

@@ -1,5 +1,6 @@
 """Run records: the results of one run (setting, method, seed), as files."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,10 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.numpy import load as from_bytes
+from safetensors.numpy import save as to_bytes
+
+from stamp_core.core.atomic import replacing_folder
 
 # arg-max over all classes, the seen ones, those of the task; nearest mean of training features
 SCORINGS = ("all", "seen", "task", "nearest mean")
+ARRAYS = ("scores", "weights", "features", "memory")  # files of a record
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,23 +61,40 @@ class Record:
         return accuracies
 
     def save(self, folder: Path) -> None:
-        """Write run.json and the arrays into `folder`."""
-        folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"about": self.about, "history": self.history}, indent=1)
-        (folder / "run.json").write_text(text + "\n")
-        files = {"scores": {**self.scores, "tests": self.tests}, "weights": self.weights}
-        for name, arrays in (files | {"features": self.features, "memory": self.memory}).items():
-            # safetensors writes the memory of a transposed array without regard to its strides
-            rows = {key: np.asarray(array, order="C") for key, array in arrays.items()}
-            save_file(rows, folder / f"{name}.safetensors")
+        """Write run.json and the arrays into `folder`, which is there whole or not at all."""
+        text = json.dumps({"about": self.about, "history": self.history}, indent=1) + "\n"
+        arrays = ({**self.scores, "tests": self.tests}, self.weights, self.features, self.memory)
+        # safetensors writes the memory of a transposed array without regard to its strides
+        files = [
+            to_bytes({key: np.asarray(array, order="C") for key, array in each.items()})
+            for each in arrays
+        ]
+        with replacing_folder(folder) as scratch:
+            for name, content in zip(ARRAYS, files, strict=True):
+                (scratch / f"{name}.safetensors").write_bytes(content)
+            (scratch / "run.json").write_text(text)
+            (scratch / "digest").write_text(_digest(text, files))
 
 
 def load_record(folder: Path) -> Record:
-    """The record in `folder`."""
-    run = json.loads((folder / "run.json").read_text())
-    names = ("scores", "weights", "features", "memory")
-    scores, *others = (load_file(folder / f"{name}.safetensors") for name in names)
-    return Record(run["about"], run["history"], scores, scores.pop("tests"), *others)
+    """The record in `folder`; ValueError if it is not what was written."""
+    try:
+        text = (folder / "run.json").read_text()
+        files = [(folder / f"{name}.safetensors").read_bytes() for name in ARRAYS]
+        if _digest(text, files) != (folder / "digest").read_text():
+            raise ValueError("its digest does not fit its content")
+        run, (scores, *others) = json.loads(text), map(from_bytes, files)
+        return Record(run["about"], run["history"], scores, scores.pop("tests"), *others)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise ValueError(f"the record in {folder} is damaged ({error})") from error
+
+
+def _digest(text: str, files: list[bytes]) -> str:
+    """The sha256 over the contents of all files of a record."""
+    total = hashlib.sha256(text.encode())
+    for content in files:
+        total.update(content)
+    return total.hexdigest()
 
 
 def history_total(history: list[dict[str, Any]], *path: str) -> float:

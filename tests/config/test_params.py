@@ -620,3 +620,21 @@ def test_a_file_that_is_not_yaml_is_refused_in_one_line(
     message = str(error.value)
     assert message.startswith(f"{path} is not YAML: ") and "\n" not in message
     assert named in message
+
+
+@pytest.mark.parametrize(
+    "name", ["a; touch x #", "$(touch x)", "`x`", "a b", "ä", "", "../a", "a-b"]
+)
+@pytest.mark.parametrize("section", ["settings", "methods", "sweeps"])
+def test_a_name_that_a_shell_or_a_folder_could_take_for_more_is_refused(
+    root: Path, section: str, name: str
+) -> None:
+    file = "params.yaml" if section == "sweeps" else f"params/{section}.yaml"
+    values = YAML(typ="safe").load(root / file)
+    block = values[section] if section == "sweeps" else values
+    block[name] = deepcopy(next(iter(block.values())))
+    (root / file).write_text(yaml.safe_dump(values))
+    where = "params.yaml: sweeps." if section == "sweeps" else f"{file}:"
+    with pytest.raises(ParameterError) as error:
+        read_params(root=root)
+    assert str(error.value) == f"{where} {name!r} is no name; use letters, digits and underscores"

@@ -1,12 +1,12 @@
 """Checkpoints and records: bit for bit, refused when damaged or foreign, never pickled."""
 
 import errno
-import io
+import json
 import math
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,31 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from safetensors.numpy import save_file
 from torch import Tensor
 
-from stamp_core.engine import checkpoint
+from stamp_core.engine import checkpoint, trees
+from stamp_core.engine.checkpoint import Checkpoint
+from stamp_core.engine.trees import Store, Tree
 from stamp_core.results import records
 from stamp_core.results.records import Record, history_total, tree_bytes
 
 MINE = {"parameters": "p", "plan": "q", "code": "c"}
-OLD: dict[str, Any] = {"weights": torch.arange(5.0), "next": 3}
-NEW: dict[str, Any] = {"weights": torch.arange(5.0) + 1, "next": 4}
+
+
+def state_after(rounds: int) -> Tree:
+    """The state of a run of three clients, of which two have the same state."""
+    return {
+        "server": {"parameters": torch.arange(5.0) + rounds, "note": "text"},
+        "clients": [{"own": torch.full((2,), float(rounds))}, {"last": rounds}, {"last": rounds}],
+        "scores": {"global": torch.full((2, 2), float(rounds))},
+        "features": [torch.ones(2, dtype=torch.float16)],
+        "memory": [],
+        "history": [{"round": k, "loss": 1 / (k + 3)} for k in range(rounds)],
+        "setup": {"down": 4},
+        "next": rounds,
+    }
+
 
 # --- what can be saved
 
@@ -33,7 +49,7 @@ shapes = arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3)
 tensors = st.sampled_from(DTYPES).flatmap(lambda d: arrays.arrays(d, shapes)).map(torch.from_numpy)
 values = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text())
 keys = st.one_of(st.text(max_size=5), st.text("a.0", max_size=4)).filter(lambda k: k != "tensor")
-trees = st.recursive(
+any_tree = st.recursive(
     tensors | values,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(keys, inner, max_size=4),
     max_leaves=12,
@@ -55,47 +71,66 @@ def same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and (repr(one) == repr(other))  # nan is nan, -0.0 is not 0.0
 
 
+def mine(folder: Path, identity: dict[str, str] = MINE) -> Checkpoint:
+    """The checkpoint of a run in a folder, as the next process finds it."""
+    return Checkpoint(folder, "run-1.5", 0, identity)
+
+
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
-    """A checkpoint of mine."""
-    path = tmp_path / "deep" / "run-1.5.safetensors"
-    checkpoint.save_checkpoint(path, OLD, MINE)
-    return path
+def folder(tmp_path: Path) -> Path:
+    """A folder with the checkpoint of a run after three rounds."""
+    mine(tmp_path / "deep").save(state_after(3))
+    return tmp_path / "deep"
 
 
-def loaded(path: Path, identity: dict[str, str] = MINE) -> dict[str, Any] | None:
-    """What a load gives that must not warn."""
+def loaded(folder: Path, identity: dict[str, str] = MINE) -> Tree | None:
+    """What a load gives that must not warn, with the clients' states in place."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return checkpoint.load_checkpoint(path, identity)
+        found = mine(folder, identity).load()
+    return found and {
+        **found,
+        "clients": [mine(folder).store.get(c.digest) for c in found["clients"]],
+    }
 
 
-def refused(path: Path, identity: dict[str, str] = MINE) -> str:
-    """The warning of a load that must give nothing; the file is kept aside as it was."""
-    before = path.read_bytes()
+def is_state(found: Tree, rounds: int) -> bool:
+    """Whether a state is the one after some rounds, in whatever order its parts are."""
+    expected = state_after(rounds)
+    return same({name: found[name] for name in expected}, expected) and len(found) == len(expected)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """All files below a folder."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def refused(folder: Path, identity: dict[str, str] = MINE) -> str:
+    """The warning of a load that must give nothing; the folder is kept aside as it was."""
+    one, before = mine(folder, identity), content(folder / "run-1.5-0")
     with pytest.warns(UserWarning) as caught:
-        assert checkpoint.load_checkpoint(path, identity) is None
+        assert one.load() is None
     assert len(caught) == 1 and caught[0].filename == __file__
-    aside = path.with_name(f"{path.name}.aside")
-    assert aside.read_bytes() == before and [*path.parent.iterdir()] == [aside]
+    aside = folder / "run-1.5-0.aside"
+    assert content(aside) == before and [*folder.iterdir()] == [aside]
     message = str(caught[0].message)
-    assert message.startswith(f"checkpoint {path} ")
+    assert message.startswith(f"checkpoint {one.folder} ")
     assert message.endswith(f"; kept as {aside.name}, starting afresh")
-    return message.removeprefix(f"checkpoint {path} ").partition("; kept")[0]
+    return message.removeprefix(f"checkpoint {one.folder} ").partition("; kept")[0]
 
 
 @settings(deadline=None)
-@given(tree=st.dictionaries(keys, trees, max_size=4))
+@given(tree=st.dictionaries(keys, any_tree, max_size=4))
 def test_any_tree_comes_back_bit_for_bit(
     tmp_path_factory: pytest.TempPathFactory, tree: dict[str, Any]
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "any.safetensors"
-    checkpoint.save_checkpoint(path, tree, MINE)
-    found = loaded(path)
-    assert found is not None and same(found, tree)
-    checkpoint.save_checkpoint(path, found, MINE)
-    again = loaded(path)
-    assert again is not None and same(again, tree)
+    trees.write_tree(path, tree, MINE)
+    found = trees.read_tree(path)[0]
+    assert same(found, tree)
+    trees.write_tree(path, found, MINE)
+    assert same(trees.read_tree(path)[0], tree)
 
 
 def test_the_comparison_of_trees_tells_them_apart() -> None:
@@ -116,25 +151,24 @@ def test_the_comparison_of_trees_tells_them_apart() -> None:
 
 def test_keys_with_points_stay_apart(tmp_path: Path) -> None:
     tree = {"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}, "a.b.0": [torch.ones(2)]}
-    checkpoint.save_checkpoint(tmp_path / "x", tree, {})
-    found = loaded(tmp_path / "x", {})
-    assert found is not None and same(found, tree)
+    trees.write_tree(tmp_path / "x", tree, {})
+    assert same(trees.read_tree(tmp_path / "x")[0], tree)
 
 
 def test_views_are_saved_as_they_look(tmp_path: Path) -> None:
     base = torch.arange(12.0).view(3, 4)
     tree = {"turned": base.t(), "part": base[:, ::2], "wide": torch.ones(1).expand(2, 3)}
-    checkpoint.save_checkpoint(tmp_path / "x", tree, {})
-    found = loaded(tmp_path / "x", {})
-    assert found is not None
-    assert same(found, {name: tensor.contiguous() for name, tensor in tree.items()})
+    trees.write_tree(tmp_path / "x", tree, {})
+    expected = {name: tensor.contiguous() for name, tensor in tree.items()}
+    assert same(trees.read_tree(tmp_path / "x")[0], expected)
 
 
-def test_loaded_tensors_can_be_written_to(file: Path) -> None:
-    found = loaded(file)
-    assert found is not None
-    found["weights"].add_(1)
-    assert same(loaded(file), OLD)
+def test_a_state_comes_back_bit_for_bit_and_can_be_written_to(folder: Path) -> None:
+    found = loaded(folder)
+    assert found is not None and is_state(found, 3)
+    found["server"]["parameters"].add_(1)
+    found["scores"]["global"].add_(1)
+    assert same(loaded(folder)["server"], state_after(3)["server"])  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
@@ -149,18 +183,80 @@ def test_loaded_tensors_can_be_written_to(file: Path) -> None:
     ],
 )
 def test_what_cannot_be_saved_is_named_and_nothing_is_written(
-    file: Path, tree: dict[str, Any], message: str
+    tmp_path: Path, tree: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(TypeError, match=message):
-        checkpoint.save_checkpoint(file, tree, MINE)
-    assert same(loaded(file), OLD)
+        trees.write_tree(tmp_path / "x", tree, MINE)
+    assert not [*tmp_path.iterdir()]
+
+
+# --- what is written
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    return {name: len(each) for name, each in content(folder / "run-1.5-0").items()}
+
+
+def test_a_round_writes_what_has_changed(folder: Path) -> None:
+    """Of two clients with the same state there is one file; the history grows by a line."""
+    one, before = mine(folder), sizes(folder)
+    assert len([name for name in before if name.startswith("states/")]) == 3
+    state = one.load()
+    assert state is not None
+    state["clients"][0] = {"own": torch.zeros(2)}
+    state["history"] = state_after(4)["history"]
+    state["scores"]["global"].zero_()  # nothing was evaluated: not written
+    one.save(state, evaluated=False)
+    after = sizes(folder)
+    assert len(after) == len(before) == 5 and len(set(after) - set(before)) == 1
+    (new,) = content(folder)["run-1.5-0/journal.jsonl"].splitlines()[1:]
+    line = json.loads(new)
+    assert line["history"] == [state["history"][3]]
+    assert line["stored"] == [[0, state["clients"][0].digest, 8]]
+    found = loaded(folder)
+    assert found is not None and same(found["scores"], state_after(3)["scores"])
+    assert same(found["clients"], [{"own": torch.zeros(2)}, {"last": 3}, {"last": 3}])
+    assert found["history"] == state["history"]
+
+
+def test_what_a_round_writes_does_not_depend_on_the_rounds_before(tmp_path: Path) -> None:
+    """A round's own bytes: run.safetensors, a client's state and a line."""
+    one, written = mine(tmp_path), []
+    for rounds in range(1, 40):
+        before = set(content(tmp_path).items())
+        one.save({**state_after(rounds), "clients": [{"round": 100 + rounds}]}, rounds == 1)
+        new = dict(set(content(tmp_path).items()) - before)
+        (history,) = (each for name, each in new.items() if name.endswith(".jsonl"))
+        written.append(sum(map(len, new.values())) - len(history))
+        assert history.count(b"\n") == rounds
+    assert max(written[1:]) < min(written[1:]) + 16
+
+
+def test_equal_states_are_one_file_and_a_store_knows_its_own(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    kept = [store.put({"a": torch.ones(3)}) for _ in range(3)]
+    other = store.put({"a": torch.ones(2)})
+    assert kept[0] == kept[1] == kept[2] and kept[0].bytes == 12 and other.bytes == 8
+    assert len([*tmp_path.iterdir()]) == 2
+    store.path(other.digest).replace(store.path(kept[0].digest))
+    with pytest.raises(ValueError, match="holds another tree"):
+        store.get(kept[0].digest)
+    assert same(store.get(store.put({"n": 1}).digest), {"n": 1})
+    with pytest.raises(FileNotFoundError):
+        store.get("none")
 
 
 # --- what is refused
 
 
-def test_no_file_is_no_checkpoint(tmp_path: Path) -> None:
-    assert loaded(tmp_path / "nothing.safetensors") is None
+def test_no_folder_is_no_checkpoint(tmp_path: Path) -> None:
+    assert loaded(tmp_path / "nothing") is None
+
+
+def test_the_rest_of_a_run_killed_before_its_first_checkpoint_goes(tmp_path: Path) -> None:
+    one = mine(tmp_path)
+    one.store.put({"a": 1})
+    assert loaded(tmp_path) is None and not one.folder.exists()
 
 
 @pytest.mark.parametrize(
@@ -174,23 +270,25 @@ def test_no_file_is_no_checkpoint(tmp_path: Path) -> None:
     ],
 )
 def test_a_foreign_checkpoint_is_set_aside_and_its_parts_named(
-    file: Path, identity: dict[str, str], why: str
+    folder: Path, identity: dict[str, str], why: str
 ) -> None:
-    assert refused(file, identity) == why
-    assert loaded(file) is None  # and is not looked at again
+    assert refused(folder, identity) == why
+    assert loaded(folder) is None  # and is not looked at again
 
 
-def test_the_order_of_an_identity_does_not_matter(file: Path) -> None:
-    assert same(loaded(file, dict(reversed(MINE.items()))), OLD)
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_what_was_set_aside_before_gives_way(folder: Path, is_folder: bool) -> None:
+    aside = folder / "run-1.5-0.aside"
+    if is_folder:
+        aside.mkdir()
+        (aside / "old").write_text("x")
+    else:
+        aside.write_text("x")
+    refused(folder, {})
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, bytes]]:
-    """A folder and the bytes of a checkpoint with something of everything."""
-    path = tmp_path_factory.mktemp("damage") / "run.safetensors"
-    tree = {"t": torch.arange(4.0), "k": [torch.tensor([True]), torch.zeros(0, 2)], "n": "text"}
-    checkpoint.save_checkpoint(path, tree, MINE)
-    yield path, path.read_bytes()
+def test_the_order_of_an_identity_does_not_matter(folder: Path) -> None:
+    assert loaded(folder, dict(reversed(MINE.items()))) is not None
 
 
 def cut(content: bytes, place: int) -> bytes:
@@ -209,37 +307,51 @@ def spoilt(mask: int) -> Callable[[bytes, int], bytes]:
     [cut, spoilt(0xFF), spoilt(0x01), spoilt(0x10), spoilt(0x80)],
     ids=["cut", "inverted", "lowest", "fifth", "highest"],
 )
-def test_damage_at_any_byte_is_noticed(
-    whole: tuple[Path, bytes], damage: Callable[[bytes, int], bytes]
+def test_damage_at_any_byte_of_any_file_is_noticed(
+    folder: Path, damage: Callable[[bytes, int], bytes]
 ) -> None:
-    """Of a file that is 600 bytes long: its header's length, header and tensors."""
-    path, content = whole
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for place in range(len(content)):
-            path.write_bytes(damage(content, place))
-            assert checkpoint.load_checkpoint(path, MINE) is None, place
-            assert not path.exists()
-    assert len(caught) == len(content) > 500
+    whole, places = content(folder), 0
+    for name, original in whole.items():
+        for place in range(0, len(original), 1 if len(original) < 300 else 7):
+            for other, each in whole.items():
+                (folder / other).parent.mkdir(parents=True, exist_ok=True)
+                (folder / other).write_bytes(each)
+            (folder / name).write_bytes(damage(original, place))
+            with pytest.warns(UserWarning):
+                assert mine(folder).load() is None, (name, place)
+            assert not mine(folder).folder.exists()
+            places += 1
+    assert places > 400
 
 
-@pytest.mark.parametrize("content", [b"", b"\0" * 8, b"\xff" * 64, b"{}" * 50, bytes(1000)])
-def test_a_damaged_file_is_set_aside_and_named(file: Path, content: bytes) -> None:
-    file.write_bytes(content)
-    assert refused(file).startswith("is damaged (")
+@pytest.mark.parametrize("bytes_", [b"", b"\0" * 8, b"\xff" * 64, b"{}" * 50, bytes(1000)])
+@pytest.mark.parametrize("kind", ["run", "journal", "states"])
+def test_a_damaged_file_is_set_aside_and_named(folder: Path, kind: str, bytes_: bytes) -> None:
+    path = next(path for path in folder.rglob("*") if path.is_file() and kind in str(path))
+    path.write_bytes(bytes_)
+    assert refused(folder).startswith("is damaged (")
 
 
-def test_a_changed_tensor_is_damage_even_in_a_sound_file(file: Path) -> None:
-    """The last bytes are the tensor's: 4.0 becomes another number, the format stays right."""
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    assert refused(file) == "is damaged (its digest does not fit its content)"
+@pytest.mark.parametrize("kind", ["journal", "states"])
+def test_a_file_that_is_gone_or_a_folder_is_damage(folder: Path, kind: str) -> None:
+    path = next(path for path in folder.rglob("*") if path.is_file() and kind in str(path))
+    path.unlink()
+    path.mkdir()
+    assert refused(folder).startswith("is damaged (")
 
 
-def test_the_safetensors_of_somebody_else_are_no_checkpoint(file: Path) -> None:
-    records.save_file({"weights": np.ones(3)}, file)
-    assert refused(file) == "is damaged ('tree')"
+def test_a_changed_tensor_is_damage_even_in_a_sound_file(folder: Path) -> None:
+    """The last bytes are the server's: 7.0 becomes another number, the format stays right."""
+    path = folder / "run-1.5-0" / "run.safetensors"
+    changed = bytearray(path.read_bytes())
+    changed[-1] ^= 1
+    path.write_bytes(changed)
+    assert refused(folder) == "is damaged (the digest of run.safetensors does not fit its content)"
+
+
+def test_the_safetensors_of_somebody_else_are_no_checkpoint(folder: Path) -> None:
+    save_file({"weights": np.ones(3)}, folder / "run-1.5-0" / "run.safetensors")
+    assert refused(folder) == "is damaged ('tree')"
 
 
 class Trap:
@@ -253,14 +365,15 @@ class Trap:
 
 
 @pytest.mark.parametrize("write", [pickle.dump, torch.save], ids=["pickle", "torch"])
-def test_a_pickle_is_not_opened(file: Path, tmp_path: Path, write: Callable[..., None]) -> None:
-    with file.open("wb") as stream:
-        write(Trap(tmp_path / "sprung"), stream)
-    assert refused(file).startswith("is damaged (")
+def test_a_pickle_is_not_opened(folder: Path, tmp_path: Path, write: Callable[..., None]) -> None:
+    for path in [path for path in folder.rglob("*") if path.is_file()]:
+        with path.open("wb") as stream:
+            write(Trap(tmp_path / "sprung"), stream)
+    assert refused(folder).startswith("is damaged (")
     assert not (tmp_path / "sprung").exists()
 
 
-@pytest.mark.parametrize("module", [checkpoint, records])
+@pytest.mark.parametrize("module", [checkpoint, trees, records])
 def test_no_code_that_could_unpickle(module: Any) -> None:
     text = Path(module.__file__).read_text().replace("never pickled", "")
     for word in ("pickle", "torch.load", "torch.save", "np.load", "numpy.load", "shelve", "eval("):
@@ -268,14 +381,6 @@ def test_no_code_that_could_unpickle(module: Any) -> None:
 
 
 # --- writes that fail
-
-
-class Full(io.FileIO):
-    """A file on a disk with room for 100 bytes."""
-
-    def write(self, content: Any) -> int:
-        super().write(content[:100])
-        raise OSError(errno.ENOSPC, "no space left on device")
 
 
 def full(*_: object, **__: object) -> None:
@@ -286,72 +391,157 @@ def interrupted(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 
+def after(count: int, failing: Callable[..., None], real: Callable[..., Any]) -> Callable[..., Any]:
+    """`real`, which fails from its `count`-th call on."""
+    calls: list[object] = []
+
+    def one(*arguments: Any, **named: Any) -> Any:
+        calls.append(arguments)
+        return failing() if len(calls) > count else real(*arguments, **named)
+
+    return one
+
+
 @pytest.mark.parametrize(
     ("target", "name", "failing", "error"),
     [
-        (Path, "open", lambda path, mode: Full(path, mode), OSError),
+        (Path, "write_bytes", full, OSError),
         (os, "fsync", full, OSError),
         (os, "fsync", interrupted, KeyboardInterrupt),
         (os, "replace", full, OSError),
+        (os, "replace", interrupted, KeyboardInterrupt),
     ],
-    ids=["write", "fsync", "ctrl-c", "replace"],
+    ids=["write", "fsync", "ctrl-c in fsync", "replace", "ctrl-c in replace"],
 )
-@pytest.mark.parametrize("first", [True, False])
-def test_a_failed_write_leaves_the_last_good_one_and_no_rest(
-    file: Path,
+@pytest.mark.parametrize("count", range(4))
+def test_a_save_that_fails_anywhere_leaves_the_last_state_and_the_next_one_succeeds(
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     target: Any,
     name: str,
     failing: Callable[..., None],
     error: type[BaseException],
-    first: bool,
+    count: int,
 ) -> None:
-    if first:
-        file.unlink()
-    with monkeypatch.context() as patch, pytest.raises(error):
-        patch.setattr(target, name, failing)
-        checkpoint.save_checkpoint(file, NEW, MINE)
-    assert [*file.parent.iterdir()] == ([] if first else [file])
-    found = loaded(file)
-    assert found is None if first else same(found, OLD)
-    checkpoint.save_checkpoint(file, NEW, MINE)
-    assert same(loaded(file), NEW) and [*file.parent.iterdir()] == [file]
+    """It writes three stored trees, a line and run.safetensors; the last write of each counts."""
+    one = mine(folder)
+    assert one.load() is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(target, name, after(count, failing, getattr(target, name)))
+        with pytest.raises(error):
+            one.save(state_after(4))
+    found = loaded(folder)
+    assert found is not None and is_state(found, 3)
+    again = mine(folder)
+    again.load()
+    again.save(state_after(4))
+    found = loaded(folder)
+    assert found is not None and is_state(found, 4)
+    assert len(sizes(folder)) == 5
 
 
-def test_what_a_killed_process_half_wrote_is_removed(file: Path) -> None:
-    part = file.with_name(f"{file.stem}.123.part")
-    part.write_bytes(b"half")
-    assert same(loaded(file), OLD)
-    assert not part.exists()
+def test_results_that_could_not_be_written_are_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The round after one that ended with an evaluation has none, but writes its results."""
+    one = mine(tmp_path)
+    one.save(state_after(1))
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
+        patch.setattr(Path, "write_bytes", full)
+        one.save(state_after(2), evaluated=True)
+    one.save({**state_after(3), "scores": state_after(2)["scores"]}, evaluated=False)
+    found = loaded(tmp_path)
+    assert found is not None and same(found["scores"], state_after(2)["scores"])
+
+
+def test_what_a_killed_process_half_wrote_is_removed(folder: Path) -> None:
+    inside = folder / "run-1.5-0"
+    before = content(inside)
+    for part in ("run.safetensors.123.part", "states/ab.safetensors.1.part", "states/ab"):
+        (inside / part).write_bytes(b"half")
+    with (inside / "journal.jsonl").open("ab") as file:
+        file.write(b'{"round": 3, "lo')
+    assert same(loaded(folder), loaded(folder))
+    assert {**content(inside), "journal.jsonl": b""} == {**before, "journal.jsonl": b""}
+    one = mine(folder)
+    assert one.load() is not None
+    one.save(state_after(4))
+    found = loaded(folder)
+    assert found is not None and found["history"] == state_after(4)["history"]
 
 
 def test_a_half_written_file_never_has_the_checkpoints_name(
-    file: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kill at any time leaves the old one or the new one: the new bytes are on the disk, under
-    another name, before the name changes hands."""
-    steps: list[str] = []
-    fsync, replace = os.fsync, os.replace
+    """A kill at any time leaves the old state or the new one: each file is complete, under another
+    name, before its name changes hands, and run.safetensors, which names the others, is last."""
+    replaced: list[str] = []
+    replace = os.replace
 
-    def noted_fsync(number: int) -> None:
-        fsync(number)
-        assert same(checkpoint.read_checkpoint(file)[0], OLD)
-        (part,) = set(file.parent.iterdir()) - {file}
-        assert same(checkpoint.read_checkpoint(part)[0], NEW)
-        steps.append("fsync")
-
-    def noted_replace(source: Path, target: Path) -> None:
-        assert Path(target) == file
+    def noted(source: Path, target: Path) -> None:
+        assert loaded_next(folder) == 3
+        assert trees.read_tree(Path(source))[0]
         replace(source, target)
-        steps.append("replace")
+        replaced.append(Path(target).name)
 
-    monkeypatch.setattr(os, "fsync", noted_fsync)
-    monkeypatch.setattr(os, "replace", noted_replace)
-    checkpoint.save_checkpoint(file, NEW, MINE)
-    assert steps == ["fsync", "replace"]
+    def loaded_next(folder: Path) -> int:
+        return int(trees.read_tree(folder / "run-1.5-0" / "run.safetensors")[0]["next"])
+
+    one = mine(folder)
+    one.load()
+    monkeypatch.setattr(os, "replace", noted)
+    one.save(state_after(4))
+    assert len(replaced) == 4 and replaced[-1] == "run.safetensors"
+    assert loaded_next(folder) == 4
 
 
 # --- run records
+
+
+def some_record() -> Record:
+    scores = {"global": np.zeros((4, 2, 2, 2), np.float32)}
+    about = {"setting": {"name": "s"}, "method": {"name": "m"}, "seed": 3}
+    return Record(about, [{"loss": 0.5}], scores, np.ones((2, 2)), {"w": np.ones(3)})
+
+
+@pytest.mark.parametrize("name", [*records.ARRAYS, "run", "digest"])
+def test_a_changed_record_is_damaged(tmp_path: Path, name: str) -> None:
+    """A part of it is gone, cut, of another run, or a number in it has changed."""
+    some_record().save(tmp_path / "0")
+    (path,) = (each for each in (tmp_path / "0").iterdir() if each.stem == name)
+    whole = path.read_bytes()
+    for changed in (whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1]), b"", None):
+        path.unlink()
+        if changed is not None:
+            path.write_bytes(changed)
+        with pytest.raises(ValueError, match=r"^the record in .*0 is damaged \("):
+            records.load_record(tmp_path / "0")
+        path.write_bytes(whole)
+    assert records.load_record(tmp_path / "0").run == ("s", "m", 3)
+
+
+def test_scores_of_another_shape_are_damage(tmp_path: Path) -> None:
+    some_record().save(tmp_path / "0")
+    ones = {"global": np.ones((1, 1)), "tests": np.ones((2, 2))}
+    save_file(ones, tmp_path / "0" / "scores.safetensors")
+    with pytest.raises(ValueError, match="its digest does not fit its content"):
+        records.load_record(tmp_path / "0")
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_record_whose_writing_failed_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bool
+) -> None:
+    if before:
+        some_record().save(tmp_path / "0")
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
+        patch.setattr(Path, "write_text", full)  # run.json, after the arrays
+        some_record().save(tmp_path / "0")
+    assert [path.name for path in tmp_path.iterdir()] == (["0"] if before else [])
+    (tmp_path / "0.99.part").mkdir()  # of a process that was killed
+    some_record().save(tmp_path / "0")
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+    assert records.load_record(tmp_path / "0").run == ("s", "m", 3)
 
 
 def test_a_record_comes_back_bit_for_bit(tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
 """The number of processes changes no bit, and whoever is killed leaves nothing hanging."""
 
+import concurrent.futures
 import os
 import signal
 import subprocess
 import sys
 import threading
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from small import BATCH_NORM, ROUNDS, plans, run, saved, tiny, whole, with_train
 
 from stamp_core.core.paths import ROOT
 from stamp_core.data.split import Plan
-from stamp_core.engine import checkpoint, executor
+from stamp_core.engine import executor
 from stamp_core.engine import train as engine
 from stamp_core.engine.executor import ProcessExecutor
 from stamp_core.engine.experiment import Experiment
+from stamp_core.engine.trees import read_tree
 from stamp_core.methods.base.method import ClientRound, DivergedError, InitialStates, Method
-from stamp_core.results.records import Record
+from stamp_core.results.records import Record, tree_bytes
 
 FEW = {"images_per_class": 20}
 ALL = {"angles": True, "displacements": True, "features": 2}
@@ -116,7 +118,8 @@ def test_a_killed_worker_ends_the_run_with_a_reason(
     experiment, map_, once = REPLAY, ProcessExecutor.map, threading.Lock()
 
     def deadly(self: ProcessExecutor, calls: Any) -> list[Any]:
-        both_began = len(list(tmp_path.glob("*.safetensors"))) == 2
+        files = tmp_path.glob("*/run.safetensors")
+        both_began = [read_tree(file)[0]["next"] > 0 for file in files] == [True, True]
         if both_began and once.acquire(blocking=False):
             self.pool.submit(signal.raise_signal, signal.SIGKILL)
         return map_(self, calls)
@@ -297,17 +300,52 @@ def test_a_script_whose_workers_would_run_it_again_is_told_of_its_guard(tmp_path
     assert "In a script, call train under `if __name__ == '__main__':`" in done.stderr
 
 
+@pytest.mark.parametrize("error", [EOFError(), ConnectionResetError(104, "reset")])
+def test_a_killed_fork_server_is_named_as_a_killed_worker_is(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends while it starts a worker: the pool passes on what the connection to it says."""
+
+    def broken(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(concurrent.futures.ProcessPoolExecutor, "submit", broken)
+    with pytest.raises(RuntimeError, match="a worker process ended"):
+        engine.train(REPLAY, plans(REPLAY, 0), 2, "cpu")
+
+
+def test_workers_keep_states_on_disk_and_pass_on_where_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same results as in memory; a client's own model does not cross to its process."""
+    experiment, dumps = whole("fedas"), executor._dumps
+    records, carried = {}, dict[Path | None, int]()
+    for resume in (None, tmp_path):
+        carried[resume] = 0
+
+        def measured(item: object, resume: Path | None = resume) -> bytes:
+            packed = dumps(item)
+            if isinstance(item, partial) and item.func is executor.Worker.train_client:
+                own = len(packed) - tree_bytes(item.keywords["message"])
+                carried[resume] = max(carried[resume], own)
+            return packed
+
+        monkeypatch.setattr(executor, "_dumps", measured)
+        records[resume] = engine.train(experiment, plans(experiment, 0), 2, "cpu", resume)[0]
+    assert carried[tmp_path] < 2000 < carried[None]
+    small.assert_same(records[None], records[tmp_path])
+
+
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_training_leaves_no_process_and_goes_on_to_the_same_bits(
     end: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed outright or by Ctrl-C, somewhere after the fifth of 60 rounds of two seeds."""
     experiment = small.long()
-    names = [f"tiny-replay-{seed}.safetensors" for seed in (0, 1)]
+    files = [tmp_path / f"tiny-replay-{seed}" / "run.safetensors" for seed in (0, 1)]
 
     def next_round() -> int:
-        files = [tmp_path / name for name in names]
-        return min(checkpoint.read_checkpoint(f)[0]["next"] if f.exists() else 0 for f in files)
+        return min(read_tree(file)[0]["next"] if file.exists() else 0 for file in files)
 
     training = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, tmp_path],

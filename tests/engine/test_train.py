@@ -1,6 +1,7 @@
 """Rounds, bytes, accuracies and failures as promised; a stopped run ends as an unbroken one."""
 
 import json
+import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -275,10 +276,12 @@ def test_a_full_disk_costs_the_checkpoint_only(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(engine, "save_checkpoint", full)
-    with pytest.warns(UserWarning, match="no checkpoint at .*No space left.*training goes on"):
-        record = run(tiny(), resume=tmp_path)
-    small.assert_same(record, run(tiny()))
+    experiment = tiny("replay", memory=kept(5))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        with pytest.warns(UserWarning, match="no checkpoint at .*No space left.*training goes on"):
+            record = run(experiment, resume=tmp_path)
+    small.assert_same(record, run(experiment))
 
 
 # ------------------------------------------------------------------ stopped and resumed
@@ -383,15 +386,15 @@ def test_a_checkpoint_of_something_else_is_set_aside(
     trained(3)
     with pytest.raises(Stop):
         run(tiny(), resume=tmp_path)
-    (file,) = tmp_path.iterdir()
-    kept = file.read_bytes()
+    (folder,) = tmp_path.iterdir()
+    kept = (folder / "run.safetensors").read_bytes()
     done = trained(-1)
     experiment, other = change(tiny(), monkeypatch)
     with pytest.warns(UserWarning, match=f"belongs to other {change.__name__[6:]}; kept as"):
         record = run(experiment, other, resume=tmp_path)
     assert done == list(range(ROUNDS))
     small.assert_same(record, run(experiment, other))
-    assert file.with_name(file.name + ".aside").read_bytes() == kept
+    assert (tmp_path / f"{folder.name}.aside" / "run.safetensors").read_bytes() == kept
 
 
 def test_a_resumed_run_without_surprises_warns_of_nothing(
@@ -413,5 +416,19 @@ def test_the_checkpoints_of_kept_records_go(tmp_path: Path) -> None:
     run(tiny("replay"), resume=resume)
     assert len(list(resume.iterdir())) == 3
     engine.save_records({0: done[0]}, tmp_path, resume)
-    names = {"tiny-fedavg-1.safetensors", "tiny-replay-0.safetensors"}
-    assert {file.name for file in resume.iterdir()} == names
+    assert {folder.name for folder in resume.iterdir()} == {"tiny-fedavg-1", "tiny-replay-0"}
+
+
+def test_records_are_saved_even_if_a_checkpoint_cannot_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder is a file, or may not be changed."""
+    experiment, resume = tiny(), tmp_path / "resume"
+    done = engine.train(experiment, plans(experiment, 0, 1), 1, "cpu", resume)
+    shutil.rmtree(resume / "tiny-fedavg-0")
+    (resume / "tiny-fedavg-0").write_text("a file")
+    with pytest.warns(UserWarning, match="checkpoint .*tiny-fedavg-0 of a finished run stays: "):
+        engine.save_records(done, tmp_path, resume)
+    for seed in (0, 1):
+        small.assert_same(records.load_record(tmp_path / str(seed)), done[seed])
+    assert [folder.name for folder in resume.iterdir()] == ["tiny-fedavg-0"]

@@ -1,5 +1,6 @@
 """Records of a grid: loaded, trained where allowed, and refused when they are outdated."""
 
+import shutil
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ def test_outdated_records_are_named_or_count_as_missing(params: dict[str, Any]) 
     assert load_records(other, "0to1", "default", outdated=False) == []
     with pytest.warns(UserWarning, match=r"tiny-fedavg-0to1 was made with other parameters: run"):
         assert len(load_records(other, "0to1", "default")) == 2
-    (run_folder(experiment, "0to1", "default") / "1" / "run.json").unlink()
+    shutil.rmtree(run_folder(experiment, "0to1", "default") / "1")
     assert load_records(experiment, "0to1", "default") == []  # one seed is missing
 
 

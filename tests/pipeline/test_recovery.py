@@ -15,7 +15,7 @@ import pytest
 from processes import gone, wait_until
 from project import Project
 
-from stamp_core.engine.checkpoint import read_checkpoint
+from stamp_core.engine.trees import read_tree
 from stamp_core.pipeline.lockfile import is_sound
 from stamp_core.results.records import load_record
 
@@ -31,10 +31,13 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 
 def finished_rounds(project: Project) -> list[dict[str, Any]]:
-    """The history in the only checkpoint."""
-    (file,) = (project.root / "data/resume").glob("*.safetensors")  # beside it what a kill left
-    history: list[dict[str, Any]] = read_checkpoint(file)[0]["history"]
-    return history
+    """The history in the only checkpoint; none where there is no checkpoint yet."""
+    file = next((project.root / "data/resume").glob("*/run.safetensors"), None)
+    if file is None:
+        return []
+    size, _, _ = read_tree(file)[0]["journal"]
+    lines = (file.parent / "journal.jsonl").read_bytes()[:size].splitlines()
+    return [entry for line in lines for entry in json.loads(line)["history"]]
 
 
 def test_a_killed_pipeline_leaves_no_process_and_a_checkpoint(project: Project) -> None:
@@ -45,8 +48,7 @@ def test_a_killed_pipeline_leaves_no_process_and_a_checkpoint(project: Project) 
         env=project.environment,
         start_new_session=True,
     )
-    files = (project.root / "data/resume").glob
-    wait_until(lambda: [*files("*.safetensors")] or process.poll() is not None, "a checkpoint")
+    wait_until(lambda: finished_rounds(project) or process.poll() is not None, "a round")
     started = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()

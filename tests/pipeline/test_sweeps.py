@@ -1,9 +1,11 @@
 """Sweeps train what has no current records and nothing else; slips in them are named."""
 
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
+import small
 from parameters import PARAMS, SWEEP
 
 from stamp_core.config.decode import ParameterError
@@ -94,6 +96,8 @@ KEYS = "it must be a list of keys under settings.tiny. or methods.near."
         ({"values": 0.5}, "sweeps.kappa.values is 0.5; it must be a list"),
         ({"values": [-1]}, "params/methods.yaml: near.spatial.kappa is -1.0; it must be at least"),
         ({"values": ["0.5"]}, "params/methods.yaml: near.spatial.kappa is '0.5'; it must be a nu"),
+        ({"values": ["../x"]}, "sweeps.kappa.values is '../x'; it must be a number, a word or"),
+        ({"values": [[1]]}, "sweeps.kappa.values is [1]; it must be a number, a word or true"),
         ({"seeds": "2to1"}, "sweeps.kappa.seeds is '2to1'; it must be a number such as '3' or a"),
         ({"setting": "tiny"}, "sweeps.kappa.setting is 'tiny'; it must be a list"),
         (
@@ -143,6 +147,31 @@ def test_only_experiments_without_current_records_are_trained(
     folder = grid.ROOT / "data/sweeps/kappa"
     names = {"tiny-near-kappa-0.5-0to1", "tiny-near-kappa-0.75-0to1"}
     assert {path.name for path in folder.iterdir()} == names
+
+
+def test_a_damaged_record_does_not_block_its_sweep(
+    params: dict[str, Any], trained: list[str], tmp_path: Path
+) -> None:
+    """As a kill or a full disk left it before records were written whole: half of them, cut."""
+    params["sweeps"]["kappa"]["values"] = [0.5]
+    first = run_sweep("kappa", "default", device="cpu")
+    folder = grid.ROOT / "data/sweeps/kappa/tiny-near-kappa-0.5-0to1/1"
+    for damage in (
+        lambda: (folder / "scores.safetensors").unlink(),
+        lambda: (folder / "run.json").write_text("{"),
+        lambda: (folder / "weights.safetensors").write_bytes(b""),
+    ):
+        trained.clear()
+        damage()
+        with pytest.warns(UserWarning, match=r"the record in .*0to1/1 is damaged .*; kept as"):
+            again = run_sweep("kappa", "default", device="cpu")
+        assert trained == ["tiny-near-kappa-0.5"]
+        assert (tmp_path / "resume" / "tiny-near-kappa-0.5-0to1-1.aside").is_dir()
+        for one, other in zip(first, again, strict=True):
+            small.assert_same(one, other)
+    trained.clear()
+    run_sweep("kappa", "default", device="cpu")
+    assert not trained
 
 
 @pytest.mark.parametrize(

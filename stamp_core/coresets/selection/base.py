@@ -13,6 +13,7 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -129,6 +130,7 @@ def propose_exemplars(rule: str, task: TaskData) -> Proposal:
     return proposal
 
 
+@cache
 def _load_rule(rule: str) -> ModuleType:
     """The module of a rule."""
     if rule not in selection_rules():
