@@ -1,0 +1,79 @@
+"""Files replaced whole: after any error the old content, no scratch file, and a name."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from stamp_core.core.atomic import naming, replacing
+
+
+def test_a_file_is_replaced_when_the_context_ends(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "plan.json"
+    for text in ("first", "second"):
+        with replacing(path) as part:
+            part.write_text(text)
+            assert part.parent == path.parent
+            assert str(os.getpid()) in part.name
+            assert part.suffix == ".part"
+            assert path.exists() == (text == "second")
+        assert path.read_text() == text
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("error", [ValueError("bad"), OSError(errno.ENOSPC, "full")])
+def test_an_error_leaves_the_old_file_alone(tmp_path: Path, error: Exception) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("old")
+    with pytest.raises(type(error)), replacing(path) as part:
+        part.write_text("ne")
+        raise error
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_data_are_flushed_before_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, seen, flush = tmp_path / "plan.json", list[tuple[str, bool]](), os.fsync
+
+    def record(handle: int) -> None:
+        seen.append((str(Path(f"/proc/self/fd/{handle}").readlink()), path.exists()))
+        flush(handle)
+
+    monkeypatch.setattr(os, "fsync", record)
+    with replacing(path) as part:
+        part.write_text("new")
+    assert seen == [(str(part), False)]
+
+
+def test_a_link_is_replaced_and_what_it_names_stays(tmp_path: Path) -> None:
+    stored, path = tmp_path / "stored", tmp_path / "plan.json"
+    stored.write_text("old")
+    path.symlink_to(stored)
+    with replacing(path) as part:
+        part.write_text("new")
+    assert (stored.read_text(), path.read_text(), path.is_symlink()) == ("old", "new", False)
+
+
+def test_a_context_without_a_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"plan\.json"), replacing(tmp_path / "plan.json"):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (OSError(errno.ENOSPC, "No space"), "[Errno 28] No space: 'a.npy'"),
+        (OSError("9 requested and 4 written"), "a.npy: 9 requested and 4 written"),
+        (OSError(errno.ENOSPC, "No space", "b.npy"), "[Errno 28] No space: 'b.npy'"),
+        (OSError("a.npy could not be read"), "a.npy could not be read"),
+        (ValueError("bad"), "bad"),
+    ],
+)
+def test_an_os_error_names_its_file(error: Exception, text: str) -> None:
+    with pytest.raises(type(error)) as caught, naming(Path("a.npy")):
+        raise error
+    assert str(caught.value) == text
