@@ -6,6 +6,7 @@ import re
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 _T = TypeVar("_T")
@@ -79,6 +80,15 @@ def require_fraction(holder: object, *names: str) -> None:
     for name in names:
         if not 0 <= getattr(holder, name) < 1:
             raise invalid(name, getattr(holder, name), "at least 0 and below 1")
+
+
+def require_inside(holder: object, *names: str) -> None:
+    """Refuse relative paths in fields of `holder` that lead out of their folder by '..'."""
+    for name in names:
+        value = getattr(holder, name)
+        for path in [value] if isinstance(value, str) else value or ():
+            if ".." in Path(path).parts and not Path(path).is_absolute():
+                raise invalid(name, path, "a path without '..', or an absolute one")
 
 
 def unknown_name(key: str, name: object, known: Iterable[str]) -> ParameterError:

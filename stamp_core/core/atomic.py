@@ -32,9 +32,9 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None and error.errno is not None:
-            error.filename = str(path)
-        elif error.filename is None and str(path) not in str(error):  # numpy's, of a short write
+        if error.errno is not None:
+            error.filename = error.filename or str(path)
+        elif type(error) is OSError and str(path) not in str(error):  # numpy's, of a short write
             raise OSError(f"{path}: {error}") from error
         raise
 

@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import json
 import pkgutil
+import re
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from stamp_core.config.decode import ParameterError, build, to_plain, unknown_name
 from stamp_core.core import fingerprint, paths
+from stamp_core.core.atomic import naming
 from stamp_core.data import sources
 from stamp_core.data.store import cache, decoding
 from stamp_core.data.store.cache import ARRAYS, SUBSETS, Bytes, NamedArrays, Numbers
@@ -90,7 +92,10 @@ def load_dataset(spec: Mapping[str, Any]) -> ImageDataset:
     else:
         arrays, names = _make_arrays(module, options, name)
         cache.create(folder, lambda draft: cache.complete(draft, arrays, names))
-    return _open(folder, name)
+    try:
+        return _open(folder, name)
+    except cache.READ_ERRORS as error:  # what is damaged could not be removed
+        raise ValueError(f"{folder} is damaged ({error}); remove it") from error
 
 
 def source_options(spec: Mapping[str, Any], where: str = "params.yaml: data") -> object:
@@ -109,7 +114,8 @@ def _find_source(
     """The module of the source that `spec` names, and its checked options."""
     if "source" not in spec:
         raise ParameterError(f"{where}.source is missing")
-    known = [module.name for module in pkgutil.iter_modules(sources.__path__)]
+    files = [module.name for module in pkgutil.iter_modules(sources.__path__) if not module.ispkg]
+    known = [name for name in files if re.fullmatch(r"[A-Za-z0-9_]+", name)]
     if spec["source"] not in known:
         raise unknown_name(f"{where}.source", spec["source"], known)
     module = importlib.import_module(f"{sources.__name__}.{spec['source']}")
@@ -129,7 +135,7 @@ def _make_key(module: ModuleType, options: object) -> str:
 def _file_key(path: Path) -> object:
     """The content of a file; of a large file, or of those in a folder: names, sizes and times."""
     if path.is_file() and not cache.is_large(path):
-        with path.open("rb") as file:
+        with naming(path), path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     files = sorted(each for each in path.rglob("*") if each.is_file()) or [path]
     stats = [(each.relative_to(path).as_posix(), each.stat()) for each in files]

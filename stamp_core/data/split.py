@@ -6,8 +6,9 @@ therefore bound to the stored plan and its hash, not to the seed alone.
 
 import hashlib
 import json
-import os
+import math
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from functools import cached_property
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from stamp_core.config.decode import ParameterError, build, invalid, to_plain
 from stamp_core.config.schema import Split
+from stamp_core.core.atomic import naming, replacing
 
 if TYPE_CHECKING:
     from stamp_core.data.dataset import ImageDataset
@@ -99,24 +101,22 @@ class Plan:
         text = json.dumps({"hash": self.hash, **to_plain(self)}, indent=1)
         text = re.sub(r"(?<=\d,)\s+(?=\d)", " ", text)  # lists of numbers on one line
         text = re.sub(r"(?<=\[)\s+(?=\d)|(?<=\d)\s+(?=\])", "", text)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        draft.write_text(text + "\n")
-        draft.replace(path)
+        with replacing(path) as part:
+            part.write_text(text + "\n")
 
     @classmethod
-    def load(cls, path: Path) -> "Plan":
-        """The plan in the file `path`; a damaged or altered file is refused."""
+    def load(cls, path: Path, dataset: "ImageDataset | None" = None) -> "Plan":
+        """The plan in the file `path`; refused if damaged, altered or impossible with `dataset`.
+
+        A plan for other data than `dataset` comes back as it is.
+        """
         try:
-            values = json.loads(path.read_text())
-        except ValueError as error:  # not JSON, or not even UTF-8
-            raise ParameterError(f"{path} is damaged: {error}") from None
-        if not isinstance(values, dict) or "hash" not in values:
-            raise ParameterError(f"{path} is not a plan: it has no hash")
-        stored = values.pop("hash")
-        plan = build(cls, values, f"{path}: plan")
-        if plan.hash != stored:
-            raise ParameterError(f"{path} was altered: it says hash {stored}, it has {plan.hash}")
+            plan = _read_plan(path)
+            _check_plan(f"{path}: plan", plan)
+            if dataset is not None and dataset.digest == plan.data_digest:
+                _check_images(f"{path}: plan", plan, dataset)
+        except ParameterError as error:
+            raise ParameterError(f"{error}; delete it to have the plan drawn again") from None
         return plan
 
     def _task(self, dataset: "ImageDataset", client: int, task: int) -> Task:
@@ -143,6 +143,90 @@ def make_plan(split: Split, dataset: "ImageDataset", seed: int) -> Plan:
         shared = [_share_task(split, dataset, t, task, seed) for t, task in enumerate(tasks[0])]
         tasks = [list(own) for own in zip(*shared, strict=True)]
     return Plan(split, seed, dataset.digest, tuple(map(tuple, tasks)), len(dataset.classes))
+
+
+def _read_plan(path: Path) -> Plan:
+    """The plan in the file `path`, of the right types and with its own hash."""
+    try:
+        with naming(path):
+            values = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:  # not JSON, or not even UTF-8
+        raise ParameterError(f"{path} is damaged: {error}") from None
+    if not isinstance(values, dict) or "hash" not in values:
+        raise ParameterError(f"{path} is not a plan: it has no hash")
+    stored = values.pop("hash")
+    plan = build(Plan, values, f"{path}: plan")
+    if plan.hash != stored:
+        raise ParameterError(f"{path} was altered: it says hash {stored}, it has {plan.hash}")
+    return plan
+
+
+def _check_plan(where: str, plan: Plan) -> None:
+    """Refuse a plan whose lists have other lengths or numbers than its split can give."""
+    for name, least in (("seed", 0), ("classes", 1)):
+        if getattr(plan, name) < least:
+            raise invalid(f"{where}.{name}", getattr(plan, name), f"at least {least}")
+    split = plan.split
+    _check_length(f"{where}.clients", plan.clients, split.clients, split.clients)
+    for client, tasks in enumerate(plan.clients):
+        _check_length(f"{where}.clients[{client}]", tasks, split.tasks, split.tasks)
+        for t, task in enumerate(tasks):
+            _check_task(f"{where}.clients[{client}][{t}]", task, split, plan.classes)
+
+
+def _check_length(where: str, values: Sequence[object], least: int, most: float) -> None:
+    """Refuse a list that is shorter or longer than the split makes it."""
+    if not least <= len(values) <= most:
+        right = f"{least}" if least == most else f"at least {least}"
+        raise ParameterError(f"{where} is a list of {len(values)}; it must be of {right}")
+
+
+def _check_rising(where: str, values: Sequence[int], end: float) -> None:
+    """Refuse numbers that do not rise strictly, from 0 or more to below `end`."""
+    for k, value in enumerate(values):
+        low = values[k - 1] if k else -1
+        if not low < value < end:
+            raise invalid(f"{where}[{k}]", value, f"above {low} and below {end}")
+
+
+def _check_task(where: str, task: Task, split: Split, classes: int) -> None:
+    """Refuse a task that `split` of a data set with that many classes cannot give."""
+    size, count = split.classes_per_task or classes, split.images_per_class
+    _check_length(f"{where}.classes", task.classes, size, size)
+    _check_rising(f"{where}.classes", task.classes, classes)
+    if (task.domain is None) == (split.kind == "domains") or (task.domain or 0) < 0:
+        right = "a number from 0" if split.kind == "domains" else "absent"
+        raise invalid(f"{where}.domain", task.domain, f"{right}, as kind is {split.kind!r}")
+    if (task.train is None) == (count is not None or split.alpha is not None):
+        right = "a list of indices" if task.train is None else "absent"
+        raise ParameterError(f"{where}.train must be {right}, by alpha and images_per_class")
+    if task.train is not None:
+        lengths = (split.min_samples, math.inf) if count is None else (count * size, count * size)
+        _check_length(f"{where}.train", task.train, *lengths)
+        _check_rising(f"{where}.train", task.train, math.inf)
+
+
+def _check_images(where: str, plan: Plan, dataset: "ImageDataset") -> None:
+    """Refuse a plan with classes, domains or training images that its data set does not have."""
+    if plan.classes != len(dataset.classes):
+        raise invalid(f"{where}.classes", plan.classes, f"{len(dataset.classes)}, as in the data")
+    labels, domains = np.asarray(dataset.y_train), np.asarray(dataset.domain_train)
+    for client, tasks in enumerate(plan.clients):
+        for t, task in enumerate(tasks):
+            place = f"{where}.clients[{client}][{t}]"
+            if (task.domain or 0) >= len(dataset.domains):
+                right = f"below {len(dataset.domains)}, the number of domains"
+                raise invalid(f"{place}.domain", task.domain, right)
+            if task.train and task.train[-1] >= len(labels):  # they rise
+                right = f"below {len(labels)}, the number of training images"
+                raise invalid(f"{place}.train[{len(task.train) - 1}]", task.train[-1], right)
+            train = np.array(task.train or (), np.int64)
+            other = ~np.isin(labels[train], task.classes)
+            if task.domain is not None:
+                other |= domains[train] != task.domain
+            for k in np.flatnonzero(other)[:1]:
+                right = "an image of the task's classes and domain"
+                raise invalid(f"{place}.train[{k}]", train[k].item(), right)
 
 
 def _generator(seed: int, purpose: Purpose, *rest: int) -> np.random.Generator:

@@ -31,8 +31,9 @@ def load_plans(
     plans = {}
     for seed in parse_seeds(seeds):
         path = plan_file(setting.name, seeds, seed, profile)
-        plan = Plan.load(path) if path.exists() else None
-        if not plan or (plan.split, plan.data_digest) != (setting.split, dataset.digest):
+        plan = Plan.load(path, dataset) if path.exists() else None
+        fits = (setting.split, dataset.digest, seed)
+        if not plan or (plan.split, plan.data_digest, plan.seed) != fits:
             plan = make_plan(setting.split, dataset, seed)
         plans[seed] = plan
     return plans

@@ -289,3 +289,16 @@ def test_arrays_that_do_not_fit_are_refused(
         load_dataset(OWN)
     assert str(error.value).startswith("own: ") and message in str(error.value)
     assert not cache.exists()
+
+
+def test_a_damaged_copy_that_cannot_be_removed_is_named(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_dataset(SMALL)
+    (folder,) = cached(cache)
+    (folder / "meta.json").write_text("{")
+    monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)
+    with pytest.warns(UserWarning, match="is damaged"), pytest.raises(ValueError) as error:
+        load_dataset(SMALL)
+    text = str(error.value)
+    assert text.startswith(f"{folder} is damaged (") and text.endswith("); remove it")

@@ -4,9 +4,12 @@ import errno
 import json
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
+import struct
 import tracemalloc
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -30,7 +33,7 @@ from folders import (
     noise,
     write_image,
 )
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 
 from stamp_core.client.workspace import RoundId, Workspace
 from stamp_core.config.schema import Network, Setting, Split, Training
@@ -74,7 +77,7 @@ def test_images_of_any_mode_are_converted(tmp_path: Path, mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [(6, 6), (7, 6), (6, 9), (13, 31), (101, 7), (3, 4), (5, 2), (6, 601)]
+    "shape", [(6, 6), (7, 6), (6, 9), (13, 31), (101, 7), (3, 4), (5, 2), (6, 601), (2, 256)]
 )
 def test_images_are_cropped_as_by_torchvision(tmp_path: Path, shape: tuple[int, int]) -> None:
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8))
@@ -224,6 +227,86 @@ def test_an_image_of_too_many_pixels_is_refused(
     assert error.startswith(f"{raw}/set/train/cat/00.png is not a readable image: ")
 
 
+def declare(path: Path, width: int, height: int) -> None:
+    """Write a PNG whose header states that many pixels, with the content of one."""
+    write_image(path, noise(0, 1))
+    content = bytearray(path.read_bytes())
+    content[16:24] = struct.pack(">II", width, height)
+    content[29:33] = struct.pack(">I", zlib.crc32(content[12:29]))
+    path.write_bytes(content)
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize(
+    ("width", "height", "size", "reason"),
+    [
+        (60_000, 1, 224, "60000 x 1 pixels; its longer side must be at most 128 times the shorter"),
+        (2, 258, 4, "2 x 258 pixels; its longer side must be at most 128 times the shorter"),
+        (10_000, 10_000, 8, "100,000,000 pixels; it must have at most 89,478,485"),
+        (200, 2, 1000, "100,000,000 pixels before it is cropped to size 1000; it must have at"),
+    ],
+)
+def test_an_image_that_would_take_much_memory_is_named_before_it_is_decoded(
+    tmp_path: Path, width: int, height: int, size: int, reason: str
+) -> None:
+    declare(tmp_path / "image.png", width, height)
+    with pytest.raises(ValueError) as error:
+        decode_image(tmp_path / "image.png", size, grey=False)
+    right = f"{tmp_path}/image.png is not a readable image: it has {reason}"
+    assert str(error.value).startswith(right)
+
+
+def test_a_strip_is_refused_with_little_memory(tmp_path: Path) -> None:
+    """Resized to 224 before it is cropped, it would take 12.5 GB."""
+    Image.new("RGB", (60_000, 1)).save(tmp_path / "strip.png")
+    before = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+    def decode() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (before + (1 << 28), resource.RLIM_INFINITY))
+        try:
+            decode_image(tmp_path / "strip.png", 224, grey=False)
+        except ValueError as error:
+            os._exit(0 if "strip.png" in str(error) else 1)
+        os._exit(2)
+
+    process = multiprocessing.get_context("fork").Process(target=decode)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+
+
+def test_no_program_is_started_for_an_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pillow has Ghostscript decode PostScript, whatever the name of the file."""
+    started = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *options: started.append(options))
+    page = "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n(x) run\n%%EOF\n"
+    (tmp_path / "page.png").write_text(page)
+    assert Image.open(tmp_path / "page.png").format == "EPS"
+    with pytest.raises(ValueError, match=r"page.png is not a readable image: cannot identify"):
+        decode_image(tmp_path / "page.png", SIDE, grey=False)
+    assert not started
+
+
+def test_a_png_cut_anywhere_is_refused_or_whole(tmp_path: Path) -> None:
+    write_image(tmp_path / "whole.png", noise(0))
+    content = (tmp_path / "whole.png").read_bytes()
+    for length in range(len(content)):
+        (tmp_path / "cut.png").write_bytes(content[:length])
+        try:
+            assert np.array_equal(decode_image(tmp_path / "cut.png", SIDE, False), noise(0))
+            assert length > len(content) - 24  # only the end mark and a checksum may be missing
+        except ValueError as error:
+            assert str(error).startswith(f"{tmp_path}/cut.png is not a readable image: ")
+
+
+def test_a_pipe_among_the_images_is_named(raw: Path, images: list[Bytes]) -> None:
+    os.mkfifo(raw / "set" / "train" / "cat" / "pipe.png")
+    right = f"{raw}/set/train/cat/pipe.png is not a regular file; remove it"
+    assert load_error(WHOLE, ValueError) == right
+
+
 def test_a_file_that_cannot_be_opened_is_named(raw: Path, images: list[Bytes]) -> None:
     path = raw / "set" / "train" / "cat" / "00.png"
     path.unlink()
@@ -255,6 +338,27 @@ def test_a_disk_that_fills_up_is_named_and_decoding_can_be_continued(
         patch.setattr(os, "fsync", full)
         error = load_error(WHOLE, OSError)
     assert error == f"[Errno 28] No space left on device: '{the_folder('.part')}'"
+    assert np.array_equal(all_images(load_dataset(WHOLE)), np.stack(images))
+
+
+def test_a_short_write_is_named(images: list[Bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """numpy's error for a full disk has neither a number nor a name."""
+
+    def short(*_: Any) -> None:
+        raise OSError("1000 requested and 500 written")
+
+    monkeypatch.setattr(np, "save", short)
+    error = load_error(WHOLE, OSError)
+    assert error == f"{the_folder('.part')}: 1000 requested and 500 written"
+
+
+@pytest.mark.parametrize("length", [0, 10, 300])
+def test_a_draft_that_was_cut_short_is_decoded_again(
+    images: list[Bytes], monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """Its notes say that 6 images are there."""
+    load_and_kill(7)
+    os.truncate(the_folder(".part") / "x_train.npy", length)
     assert np.array_equal(all_images(load_dataset(WHOLE)), np.stack(images))
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -97,6 +98,40 @@ def test_all_images_of_subfolders_are_read_and_no_other_files(
     found = load_dataset(WHOLE)
     assert len(found.x_train) == 8 and np.array_equal(all_images(found)[7], more)
     assert found.classes == ("cat", "dog")
+
+
+@pytest.mark.parametrize(
+    ("spec", "link", "target"),
+    [
+        (WHOLE, "train/cat/loop", "train/cat"),
+        (WHOLE, "train/cat/loop", "train"),
+        (WHOLE, "train/cat/inner/loop", "."),
+        (WHOLE, "train/cat/more", "train/dog"),
+        (WHOLE, "train/cat/more", "test/cat"),
+        (WHOLE, "train/cow", "train/cat"),
+        ({**WHOLE, "root": "set/train", "test_share": 0.5}, "train/cow", "train/cat"),
+        ({**DIVIDED, "domains": ["train", "ink"]}, "ink", "train"),
+    ],
+)
+def test_a_link_by_which_images_would_count_twice_is_refused(
+    raw: Path, images: list[Bytes], spec: dict[str, Any], link: str, target: str
+) -> None:
+    """Within a class, in two classes, for training and testing, in two domains."""
+    root = raw / "set"
+    (root / link).parent.mkdir(exist_ok=True)
+    (root / link).symlink_to(root / target)
+    if link == "train/cow" and "test_share" not in spec:
+        (root / "test" / "cow").symlink_to(root / "test" / "dog")
+    first, again = re.fullmatch(
+        r"(\S+) is (\S+) again, by a link; remove the link", load_error(spec, ValueError)
+    ).groups()
+    assert first != again and Path(first).samefile(again) and cached() == []
+
+
+def test_an_image_that_links_to_itself_is_named(raw: Path, images: list[Bytes]) -> None:
+    path = raw / "set" / "train" / "cat" / "loop.png"
+    path.symlink_to(path)
+    assert str(path) in load_error(WHOLE, OSError)
 
 
 def test_images_can_be_made_grey(raw: Path, images: list[Bytes]) -> None:

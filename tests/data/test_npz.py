@@ -1,6 +1,8 @@
 """The source npz: every clear layout, domains in one file or in several, errors by name."""
 
+import io
 import os
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -327,6 +329,96 @@ def test_a_damaged_array_is_named(raw: Path) -> None:
     path.write_bytes(content)
     message = refused(lambda: npz.make(npz.Options(file="own.npz")))
     assert message == f"{path}: x_test is damaged: Bad CRC-32 for file 'x_test.npy'"
+
+
+def header(shape: tuple[int, ...], version: tuple[int, int] | None = None) -> bytes:
+    """The header of an array of bytes, and 5000 bytes."""
+    content = io.BytesIO()
+    fields = {"descr": "|u1", "fortran_order": False, "shape": shape}
+    if version == (2, 0):
+        np.lib.format.write_array_header_2_0(content, fields)
+    else:
+        np.lib.format.write_array_header_1_0(content, fields)
+    return content.getvalue() + bytes(5000)
+
+
+def forge(raw: Path, content: bytes, kind: int = zipfile.ZIP_STORED, length: int = 0) -> Path:
+    """A file whose x_train is `content`; its directory states `length` bytes if that is not 0."""
+    path = put(raw, bundle(x_train=None))
+    with zipfile.ZipFile(path, "a", kind) as file:
+        file.writestr("x_train.npy", content)
+        info = file.getinfo("x_train.npy")
+        info.file_size = length or info.file_size
+    return path
+
+
+@pytest.mark.parametrize("kind", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+@pytest.mark.parametrize("length", [0, 2**50 + 128])
+@pytest.mark.parametrize("version", [(1, 0), (2, 0)])
+def test_an_array_that_states_more_than_its_file_holds_is_refused_before_it_is_allocated(
+    kind: int, length: int, version: tuple[int, int], raw: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1 PiB in a few kB: in the array's header, or in the archive's directory as well."""
+    path = forge(raw, header((2**40, 32, 32), version), kind, length)
+    monkeypatch.setattr(np.lib.format, "read_array", None)  # which allocates
+    held = f"at most {1032 * path.stat().st_size}" if length else 5128
+    right = f"its header states {2**50 + 128} bytes; the file holds {held}"
+    assert refused(lambda: load_dataset(OWN)) == f"{path}: x_train is damaged: {right}"
+
+
+def test_a_header_that_states_less_than_its_file_holds_is_refused(raw: Path) -> None:
+    """One byte differs: the first half of the bytes would be other labels, without an error."""
+    path = put(raw, {})
+    np.savez(path, **bundle(x_train=drawn(6000, 8, 6, 3), y_train=np.tile(LABELS, 1000)))
+    content = path.read_bytes()
+    place = content.index(b"'<i8'", content.index(b"y_train.npy"))
+    path.write_bytes(content[:place] + b"'<i4'" + content[place + 5 :])
+    right = f"{path}: y_train is damaged: its header states 24128 bytes; the file holds 48128"
+    assert refused(lambda: load_dataset(OWN)) == right
+
+
+def test_an_array_file_that_is_no_archive_is_not_read(raw: Path) -> None:
+    """It states 713 TiB."""
+    raw.mkdir()
+    (raw / "own.npz").write_bytes(header((784_000_000_000_000,)))
+    right = f"{raw}/own.npz is not an .npz file, or a truncated one"
+    assert refused(lambda: load_dataset(OWN)) == right
+
+
+def test_an_array_that_does_not_fit_into_memory_is_named(
+    raw: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise MemoryError("Unable to allocate 9 TiB")
+
+    path = put(raw, bundle())
+    monkeypatch.setattr(np.lib.format, "read_array", full)
+    right = f"{path}: x_train does not fit into memory: Unable to allocate 9 TiB"
+    assert refused(lambda: load_dataset(OWN)) == right
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{'descr': '|u1', 'fortran_order': False, 'shape': (6, 8, 6, 3, }",  # TokenError
+        "{'descr': '|u1', 'fortran_order': False, b'shape': (6, 8, 6, 3), }",  # TypeError
+        "{'descr': '|u1', 'fortran_order': False, 'shape': (-6, 8, 6, 3), }",
+        "{'descr': ('|u1', 2**9), 'fortran_order': False, 'shape': (6, 8, 6, 3), }",
+        "__import__('os').abort()",
+    ],
+)
+def test_a_forged_header_is_named(text: str, raw: Path) -> None:
+    line = (text + "\n").encode()
+    head = b"\x93NUMPY\x01\x00" + len(line).to_bytes(2, "little") + line
+    path = forge(raw, head + bytes(864))
+    assert refused(lambda: load_dataset(OWN)).startswith(f"{path}: x_train is damaged: ")
+
+
+@pytest.mark.parametrize("kind", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_another_compression_is_refused(kind: int, raw: Path) -> None:
+    path = forge(raw, header((5, 10, 100)), kind)
+    right = f"{path}: x_train is damaged: it is compressed in a way that numpy does not use"
+    assert refused(lambda: load_dataset(OWN)) == right
 
 
 def test_a_missing_file_is_named(raw: Path) -> None:

@@ -1,10 +1,13 @@
 """Options of all sources: invalid ones are refused by name, with the place in params.yaml."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stamp_core.config.decode import ParameterError
+from stamp_core.data import sources
 from stamp_core.data.dataset import source_options
 from stamp_core.data.sources import digits, glyphs
 
@@ -19,6 +22,9 @@ ONE = " is 0; it must be at least 1"
 NO_FILE = "; it must be the name of an .npz file, or domain_files set"
 ONCE = "; it must be at least one set, and none twice"
 NAMED_ONCE = "; it must be at least one folder, each named once"
+
+INSIDE = "; it must be a path without '..', or an absolute one"
+A_FOLDER = "; it must be the name of a folder inside the root"
 
 
 @pytest.mark.parametrize(
@@ -54,6 +60,18 @@ NAMED_ONCE = "; it must be at least one folder, each named once"
         (FOLDER, {"domains": ["a"]}, f".test_share is None{SHARE}"),
         (FOLDER, {"domains": ["a", "a"], "test_share": 0.5}, f".domains is ['a', 'a']{NAMED_ONCE}"),
         (FOLDER, {"gray": True}, ": 'gray' is unknown; did you mean 'grey'?"),
+        *(
+            (spec, {"root": root}, f".root is {root!r}{INSIDE}")
+            for spec in (FOLDER, IMAGENET, OFFICE)
+            for root in ("..", "../other", "set/../../other")
+        ),
+        *(
+            (spec, {"domains": [name], "test_share": 0.5}, f".domains is {name!r}{A_FOLDER}")
+            for spec in (FOLDER, OFFICE)
+            for name in ("", ".", "..", "a/../../b", "/etc")
+        ),
+        (NPZ, {"file": "../a.npz"}, f".file is '../a.npz'{INSIDE}"),
+        (NPZ, {"domain_files": ["a.npz", "x/../b.npz"]}, f".domain_files is 'x/../b.npz'{INSIDE}"),
         (OFFICE, {"test_share": -0.5}, f".test_share is -0.5{SHARE}"),
         (OFFICE, {"domains": []}, f".domains is []{NAMED_ONCE}"),
         (IMAGENET, {"per_class_train": 0}, f".per_class_train{ONE}"),
@@ -101,6 +119,31 @@ def test_invalid_options_are_refused_by_name(
     with pytest.raises(ParameterError) as error:
         source_options({**spec, **change}, "here")
     assert str(error.value).startswith(f"here{message}")
+
+
+def test_absolute_paths_and_folders_in_folders_are_options() -> None:
+    for spec in (FOLDER, IMAGENET, OFFICE):
+        source_options({**spec, "root": "/data/old/../set"})
+    source_options({**FOLDER, "root": "sets/..a", "domains": ["photo/real"], "test_share": 0.5})
+    source_options({**NPZ, "domain_files": ["/data/../a.npz", "sets/b.npz"]})
+
+
+def test_a_source_is_a_file_of_its_folder_with_a_plain_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other name is imported, whatever file it would find."""
+    code = "from stamp_core.data.store.downloads import ImageOptions as Options\n"
+    (tmp_path / "pack").mkdir()
+    for name in ("mine_2.py", "a-b.py", "a b.py", "a;b.py", "pack/__init__.py"):
+        (tmp_path / name).write_text(code)
+    monkeypatch.setattr(sources, "__path__", [str(tmp_path)])
+    source_options({"source": "mine_2"})
+    del sys.modules[f"{sources.__name__}.mine_2"]
+    for name in ("a-b", "a b", "a;b", "pack", "../mine_2", "mine_2.py", "__init__", "mine_2\n", 3):
+        with pytest.raises(ParameterError) as error:
+            source_options({"source": name})
+        assert f".source {name!r} is unknown; " in str(error.value)
+        assert str(error.value).endswith("known: mine_2")
 
 
 def test_a_source_must_be_named() -> None:

@@ -12,6 +12,7 @@ import tarfile
 import urllib.request
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -403,6 +404,107 @@ def test_a_set_that_cannot_be_unpacked_says_why(raw: Path, monkeypatch: pytest.M
     assert str(error.value) == f"cifar10 could not be unpacked in {raw}: {reason}"
     assert type(error.value) is OSError  # not of files that are missing
     assert there(raw) == set(fetched)
+
+
+def link(name: str, target: str, kind: bytes = tarfile.SYMTYPE) -> tarfile.TarInfo:
+    """A link in a tar archive."""
+    member = tarfile.TarInfo(name)
+    member.type, member.linkname = kind, target
+    return member
+
+
+def hostile_tar(files: Files, members: list[tarfile.TarInfo | str]) -> bytes:
+    """A tar archive of links and of files named so, before `files`."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:gz") as opened:
+        for member in members:
+            if isinstance(member, str):
+                member, content = tarfile.TarInfo(member), b"bad"
+                member.size = len(content)
+                opened.addfile(member, io.BytesIO(content))
+            else:
+                opened.addfile(member)
+        with tarfile.open(fileobj=io.BytesIO(tar(files))) as rest:
+            for each in rest:
+                opened.addfile(each, rest.extractfile(each))
+    return out.getvalue()
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """All files in a folder with their content."""
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        ["../../victim"],
+        ["../../new"],
+        ["cifar-10-batches-py/../../../new"],
+        ["{root}/victim"],
+        ["{root}/new"],
+        [link("out", "../.."), "out/victim"],
+        [link("out", "{root}"), "out/new"],
+        [link("out", "../../victim"), "out"],
+        [link("out", "../../victim", tarfile.LNKTYPE), "out"],
+        [link("out", "{root}/victim", tarfile.LNKTYPE), "out"],
+        [link("a", "."), link("a/b", ".."), link("a/b/c", ".."), "a/b/c/victim"],
+        [link("cifar-10-batches-py/data_batch_1", "{root}/victim")],
+        [link("pipe", "", tarfile.FIFOTYPE)],
+    ],
+)
+def test_no_tar_archive_writes_outside_its_folder(
+    members: list[tarfile.TarInfo | str], tmp_path: Path, raw: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unpacked by torchvision; the checksum, which comes first, is that of the archive."""
+    (tmp_path / "victim").write_bytes(b"good")
+    kind = vision.load_torchvision().datasets.CIFAR10
+    read, _ = written(monkeypatch, "cifar10")
+    named: list[tarfile.TarInfo | str] = []
+    for member in members:
+        if isinstance(member, str):
+            named.append(member.format(root=tmp_path))
+        else:
+            named.append(member.replace(linkname=member.linkname.format(root=tmp_path)))
+    archive = hostile_tar(read, named)
+    monkeypatch.setattr(kind, "tgz_md5", md5(archive))
+    put(raw, {kind.filename: archive})
+    before = snapshot(tmp_path)
+    try:
+        assert len(make("cifar10").x_test) == 10  # an absolute name may be taken as a relative one
+        assert snapshot(tmp_path) == before | snapshot(raw)
+        assert there(raw) == {*read, kind.filename}
+    except OSError as error:
+        assert str(error).startswith(f"cifar10 could not be unpacked in {raw}: ")
+        assert snapshot(tmp_path) == before
+    assert tarfile.TarFile.extraction_filter is None
+
+
+@pytest.mark.parametrize(
+    "name", ["../../victim", "../../../../victim", "{root}/victim", "gzip/../x"]
+)
+@pytest.mark.parametrize("is_link", [False, True])
+def test_no_zip_archive_writes_outside_its_folder(
+    name: str, is_link: bool, tmp_path: Path, raw: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link is unpacked as a file that holds its target."""
+    (tmp_path / "victim").write_bytes(b"good")
+    kind = vision.load_torchvision().datasets.EMNIST
+    read, fetched = written(monkeypatch, "emnist_digits")
+    (file,) = fetched
+    content = io.BytesIO(fetched[file])
+    with zipfile.ZipFile(content, "a") as opened:
+        member = zipfile.ZipInfo("out" if is_link else name.format(root=tmp_path))
+        member.external_attr = (0o120777 if is_link else 0o100644) << 16
+        opened.writestr(member, name.format(root=tmp_path))
+        opened.writestr("out/new" if is_link else "gzip/deep/../../x", "bad")
+    monkeypatch.setattr(kind, "md5", md5(content.getvalue()))
+    put(raw, {file: content.getvalue()})
+    before = snapshot(tmp_path)
+    with suppress(OSError):
+        assert len(make("emnist_digits").x_test) == 10
+    unpacked = {str(raw / each): data for each, data in read.items()}
+    assert snapshot(tmp_path) in (before, before | unpacked)
 
 
 # ------------------------------------------------------------------ damage

@@ -1,5 +1,6 @@
 """Plans: sizes, orders, shares, reproducible draws, and files whose changes are detected."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from stamp_core.config.decode import ParameterError
+from stamp_core.config.decode import ParameterError, to_plain
 from stamp_core.config.schema import Split
 from stamp_core.data import split as module
 from stamp_core.data.dataset import ImageDataset
@@ -529,3 +530,95 @@ def test_a_binary_file_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ParameterError, match=r"plan.json is damaged"):
         Plan.load(path)
+
+
+def forge(path: Path, plan: Plan, change: Callable[[dict], object]) -> None:
+    """Write a changed plan with the hash that fits it."""
+    values = to_plain(plan)
+    change(values)
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    path.write_text(json.dumps({"hash": hashlib.sha256(text.encode()).hexdigest(), **values}))
+
+
+def task(**changes: object) -> Callable[[dict], object]:
+    """A change of the second client's first task."""
+    return lambda values: values["clients"][1][0].update(changes)
+
+
+DRAWN = replace(OWN, images_per_class=3)
+FIRST = [0, 1, 10, 11, 20, 21]  # images of the classes 0 and 1
+AGAIN = "; delete it to have the plan drawn again"
+
+
+@pytest.mark.parametrize(
+    ("split", "change", "message"),
+    [
+        (OWN, lambda values: values.update(seed=-1), "seed is -1; it must be at least 0"),
+        (OWN, lambda values: values.update(classes=0), "classes is 0; it must be at least 1"),
+        (OWN, lambda values: values["clients"].pop(), "clients is a list of 2; it must be of 3"),
+        (
+            OWN,
+            lambda values: values["clients"][1].pop(),
+            "clients[1] is a list of 4; it must be of 5",
+        ),
+        (OWN, task(classes=[3]), "clients[1][0].classes is a list of 1; it must be of 2"),
+        (OWN, task(classes=[3, 10]), "clients[1][0].classes[1] is 10; it must be above 3 and"),
+        (OWN, task(classes=[-1, 3]), "clients[1][0].classes[0] is -1; it must be above -1 and"),
+        (OWN, task(classes=[3, 3]), "clients[1][0].classes[1] is 3; it must be above 3 and"),
+        (OWN, task(domain=0), "clients[1][0].domain is 0; it must be absent, as kind is 'classes'"),
+        (OWN, task(train=[0]), "clients[1][0].train must be absent"),
+        (DRAWN, task(train=None), "clients[1][0].train must be a list of indices"),
+        (DRAWN, task(train=[0]), "clients[1][0].train is a list of 1; it must be of 6"),
+        (DRAWN, task(train=[-5, *FIRST[1:]]), "train[0] is -5; it must be above -1 and"),
+        (DRAWN, task(train=[0, *FIRST[:-1]]), "train[1] is 0; it must be above 0 and"),
+        (DRAWN, task(train=[*FIRST[:-1], 40]), "train[5] is 40; it must be below 40"),
+        (DRAWN, task(train=[*FIRST[:-1], 10**30]), f"train[5] is {10**30}; it must be below 40"),
+        (
+            DRAWN,
+            task(classes=[0, 1], train=[*FIRST[:-1], 28]),
+            "train[5] is 28; it must be an image",
+        ),
+        (
+            replace(SHARED, min_samples=3),
+            task(train=[0, 1]),
+            "train is a list of 2; it must be of at least 3",
+        ),
+        (DOMAINS, task(domain=3), "clients[1][0].domain is 3; it must be below 3"),
+        (DOMAINS, task(domain=-1), "clients[1][0].domain is -1; it must be a number from 0"),
+        (DOMAINS, task(domain=None), "clients[1][0].domain is None; it must be a number from 0"),
+        (DOMAINS, task(classes=[0, 1, 2]), "clients[1][0].classes is a list of 3; it must be of 4"),
+        (
+            replace(DOMAINS, images_per_class=5),
+            lambda values: values["clients"][1][0].update(domain=values["clients"][1][1]["domain"]),
+            "it must be an image of the task's classes and domain",
+        ),
+    ],
+)
+def test_a_forged_plan_is_refused(
+    split: Split, change: Callable[[dict], object], message: str, tmp_path: Path
+) -> None:
+    """Its hash fits; the error names the file, the place and what to do, in one line."""
+    path, dataset = tmp_path / "plan.json", THREE_DOMAINS if split.kind == "domains" else TEN
+    forge(path, make_plan(split, dataset, 0), lambda values: None)
+    Plan.load(path, dataset)
+    forge(path, make_plan(split, dataset, 0), change)
+    with pytest.raises(ParameterError) as error:
+        Plan.load(path, dataset)
+    text = str(error.value)
+    assert text.startswith(f"{path}: plan") and message in text
+    assert text.endswith(AGAIN) and "\n" not in text
+
+
+def test_a_plan_of_other_data_comes_back(tmp_path: Path) -> None:
+    """A setting whose data have changed draws its plans anew."""
+    make_plan(OWN, TEN, 0).save(tmp_path / "plan.json")
+    other = replace(TEN, digest="other", classes=TEN.classes[:5])
+    assert Plan.load(tmp_path / "plan.json", other).classes == 10
+    with pytest.raises(ParameterError, match=r"plan.classes is 10; it must be 5, as in the data"):
+        Plan.load(tmp_path / "plan.json", replace(TEN, classes=TEN.classes[:5]))
+
+
+def test_a_deeply_nested_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("[" * 100_000)
+    with pytest.raises(ParameterError, match=r"plan.json is damaged"):
+        Plan.load(tmp_path / "plan.json")

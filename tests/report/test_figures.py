@@ -1,5 +1,7 @@
 """Figures of images, plans and run records: the data they draw, from records made by hand."""
 
+import errno
+import os
 from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
@@ -14,6 +16,7 @@ from stamp_core.config.schema import Split
 from stamp_core.data import split
 from stamp_core.report import figures
 from stamp_core.report.figures import style
+from stamp_core.report.tables.text import write_parts
 from stamp_core.results import metrics
 
 LETTERS = ("a", "b", "c", "d", "e", "f")
@@ -115,6 +118,25 @@ def test_equal_data_give_equal_bytes(name, records, tmp_path):
     with Image.open(tmp_path / "b.png") as image:
         assert not {"Software", "Creation Time", "date"} & set(image.info)
         assert image.width == style.WIDTH * style.DPI
+
+
+def test_a_full_disk_leaves_the_old_figure_and_the_old_page(records, tmp_path, monkeypatch):
+    """What is written stays a scratch file until it is on the disk."""
+
+    def full(file):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    png, page = tmp_path / "a.png", tmp_path / "a.md"
+    figures.save(figures.accuracy(records), png)
+    write_parts(page, ["old"])
+    before = png.read_bytes()
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"a\.png"):
+        figures.save(figures.accuracy_all(records), png)
+    with pytest.raises(OSError, match=r"a\.md"):
+        write_parts(page, ["new"])
+    assert (png.read_bytes(), page.read_text()) == (before, "old\n")
+    assert sorted(tmp_path.iterdir()) == [page, png]
 
 
 # --- images and plans

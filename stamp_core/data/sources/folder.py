@@ -11,13 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
-from stamp_core.config.decode import invalid, require_at_least
+from stamp_core.config.decode import invalid, require_at_least, require_inside
 from stamp_core.core import paths
 from stamp_core.data.store.cache import Numbers
 from stamp_core.data.store.decoding import ImageFiles, Listing
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 ClassFiles = dict[str, list[str]]  # the images of each class, as paths below the root
+Seen = dict[tuple[int, int], Path]  # folders that were read, by device and inode
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Options:
     def __post_init__(self) -> None:
         """Refuse images without pixels, an empty train or test set, and equal domains."""
         require_at_least(self, 1, "size")
+        require_inside(self, "root")
         if self.test_share is not None or self.domains:
             check_test_share(self.test_share)
             check_domains(self.domains or ("all",))
@@ -59,7 +61,11 @@ def check_test_share(share: float | None) -> None:
 
 
 def check_domains(domains: Sequence[str]) -> None:
-    """Refuse an empty list of domains, and a domain that is named twice."""
+    """Refuse an empty list of domains, a domain that is named twice, and one outside the root."""
+    for name in domains:
+        path = Path(name)
+        if not path.parts or path.is_absolute() or ".." in path.parts:
+            raise invalid("domains", name, "the name of a folder inside the root")
     if not domains or len(set(domains)) < len(domains):
         raise invalid("domains", list(domains), "at least one folder, each named once")
 
@@ -69,7 +75,8 @@ def find_images(root: Path, folders: Sequence[str], layout: str) -> list[ClassFi
     for path in (root, *(root / folder for folder in folders)):
         if not path.is_dir():
             raise FileNotFoundError(f"{path} does not exist; {root} must hold {layout}")
-    found = {folder: _find_classes(root, folder) for folder in folders}
+    seen = Seen()
+    found = {folder: _find_classes(root, folder, seen) for folder in folders}
     holders = {name: folder for folder, classes in found.items() for name in classes}
     if not holders:
         raise FileNotFoundError(f"{root} holds no folders of classes; it must hold {layout}")
@@ -123,10 +130,12 @@ def _label(found: Sequence[ClassFiles]) -> ImageFiles:
     return ImageFiles(files, labels, domains)
 
 
-def _find_classes(root: Path, folder: str) -> ClassFiles:
+def _find_classes(root: Path, folder: str, seen: Seen) -> ClassFiles:
     """The images in each folder inside a folder, classes and images sorted by name."""
     names = sorted(path.name for path in (root / folder).iterdir() if path.is_dir())
-    found = {name: sorted(_walk(root, root / folder / name)) for name in names if name[0] != "."}
+    found = {
+        name: sorted(_walk(root, root / folder / name, seen)) for name in names if name[0] != "."
+    }
     for name, files in found.items():
         if not files:
             kinds = ", ".join(SUFFIXES)
@@ -134,13 +143,22 @@ def _find_classes(root: Path, folder: str) -> ClassFiles:
     return found
 
 
-def _walk(root: Path, folder: Path) -> Iterator[str]:
+def _walk(root: Path, folder: Path, seen: Seen) -> Iterator[str]:
     """The images in a folder and its subfolders, as paths below the root."""
     for where, _, names in os.walk(folder, onerror=_raise, followlinks=True):
+        _enter_once(Path(where), seen)
         within = Path(where).relative_to(root).as_posix()
         for name in names:
             if name.lower().endswith(SUFFIXES) and name[0] != ".":
                 yield f"{within}/{name}"
+
+
+def _enter_once(folder: Path, seen: Seen) -> None:
+    """Refuse a folder that was read by another path: links can loop, or give images two labels."""
+    found = folder.stat()
+    first = seen.setdefault((found.st_dev, found.st_ino), folder)
+    if first != folder:
+        raise ValueError(f"{folder} is {first} again, by a link; remove the link")
 
 
 def _raise(error: OSError) -> None:

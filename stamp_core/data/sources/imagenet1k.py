@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from stamp_core.config.decode import invalid, require_at_least
+from stamp_core.config.decode import invalid, require_at_least, require_inside
 from stamp_core.core import paths
 from stamp_core.data.sources.folder import ClassFiles, find_images, make_listing
 from stamp_core.data.store.decoding import Listing
@@ -27,6 +27,7 @@ class Options:
     def __post_init__(self) -> None:
         """Refuse sizes and numbers below 1, and testing on train/ when training uses all of it."""
         require_at_least(self, 1, "size")
+        require_inside(self, "root")
         for name in ("per_class_train", "per_class_test"):
             if getattr(self, name) is not None:
                 require_at_least(self, 1, name)

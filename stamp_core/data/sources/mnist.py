@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from stamp_core.core import paths, vision
+from stamp_core.core.atomic import naming
 from stamp_core.data.dataset import ImageArrays
 from stamp_core.data.store import downloads
 from stamp_core.data.store.cache import Bytes, Numbers
@@ -39,7 +40,8 @@ def read_idx_pair(start: str) -> tuple[Bytes, Numbers]:
 
 def _read_idx(path: Path, axes: int) -> Bytes:
     """The array in an idx file of bytes: type, lengths of the axes, content."""
-    content, start = path.read_bytes(), 4 + 4 * axes
+    with naming(path):
+        content, start = path.read_bytes(), 4 + 4 * axes
     kind, *lengths = np.frombuffer(content[:start].ljust(start, b"\0"), ">u4").tolist()
     if kind != 0x0800 + axes:
         raise ValueError(f"{path} is not an idx file of bytes with {axes} axes")

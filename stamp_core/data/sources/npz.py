@@ -6,19 +6,20 @@ axes, only the second or only the last may have such a length. y_train and y_tes
 numbers [N], and `domains`, their names. Other arrays are not read.
 """
 
+import math
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
-from numpy.lib.npyio import NpzFile
 
-from stamp_core.config.decode import invalid
+from stamp_core.config.decode import invalid, require_inside
 from stamp_core.core import paths
 from stamp_core.data.dataset import ImageArrays, array_error
 from stamp_core.data.store.cache import Bytes, NamedArrays
@@ -27,7 +28,11 @@ from stamp_core.data.store.downloads import ImageOptions, convert_images, join_d
 PACKAGES = ("numpy", "pillow")
 _NEEDED = ("x_train", "y_train", "x_test", "y_test")
 _OPTIONAL = ("classes", "domain_train", "domain_test", "domains")
-_READ_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, RuntimeError)
+_RATIO = 1032  # a compressed byte holds at most that many; the length in a directory can be forged
+_READ_ERRORS = (  # of altered archives, and of altered headers of their arrays
+    *(zipfile.BadZipFile, zlib.error, tokenize.TokenError, SyntaxError),
+    *(TypeError, EOFError, OSError, ValueError, RuntimeError),
+)
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,7 @@ class Options(ImageOptions):
     def __post_init__(self) -> None:
         """Refuse neither or both of `file` and `domain_files`, and domains of the same name."""
         super().__post_init__()
+        require_inside(self, "file", "domain_files")
         if self.file and self.domain_files:
             raise invalid("file", self.file, "absent where domain_files is set")
         if not self.file and not self.domain_files:
@@ -99,25 +105,48 @@ def _read_arrays(path: Path) -> NamedArrays:
     """Those arrays of a file that this source uses."""
     file = None
     with suppress(*_READ_ERRORS):
-        file = np.load(path, allow_pickle=False)
-    if not isinstance(file, NpzFile):
+        file = zipfile.ZipFile(path)
+    if file is None:
         raise ValueError(f"{path} is not an .npz file, or a truncated one")
     with file:
-        keys = [*_NEEDED, *(key for key in _OPTIONAL if key in file)]
+        keys = [*_NEEDED, *(key for key in _OPTIONAL if f"{key}.npy" in file.namelist())]
         return {key: _read_array(path, key, file) for key in keys}
 
 
-def _read_array(path: Path, key: str, file: NpzFile) -> npt.NDArray[Any]:
+def _read_array(path: Path, key: str, file: zipfile.ZipFile) -> npt.NDArray[Any]:
     """One array of an opened file."""
     try:
-        return np.asarray(file[key])
+        member = file.getinfo(f"{key}.npy")
+        if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise ValueError("it is compressed in a way that numpy does not use")
+        with file.open(member) as content:
+            _check_length(content, member.file_size, _RATIO * path.stat().st_size)
+        with file.open(member) as content:
+            return np.asarray(np.lib.format.read_array(content, allow_pickle=False))
     except KeyError:
         raise ValueError(f"{path}: {key} is missing") from None
+    except MemoryError as error:
+        raise ValueError(f"{path}: {key} does not fit into memory: {error}") from None
     except _READ_ERRORS as error:
         reason = f"is damaged: {error}"
         if "pickle" in str(error):
             reason = "holds pickled objects; it must be a plain array"
         raise ValueError(f"{path}: {key} {reason}") from None
+
+
+def _check_length(content: IO[bytes], length: int, most: int) -> None:
+    """Refuse a header that states another length: numpy would allocate it, or read a part.
+
+    Of a part zip does not verify the checksum.
+    """
+    if np.lib.format.read_magic(content) == (1, 0):
+        shape, _, dtype = np.lib.format.read_array_header_1_0(content)
+    else:
+        shape, _, dtype = np.lib.format.read_array_header_2_0(content)
+    stated = content.tell() + math.prod(shape) * dtype.itemsize
+    if not dtype.hasobject and (stated != length or stated > most):
+        held = f"{length}" if length <= most else f"at most {most}"
+        raise ValueError(f"its header states {stated} bytes; the file holds {held}")
 
 
 def _to_nchw(path: Path, key: str, x: npt.NDArray[Any]) -> Bytes:

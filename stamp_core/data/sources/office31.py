@@ -5,7 +5,7 @@ The layout is <domain>/<class>/* or, as distributed, <domain>/images/<class>/*.
 
 from dataclasses import dataclass
 
-from stamp_core.config.decode import require_at_least
+from stamp_core.config.decode import require_at_least, require_inside
 from stamp_core.core import paths
 from stamp_core.data.sources.folder import (
     check_domains,
@@ -31,6 +31,7 @@ class Options:
     def __post_init__(self) -> None:
         """Refuse images without pixels, an empty train or test set, and equal domains."""
         require_at_least(self, 1, "size")
+        require_inside(self, "root")
         check_test_share(self.test_share)
         check_domains(self.domains)
 

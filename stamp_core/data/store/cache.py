@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from stamp_core.core.atomic import naming
+
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.int64]
 NamedArrays = dict[str, npt.NDArray[Any]]
@@ -34,16 +36,13 @@ def create(folder: Path, fill: Callable[[Path], None]) -> None:
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = folder.with_name(f"{folder.name}.part")
-    with folder.with_name(f".{folder.name}.lock").open("w") as lock:
+    # A full disk does not say where.
+    with naming(draft), folder.with_name(f".{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it even if the process is killed
         if folder.exists():  # written by another process in the meantime
             return
         draft.mkdir(exist_ok=True)
-        try:
-            fill(draft)
-        except OSError as error:
-            error.filename = error.filename or str(draft)  # a full disk does not say where
-            raise
+        fill(draft)
         draft.rename(folder)
 
 

@@ -6,9 +6,11 @@ import json
 import math
 import os
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -23,6 +25,14 @@ from stamp_core.data.store import cache
 from stamp_core.data.store.cache import SUBSETS, Bytes, NamedArrays, Numbers
 
 CHUNK_BYTES = 1 << 25  # of the images that are decoded, written and recorded at a time
+# Of a file, and of its image before it is cropped. Pillow warns of more. Each takes at most eight
+# bytes: a thread needs at most 0.7 GB.
+MAX_PIXELS = 89_478_485
+MAX_RATIO = (
+    128  # of the longer side to the shorter; the centre of a longer strip shows next to nothing
+)
+# Pillow opens any format under any name, and runs Ghostscript to decode one of them.
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,8 +73,10 @@ def listing_key(listing: Listing) -> str:
     for images in (listing.train, listing.test):
         digest.update(images.labels.tobytes() + images.domains.tobytes())
         for name in images.files:
-            stat = (listing.root / name).stat()
-            digest.update(os.fsencode(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\0"))
+            found = (listing.root / name).stat()
+            if not stat.S_ISREG(found.st_mode):  # to open a pipe would wait for ever
+                raise ValueError(f"{listing.root / name} is not a regular file; remove it")
+            digest.update(os.fsencode(f"{name}\0{found.st_size}\0{found.st_mtime_ns}\0"))
     return digest.hexdigest()
 
 
@@ -93,7 +105,8 @@ def decode_image(path: Path, size: int, grey: bool) -> Bytes:
     from PIL import Image  # only here: a cached data set needs no decoding
 
     try:
-        with Image.open(path) as file:
+        with Image.open(path, formats=FORMATS) as file:
+            _check_shape(*file.size, size)  # before any pixel is decoded
             image = file.convert("L" if grey else "RGB")
     except Exception as error:  # for damaged files, Pillow raises errors of almost any type
         raise ValueError(f"{path} is not a readable image: {error}") from error
@@ -105,10 +118,24 @@ def decode_image(path: Path, size: int, grey: bool) -> Bytes:
     return np.asarray(image, np.uint8).reshape(size, size, -1)
 
 
+def _check_shape(width: int, height: int, size: int) -> None:
+    """Refuse an image that would take too much memory to decode or to resize."""
+    shorter, longer = sorted((width, height))
+    if longer > MAX_RATIO * shorter:
+        right = f"its longer side must be at most {MAX_RATIO} times the shorter"
+        raise ValueError(f"it has {width} x {height} pixels; {right}")
+    resized = size * int(size * longer / shorter)
+    if (pixels := max(width * height, resized)) > MAX_PIXELS:
+        where = f" before it is cropped to size {size}" if pixels == resized else ""
+        raise ValueError(f"it has {pixels:,} pixels{where}; it must have at most {MAX_PIXELS:,}")
+
+
 def _lay_out(listing: Listing, images: ImageFiles, path: Path) -> int:
     """The number of images that the array at `path` holds already; if none, it is created anew."""
-    log = path.with_suffix(".jsonl")
-    if not path.exists():
+    log, whole = path.with_suffix(".jsonl"), False
+    with suppress(*cache.READ_ERRORS):  # the array is missing, or was cut short
+        whole = np.load(path, mmap_mode="r").shape == (len(images.files), *listing.shape)
+    if not whole:
         log.unlink(missing_ok=True)
     done = int(sum(note["images"] for note in cache.read_notes(log)))
     if not done:

@@ -2,7 +2,9 @@
 
 import hashlib
 import socket
-from collections.abc import Callable, Mapping, Sequence
+import tarfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from http.client import HTTPException
 from pathlib import Path
@@ -13,6 +15,7 @@ from PIL import Image
 
 from stamp_core.config.decode import require_at_least
 from stamp_core.core import paths
+from stamp_core.core.atomic import naming
 from stamp_core.data.dataset import ImageArrays
 from stamp_core.data.store.cache import Bytes
 
@@ -73,11 +76,9 @@ def _download(
     name: str, files: Checksums, archives: Checksums, download: Callable[[Path], object]
 ) -> None:
     """Download and unpack in a temporary folder of data/raw, then move the missing files."""
-    timeout = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(STALL_SECONDS)
     try:
         paths.RAW.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=paths.RAW, prefix=f".{name}.") as scratch:
+        with _guarded(), TemporaryDirectory(dir=paths.RAW, prefix=f".{name}.") as scratch:
             for file in archives:  # torchvision only unpacks those that are there
                 if (paths.RAW / file).exists():
                     Path(scratch, file).parent.mkdir(parents=True, exist_ok=True)
@@ -87,10 +88,31 @@ def _download(
                 if not (paths.RAW / file).exists():
                     (paths.RAW / file).parent.mkdir(parents=True, exist_ok=True)
                     Path(scratch, file).replace(paths.RAW / file)
-    except (OSError, RuntimeError, HTTPException) as error:  # RuntimeError: a wrong checksum
-        raise _download_error(name, archives, error) from error
+    except (OSError, RuntimeError, HTTPException, tarfile.TarError) as error:
+        raise _download_error(name, archives, error) from error  # RuntimeError: a wrong checksum
+
+
+@contextmanager
+def _guarded() -> Iterator[None]:
+    """A context in which downloads cannot stall, and tar archives unpack files and folders only."""
+    timeout, trusted = socket.getdefaulttimeout(), tarfile.TarFile.extraction_filter
+    socket.setdefaulttimeout(STALL_SECONDS)
+    tarfile.TarFile.extraction_filter = staticmethod(_plain_member)  # torchvision passes none
+    try:
+        yield
     finally:
+        tarfile.TarFile.extraction_filter = trusted
         socket.setdefaulttimeout(timeout)
+
+
+def _plain_member(member: tarfile.TarInfo, folder: str) -> tarfile.TarInfo | None:
+    """The member of an archive, refused if it is neither file nor folder, or outside `folder`.
+
+    No set has links, and a chain of them has led out of a folder in spite of Python's own filter.
+    """
+    if not (member.isfile() or member.isdir()):
+        raise OSError(f"{member.name} in the archive is neither a file nor a folder")
+    return tarfile.data_filter(member, folder)
 
 
 def _download_error(name: str, archives: Checksums, error: Exception) -> OSError:
@@ -108,7 +130,8 @@ def _download_error(name: str, archives: Checksums, error: Exception) -> OSError
 def _check(files: Checksums) -> None:
     """Refuse a file with another checksum than the published one."""
     for path, md5 in ((paths.RAW / file, md5) for file, md5 in files.items() if md5 is not None):
-        with path.open("rb") as file:  # some systems allow MD5 only if it is not for security
+        # Some systems allow MD5 only if it is not for security.
+        with naming(path), path.open("rb") as file:
             digest = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False))
         if (found := digest.hexdigest()) != md5:
             raise ValueError(

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from scipy.optimize import isotonic_regression
 
 from stamp_core.config.params import read_params
+from stamp_core.core.atomic import replacing
 from stamp_core.report.tables.frames import EXPERIMENT
 from stamp_core.results import metrics
 
@@ -231,7 +232,7 @@ def set_log_scale(axis: Axes) -> None:
 
 def save(figure: Figure, path: Path) -> None:
     """Write a PNG; equal data give equal bytes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # which moves axes a little at every drawing
-    figure.savefig(path, dpi=DPI, metadata={"Software": None})
+    with replacing(path) as part:
+        figure.savefig(part, format="png", dpi=DPI, metadata={"Software": None})
