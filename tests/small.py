@@ -21,7 +21,7 @@ from stamp_core.data import split
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.split import Plan
 from stamp_core.engine import train as engine
-from stamp_core.engine.checkpoint import checkpoint_folder
+from stamp_core.engine.checkpoint import Checkpoint, checkpoint_folder
 from stamp_core.engine.executor import Worker
 from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.trees import read_tree
@@ -221,7 +221,12 @@ def slope(net: nn.Module, loss: Tensor) -> Tensor:
 
 def saved(experiment: Experiment, folder: Path, seed: int = 0) -> dict[str, Any]:
     """The state in the checkpoint of a run."""
-    return read_tree(checkpoint_folder(folder, experiment.name, seed) / "run.safetensors")[0]
+    path = checkpoint_folder(folder, experiment.name, seed) / "run.safetensors"
+    identity = json.loads(read_tree(path)[1]["identity"])
+    checkpoint = Checkpoint(folder, experiment.name, seed, identity)
+    state = checkpoint.load()
+    assert state is not None
+    return {**state, "clients": [checkpoint.store.get(kept.digest) for kept in state["clients"]]}
 
 
 def counted(history: list[dict[str, Any]]) -> list[dict[str, Any]]:

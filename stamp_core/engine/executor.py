@@ -30,7 +30,7 @@ from stamp_core.data.split import Plan
 from stamp_core.engine.checkpoint import WORTH_A_FLUSH, state_store
 from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.trees import Stored
-from stamp_core.methods.base.method import ClientRound, InitialStates, Message, Method, Reply, State
+from stamp_core.methods.base.method import ClientRound, Message, Method, Reply, State
 from stamp_core.models.networks import Classifier
 
 _T = TypeVar("_T")
@@ -76,9 +76,10 @@ class Worker:
         with explain_out_of_memory(self.work.setting):
             return call(self)
 
-    def initial_states(self, seed: int) -> InitialStates:
-        """The first states of the server and of every client."""
-        return self.method.initial_states(self.plans[seed])
+    def initial_states(self, seed: int) -> tuple[State, list[Kept], int, int]:
+        """The first states of the server and of every client, and the bytes sent down and up."""
+        server, clients, down, up = self.method.initial_states(self.plans[seed])
+        return server, [self.keep_state(seed, each, flush=False) for each in clients], down, up
 
     def load_state(self, seed: int, kept: Kept) -> State:
         """A client's state, from the disk if it is there."""

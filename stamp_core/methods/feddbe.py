@@ -57,7 +57,7 @@ class FedDBE(Method):
         initial = super().initial_states(plan)
         if not self.params.feddbe_kappa:
             return initial
-        rounds = [self.warm_up(plan, u, initial.server) for u in range(len(initial.clients))]
+        rounds = [self.warm_up(plan, u, initial.server) for u in range(len(plan.clients))]
         rounds = [client_round for client_round in rounds if "mean" in client_round.scratch]
         if not rounds:
             return initial

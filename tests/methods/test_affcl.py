@@ -45,7 +45,7 @@ def started(**options: Any) -> tuple[Worker, AFFCL, Plan, State]:
     plan_ = plan(experiment)
     worker = small.worker(experiment, plan_)
     assert isinstance(worker.method, AFFCL)
-    return worker, worker.method, plan_, worker.initial_states(0).server
+    return worker, worker.method, plan_, worker.initial_states(0)[0]
 
 
 def trained(
@@ -311,7 +311,7 @@ def test_all_classes_learnt_by_anybody_are_replayed(monkeypatch: pytest.MonkeyPa
     options = {"training": {"rounds": 2, "batch_size": 1000}}
     worker, method, plan_, server = started(**options)
     draws = drawn_classes(monkeypatch)
-    states = worker.initial_states(0).clients
+    states = worker.initial_states(0)[1]
     for experience in range(3):
         seen = [set(plan_.seen(u, experience)) for u in range(4)]
         past = set().union(*(plan_.seen(u, experience - 1) for u in range(4)))

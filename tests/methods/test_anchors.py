@@ -61,7 +61,7 @@ def test_without_anchors_nothing_is_kept_or_changed() -> None:
     assert (plain.accuracy()[0] == anchored.accuracy()[0]).all()
     assert (plain.accuracy()[1:] != anchored.accuracy()[1:]).any()
     worker = small.worker(tiny("replay", weight=1.0), plan(tiny("replay", weight=1.0)))
-    assert "anchors" not in worker.initial_states(0).clients[0]
+    assert "anchors" not in worker.initial_states(0)[1][0]
 
 
 def test_anchors_count_as_memory_on_disk() -> None:

@@ -101,9 +101,9 @@ def first_round(kind: str, buffers: str = "local", **options: Any) -> Sizes:
     work = workspace(buffers)
     method = registry.get_method(kind)(tiny(kind, **options).params, work)
     plan = split.make_plan(work.setting.split, work.dataset, seed=0)
-    server, states, *setup = method.initial_states(plan)
+    server, (state, *_), *setup = method.initial_states(plan)
     sent = method.broadcast(server, 0)
-    reply = method.train_client(ClientRound(RoundId(0, 0, 0, 0, last=True), plan, states[0], sent))
+    reply = method.train_client(ClientRound(RoundId(0, 0, 0, 0, last=True), plan, state, sent))
     down, up, disk = map(tree_bytes, (sent, reply.message, reply.state))
     return Sizes(down, up, disk, (setup[0], setup[1]))
 

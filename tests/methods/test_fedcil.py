@@ -113,7 +113,7 @@ def acgan_worker(**options: Any) -> tuple[Worker, FedCIL]:
 
 def started(worker: Worker, method: FedCIL) -> AcganTraining:
     """A training that starts from the initial networks and generates images of seven classes."""
-    server = worker.initial_states(0).server
+    server = worker.initial_states(0)[0]
     worker.work.model.load(server["parameters"], server["buffers"])
     method.load(server)
     return AcganTraining(method, SEVEN, None, generator("training"))

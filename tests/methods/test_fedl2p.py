@@ -130,7 +130,7 @@ def test_outer_steps_do_not_change_the_network(buffers: str) -> None:
 def test_meta_networks_are_averaged_by_held_out_images() -> None:
     """int(0.2 n) of 4, 12, 40 and no images are 0, 2, 8 and 0: (2 x 3 + 8 x 1) / 10 = 1.4."""
     l2p, worker = method(tiny("fedl2p", backbone="frozen", warm_rounds=1))
-    server = worker.initial_states(0).server
+    server = worker.initial_states(0)[0]
     replies = [
         Reply(u, {}, {"meta": torch.full((5,), value)}, n, 0, 0.0)
         for u, (n, value) in enumerate([(4, float("nan")), (12, 3.0), (40, 1.0), (0, 9.0)])

@@ -35,7 +35,7 @@ def started(experiment: Any) -> tuple[Worker, Plan, Tensor]:
     """A worker, its plan and the initial model."""
     plan_ = plan(experiment)
     worker = small.worker(experiment, plan_)
-    return worker, plan_, worker.initial_states(0).server["parameters"]
+    return worker, plan_, worker.initial_states(0)[0]["parameters"]
 
 
 # --- by hand
@@ -140,7 +140,7 @@ def surrogate(experiment: Any) -> tuple[Tensor, Tensor, Tensor]:
 def importance(experiment: Any) -> Tensor:
     """The importance of client 0's first task."""
     worker, plan_, start = started(experiment)
-    state = worker.initial_states(0).clients[0]
+    state = worker.initial_states(0)[1][0]
     _, reply = trained(worker, plan_, RoundId(0, 0, 0, 0, True), state, start)
     omega: Tensor = reply.state["omega"]
     return omega
@@ -279,7 +279,7 @@ def test_a_surrogate_that_diverges_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     three steps of training survive it, the two hundred of the surrogate do not."""
     quadratic(monkeypatch, curvature=30.0)
     worker, plan_, start = started(tiny("fedssi", lam=0.9, steps=200))
-    state = worker.initial_states(0).clients[0]
+    state = worker.initial_states(0)[1][0]
     trained(worker, plan_, RoundId(0, 0, 0, 0), state, start)
     with pytest.raises(DivergedError, match=r"client 0, .*round 0: .*training\.lr"):
         trained(worker, plan_, RoundId(0, 0, 0, 0, True), state, start)
@@ -342,7 +342,7 @@ def sequence(*rounds: tuple[int, int, bool], plan_: Plan | None = None) -> list[
     The message of the n-th one is the initial model plus n / 100.
     """
     worker, whole, start = started(tiny("fedssi"))
-    state, results = worker.initial_states(0).clients[0], []
+    state, results = worker.initial_states(0)[1][0], []
     for n, each in enumerate(rounds):
         round_id = RoundId(0, 0, *each)
         client_round, reply = trained(worker, plan_ or whole, round_id, state, start + n / 100)

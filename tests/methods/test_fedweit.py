@@ -204,7 +204,7 @@ def test_two_tasks_by_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     few = {(0, t): tuple(whole.train_indices(dataset, 0, t)[:7].tolist()) for t in range(2)}
     plan_ = small.with_train(whole, few)
     worker = small.worker(experiment, plan_)
-    start = worker.initial_states(0).server["parameters"].double().numpy()
+    start = worker.initial_states(0)[0]["parameters"].double().numpy()
     parts = {"b": start[256:260], "V": start[260:300].reshape(10, 4), "c": start[300:]}
     B = start[:256].reshape(4, 64)
     server: dict[str, Any] = {"B": B, "sent": B, "rest": parts, "KB": []}

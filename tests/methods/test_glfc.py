@@ -331,7 +331,7 @@ def test_batches_hold_each_image_and_each_exemplar_once_an_epoch() -> None:
 def server_rounds(worker: Worker, accuracies: list[float], **state: Any) -> list[State]:
     """The server's states after rounds in which the new models have these accuracies."""
     method = worker.method
-    server = worker.initial_states(0).server
+    server = worker.initial_states(0)[0]
     server["monitor"] = {**server["monitor"], **state}
     states = []
     for n, accuracy in enumerate(accuracies):
@@ -410,7 +410,7 @@ def test_the_proxy_sees_each_class_of_each_client() -> None:
 def test_gradients_of_later_rounds_extend_the_reconstructed_images() -> None:
     """And those that are not finite are left out, with an event."""
     worker = glfc(training={"rounds": 3})
-    method, server = worker.method, worker.initial_states(0).server
+    method, server = worker.method, worker.initial_states(0)[0]
     client_round = small.arrived(worker, worker.plans[0], 0)
     reply = method.train_client(client_round)
     broken = reply.message["gradients"].clone()

@@ -30,7 +30,7 @@ ONE_ROUND = {"rounds": 1}
 def server_of(experiment: Experiment, classes: tuple[int, ...] = (0, 3, 4)) -> tuple[Worker, State]:
     """A worker, and its server's untrained state after an experience with these classes."""
     worker = small.worker(experiment, plan(experiment))
-    server = worker.initial_states(0).server
+    server = worker.initial_states(0)[0]
     past = torch.zeros(10, dtype=torch.bool)
     past[list(classes)] = True
     return worker, {**server, "classes": past, "past": past, "round": 1}

@@ -195,9 +195,7 @@ def test_clients_keep_the_anchors_exactly() -> None:
 def test_random_anchors_are_as_far_apart_as_published() -> None:
     """The mean squared difference of two rows of CIFAR-100's table is 0.081."""
     experiment = tiny("lander")
-    servers = [
-        small.worker(experiment, plan(experiment, s)).initial_states(s).server for s in (0, 1)
-    ]
+    servers = [small.worker(experiment, plan(experiment, s)).initial_states(s)[0] for s in (0, 1)]
     one, other = (server["anchors"] for server in servers)
     assert one.shape == (10, 512) and one.dtype == torch.float16 and not torch.equal(one, other)
     squares = torch.cdist(one.float(), one.float()).square() / 512

@@ -27,9 +27,9 @@ from stamp_core.client.workspace import RoundId
 from stamp_core.config.schema import Network
 from stamp_core.core.seeding import generator
 from stamp_core.data.split import Plan, Task
-from stamp_core.engine import checkpoint
 from stamp_core.engine.executor import ClientResult, Worker
 from stamp_core.engine.experiment import Experiment
+from stamp_core.engine.trees import Store
 from stamp_core.methods.base import registry
 from stamp_core.methods.base.method import ClientRound, Log, Method, State
 from stamp_core.models import networks as models
@@ -180,9 +180,9 @@ def test_arguments_are_not_written_to(kind: str) -> None:
 def test_states_and_messages_share_no_memory_with_the_live_model(
     kind: str, policy: str, tmp_path: Path
 ) -> None:
-    """And a state comes back unchanged from a checkpoint."""
+    """And a state comes back unchanged from a store."""
     experiment = whole(kind, network=BATCH_NORM, split=FEW, training={"buffers": policy})
-    worker, file = small.worker(experiment, plan(experiment)), tmp_path / "state.safetensors"
+    worker, store = small.worker(experiment, plan(experiment)), Store(tmp_path)
     model = worker.work.model
     vectors = (model.parameters, model.gradients, model.buffers)
     live = {vector.untyped_storage().data_ptr() for vector in vectors}
@@ -190,8 +190,7 @@ def test_states_and_messages_share_no_memory_with_the_live_model(
         reply = each.result.reply
         for name, tensor in small.tensors([reply.state, reply.message]):
             assert not tensor.numel() or tensor.untyped_storage().data_ptr() not in live, name
-        checkpoint.save_checkpoint(file, reply.state, {})
-        small.assert_equal_trees(checkpoint.load_checkpoint(file, {}), reply.state)
+        small.assert_equal_trees(store.get(store.put(reply.state).digest), reply.state)
 
 
 @pytest.mark.parametrize("kind", sorted(set(EVERY) - {"joint", "local", "fedcil"}))

@@ -312,7 +312,7 @@ def test_memory_samples_are_cached_images() -> None:
     assert shown["labels"].unique(return_counts=True)[1].tolist() == [3, 3]
     pairs = {rows({**state["cache"], "tasks": state["cache"]["labels"]})[i] for i in range(30)}
     assert set(rows({**shown, "tasks": shown["labels"]})) <= pairs
-    assert len(method.memory_samples({}, worker.initial_states(0).clients[0], 3)["labels"]) == 0
+    assert len(method.memory_samples({}, worker.initial_states(0)[1][0], 3)["labels"]) == 0
 
 
 # --- what is read and trained on
@@ -331,8 +331,8 @@ def test_only_the_task_and_the_one_before_are_read(monkeypatch: pytest.MonkeyPat
     for experiences, expected in (((0,), {0}), ((1,), {0, 1}), ((1, 1), {1}), ((0, 2), {1, 2})):
         *before, last = experiences
         results = sequence(worker, plan_, *before)
-        state = results[-1][1] if results else worker.initial_states(0).clients[0]
-        message = worker.method.broadcast(worker.initial_states(0).server, 0)
+        state = results[-1][1] if results else worker.initial_states(0)[1][0]
+        message = worker.method.broadcast(worker.initial_states(0)[0], 0)
         asked.clear()
         worker.method.train_client(ClientRound(RoundId(0, 0, last, 1), plan_, state, message))
         assert set(asked) == expected
@@ -414,8 +414,7 @@ def test_a_client_keeps_the_cache_and_sends_the_model() -> None:
     work = workspace("local")
     method = ReFed(tiny("refed", cache=3, steps=1, score="head").params, work)
     plan_ = split.make_plan(work.setting.split, work.dataset, seed=0)
-    server, states, *_ = method.initial_states(plan_)
-    state = states[0]
+    server, (state, *_), *_ = method.initial_states(plan_)
     for experience, disk in ((0, 0), (1, 3 * (3072 + 8 + 8))):
         message = method.broadcast(server, 0)
         reply = method.train_client(

@@ -1,7 +1,7 @@
 """Method is FedAvg: every step of federated learning with its default; methods override steps."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -110,7 +110,7 @@ class InitialStates(NamedTuple):
     """The states before the first round, and the bytes sent to compute them."""
 
     server: State
-    clients: list[State]
+    clients: Iterable[State]
     down: int = 0
     up: int = 0
 
@@ -134,8 +134,8 @@ class Method:
     def initial_states(self, plan: Plan) -> InitialStates:
         """The states before the first round; a method with a warm-up runs it here."""
         server = self.init_server(plan.seed)
-        clients = [self.init_client(client, server) for client in range(len(plan.clients))]
-        return InitialStates(server, clients)
+        count = len(plan.clients)  # one state at a time: there may be thousands
+        return InitialStates(server, (self.init_client(client, server) for client in range(count)))
 
     # --- the server
 
