@@ -24,7 +24,7 @@ from stamp_core.coresets.memory import Memory, MemoryParams, class_prototype
 from stamp_core.coresets.mixstyle import mixstyle_images
 from stamp_core.coresets.selection import base, herding
 from stamp_core.coresets.selection.base import Candidates
-from stamp_core.engine import checkpoint
+from stamp_core.engine import trees
 from stamp_core.results.records import tree_bytes
 
 RULES = [rule for rule in base.selection_rules() if not base.proposes(rule)]
@@ -436,8 +436,8 @@ def test_a_memory_survives_a_checkpoint(tmp_path: Path) -> None:
     first = updated(memory.empty_memory(several, classes=2), 0, 0, several, params)
     after = updated(first, 0, 1, several, params)
     assert first["images"].is_contiguous()
-    checkpoint.save_checkpoint(tmp_path / "a.safetensors", {"memory": after}, {})
-    loaded = checkpoint.load_checkpoint(tmp_path / "a.safetensors", {})
+    trees.write_tree(tmp_path / "a.safetensors", {"memory": after}, {})
+    loaded, _ = trees.read_tree(tmp_path / "a.safetensors")
     assert loaded is not None
     small.assert_equal_trees(loaded["memory"], after)
     for name, tensor in after.items():

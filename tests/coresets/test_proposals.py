@@ -21,7 +21,7 @@ from stamp_core.coresets import memory
 from stamp_core.coresets.memory import MemoryParams
 from stamp_core.coresets.selection import base
 from stamp_core.coresets.selection.base import Proposal, TaskData
-from stamp_core.engine import checkpoint
+from stamp_core.engine import trees
 from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalParams
 from stamp_core.results.records import SCORINGS
 
@@ -222,8 +222,8 @@ def test_soft_labels_survive_a_checkpoint(tmp_path: Path) -> None:
     experiment = replaying("synthetic")
     kept = arrived(experiment, 2)[1].state["memory"]
     assert kept["soft"].shape == (12, 10)
-    checkpoint.save_checkpoint(tmp_path / "a.safetensors", {"memory": kept}, {})
-    loaded = checkpoint.load_checkpoint(tmp_path / "a.safetensors", {})
+    trees.write_tree(tmp_path / "a.safetensors", {"memory": kept}, {})
+    loaded, _ = trees.read_tree(tmp_path / "a.safetensors")
     assert loaded is not None
     small.assert_equal_trees(loaded["memory"], kept)
     whole = run(experiment, resume=tmp_path)

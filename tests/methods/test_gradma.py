@@ -14,7 +14,7 @@ from small import BATCH_NORM, P, plan, run, tiny
 from torch import Tensor
 
 from stamp_core.config.decode import ParameterError
-from stamp_core.engine import checkpoint
+from stamp_core.engine import trees
 from stamp_core.engine.executor import Worker
 from stamp_core.methods.base.method import ClientRound, DivergedError, Log, Method, State
 from stamp_core.methods.gradma import GradMA, GradMAParams
@@ -275,8 +275,8 @@ def test_the_servers_memory_comes_back_from_a_file(tmp_path: Path) -> None:
     """In the same order of clients."""
     method, state = server(beta2=0.5)
     *_, (after, _) = rounds(method, state, (9, 10), (10, 2))
-    checkpoint.save_checkpoint(tmp_path / "server.safetensors", after, {})
-    again = checkpoint.load_checkpoint(tmp_path / "server.safetensors", {})
+    trees.write_tree(tmp_path / "server.safetensors", after, {})
+    again, _ = trees.read_tree(tmp_path / "server.safetensors")
     assert again is not None and list(again["memory"]) == ["9", "10", "2"]
     small.assert_equal_trees(again, after)
 
