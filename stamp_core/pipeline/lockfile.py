@@ -14,6 +14,7 @@ from pathlib import Path
 import yaml
 
 from stamp_core.core import paths
+from stamp_core.core.atomic import replacing
 
 NAMES = ("dvc.lock", "pipelines/paper/dvc.lock")
 
@@ -77,6 +78,12 @@ def drop_gone_stages(stages: Collection[str]) -> None:
         _write(path, (head + "".join(known)).encode())
 
 
+def _write(path: Path, content: bytes) -> None:
+    """Replace a file whole."""
+    with replacing(path) as scratch:
+        scratch.write_bytes(content)
+
+
 def _temporary_folder() -> Path:
     """DVC's folder for what is in no cache and no commit."""
     folder = paths.ROOT / ".dvc" / "tmp"
@@ -87,10 +94,3 @@ def _temporary_folder() -> Path:
 def _copy_of(name: str) -> Path:
     """The last good copy of a lock file."""
     return _temporary_folder() / name.replace("/", "-")
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write beside the file, then rename: it is never there in part."""
-    scratch = path.with_suffix(".new")
-    scratch.write_bytes(content)
-    scratch.replace(path)

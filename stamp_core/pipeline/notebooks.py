@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from stamp_core.core.atomic import replacing
 from stamp_core.core.paths import NOTEBOOKS
 
 Notebook = dict[str, Any]
@@ -27,7 +28,8 @@ def read_notebook(path: Path) -> Notebook:
 def write_notebook(notebook: Notebook, path: Path) -> None:
     """Write a notebook as JupyterLab does."""
     text = json.dumps(notebook, indent=1, ensure_ascii=False)
-    path.write_text(text + "\n", encoding="utf-8")
+    with replacing(path) as scratch:
+        scratch.write_text(text + "\n", encoding="utf-8")
 
 
 def strip_outputs(notebook: Notebook) -> Notebook:
