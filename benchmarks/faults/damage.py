@@ -111,7 +111,7 @@ def prepared(place: Place, method: str, ended: bool) -> None:
     agent.forget()
     if not kept.exists():
         half = place.shared.operations[method] * 2 // 3
-        agent.call("train_small", method=method, **({} if ended else {"die_at": half}))
+        agent.call("train_small", method=method, die_at=None if ended else half)
         shutil.copytree(agent.root / "data", kept)
     remove(agent.root / "data")
     shutil.copytree(kept, agent.root / "data")

@@ -168,7 +168,7 @@ def hostile_image(place: Place, draw: random.Random, number: int) -> list[Outcom
     name, make = list(IMAGES.items())[number % len(IMAGES)]
     root = raw / "hostile"
     image_folder(root)
-    spec = {"source": "folder", "root": "hostile", "size": SIZE}
+    spec: dict[str, Any] = {"source": "folder", "root": "hostile", "size": SIZE}
     right = agent.call("dataset_digest", **spec).value
     path = root / draw.choice(["train", "test"]) / draw.choice("ab") / "hostile.png"
     make(path)

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.faults import FAILURES, Kind, Outcome
-from benchmarks.faults.project import PATIENCE, Pipeline, Place, remove
+from benchmarks.faults.project import Pipeline, Place, remove
 
 PROCESSES = ("driver", "DVC", "papermill", "kernel", "kernel server", "worker")
 
@@ -104,10 +104,13 @@ class Chain:
         """Let the pipeline end, and judge it; twice, where the last driver was struck."""
         for _ in range(2):
             driver = self.driver or self.running()
-            try:
-                status = driver.wait(PATIENCE)
-            except subprocess.TimeoutExpired:
-                self.outcomes[-1] = Outcome(self.outcomes[-1].what, "lost", "the next call hangs")
+            status = self.pipeline.wait(driver)
+            if status is None:
+                what = "hangs, " + (
+                    "in the call that was struck" if self.struck else "called again"
+                )
+                faults = " / ".join(outcome.what for outcome in self.outcomes)
+                self.outcomes[-1] = Outcome(self.outcomes[-1].what, "lost", f"{what}: {faults}")
                 break
             if not (status and self.struck):
                 self.judge_ended(status)
@@ -173,7 +176,7 @@ def two_drivers(place: Place, draw: random.Random, number: int) -> list[Outcome]
         first.kill()
         what = f"second driver: the first was killed after {moment:.1f} s"
     status, output = pipeline.run()
-    first.wait(PATIENCE)
+    pipeline.wait(first)
     outcome = pipeline.judged(what, status, output, place, str(pipeline.root))
     if not number % 2 and first.returncode:
         outcome = Outcome(what, "lost", f"the first driver ended with status {first.returncode}")
@@ -186,8 +189,7 @@ def surroundings(place: Place, draw: random.Random, number: int) -> list[Outcome
     """A folder with spaces and letters beyond ASCII, no HOME, the locale C."""
     root = place.folder / f"my projekt é 図 {number}"
     root.mkdir()
-    changes = {"HOME": None, "LC_ALL": "C", "LANG": None}
-    pipeline = Pipeline(root / "a copy", **changes)
+    pipeline = Pipeline(root / "a copy", HOME=None, LC_ALL="C", LANG=None)
     outcome = pipeline.judged("surroundings: all at once", *pipeline.run(), place, str(root))
     remove(root)
     return [outcome]

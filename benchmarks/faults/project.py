@@ -21,8 +21,10 @@ from ruamel.yaml import YAML
 from benchmarks.faults import Outcome, judge_error
 from stamp_core.core.paths import ROOT
 
-COPIED = ("stamp_core", "benchmarks", "notebooks", "params", "pipelines", ".dvc", ".dvcignore")
-COPIED += (".gitignore", "dvc.yaml", "pyproject.toml")
+COPIED = (
+    *("stamp_core", "benchmarks", "notebooks", "params", "pipelines"),
+    *(".dvc", ".dvcignore", ".gitignore", "dvc.yaml", "pyproject.toml"),
+)
 PAPER = {  # the paper's images are on few machines
     "grid": {"setting": ["tiny"], "method": ["fedavg"], "seeds": [0]},
     "ablation": {"baselines": ["fedavg"], "method": []},
@@ -42,7 +44,9 @@ SMALLER: dict[str, Any] = {  # than the quick profile, but with every stage
 MEASURED = re.compile(
     r"\bs (/|setup)|\bms\b|seconds|memory|time|peak|\bshare\b"
 )  # columns of tables
-PATIENCE = 300  # seconds until a call counts as hanging
+PATIENCE = 120  # seconds until a call counts as hanging
+QUIET = 75  # seconds without a line of output until a pipeline counts as hanging
+HANGS = "the call hangs"
 DRIVER = (sys.executable, "-m", "stamp_core.pipeline.repro")  # what `make repro` runs
 
 
@@ -238,12 +242,22 @@ class Pipeline:
         """The exit status and the output of a command."""
         before = self.log.stat().st_size if self.log.exists() else 0
         process = self.start(command)
-        try:
-            status = process.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            status = process.wait()
-        return status, self.log.read_bytes()[before:].decode(errors="replace")
+        status = self.wait(process)
+        output = self.log.read_bytes()[before:].decode(errors="replace")
+        return (1, f"{output}\n{HANGS}") if status is None else (status, output)
+
+    def wait(self, process: "subprocess.Popen[bytes]") -> int | None:
+        """The exit status of a command; None, and it is killed, if it has long printed nothing."""
+        size, last = 0, time.monotonic()
+        while (status := process.poll()) is None:
+            if (now := self.log.stat().st_size) > size:
+                size, last = now, time.monotonic()
+            if time.monotonic() > last + QUIET:
+                process.kill()
+                process.wait()
+                return None
+            time.sleep(0.05)
+        return status
 
     def digests(self, agent: Agent) -> dict[str, str]:
         """All results but what is measured: plans, records, tables and figures."""
