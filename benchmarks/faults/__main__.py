@@ -13,6 +13,7 @@ from pathlib import Path
 
 from benchmarks.faults import FAILURES
 from benchmarks.faults.campaign import KINDS, campaign, cases, report
+from benchmarks.faults.pipeline import end_remaining
 from stamp_core.core.paths import ROOT
 
 
@@ -29,7 +30,10 @@ def main() -> int:
     wanted = cases(arguments.kind, arguments.case, arguments.share)
     with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as folder:
         jobs = min(2, os.cpu_count() or 1, len(wanted))
-        found = campaign(wanted, arguments.seed, jobs, Path(folder).resolve())
+        try:
+            found = campaign(wanted, arguments.seed, jobs, Path(folder).resolve())
+        finally:
+            end_remaining(Path(folder).resolve())
     page = report(found, arguments.seed, (time.monotonic() - start) / 60)
     if arguments.kind:
         print(page.partition("## Failures")[2])

@@ -17,6 +17,9 @@ import sklearn.datasets  # noqa: F401  (imported once, not in each fork)
 import torch
 
 from benchmarks.faults import calls
+from stamp_core.coresets.selection import herding, uniform  # noqa: F401
+from stamp_core.data.sources import digits, folder, npz  # noqa: F401
+from stamp_core.methods import fedavg, replay, stamp  # noqa: F401
 
 ALTERING = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree")
 
@@ -94,12 +97,9 @@ def perform(request: dict[str, Any]) -> None:
 def main() -> None:
     """Answer requests until there are no more."""
     torch.set_num_threads(1)
+    calls.fingerprint_all()
     print("ready", flush=True)
     for line in sys.stdin:
-        if line == "warm up\n":
-            calls.fingerprint_all()
-            print("warm", flush=True)
-            continue
         child = os.fork()
         if not child:
             os.setpgid(0, 0)

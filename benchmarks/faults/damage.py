@@ -140,7 +140,6 @@ def damage_parameters(place: Place, draw: random.Random, number: int) -> list[Ou
     """Damage to a parameter file: the first stage refuses it, unless it is another sound one."""
     agent = place.agent
     agent.forget()
-    agent.warm_up()
     path = draw.choice(agent.parameter_files())
     ways = ["cut", "emptied", "a folder", "flipped"]
     if path.name in ("quick.yaml", "tuning.yaml"):  # not read by the first stage
@@ -201,7 +200,7 @@ KINDS = {
         "dvc.lock, executed notebooks, plans, records, records of sweeps, objects of DVC's cache, "
         "fingerprints of the finished pipeline; then `make repro`",
         damage_pipeline,
-        21,
+        14,
         whole=True,
     ),
 }

@@ -124,7 +124,7 @@ KINDS = {
         "the same with dvc.lock, DVC's cache and notebooks: the complete pipeline on a small "
         "tmpfs, or with RLIMIT_FSIZE where none can be mounted",
         fill_pipeline,
-        3,
+        2,
         whole=True,
     ),
 }

@@ -55,7 +55,7 @@ def strike(driver: "subprocess.Popen[bytes]", kind: str, moment: float) -> str:
 
 
 def end_remaining(root: Path) -> None:
-    """Kill what still runs in a copy of the project: all of it was started here."""
+    """Kill what still runs in copies of the project below a folder: it was started here."""
     for process in psutil.process_iter(["cwd"]):
         if (process.info["cwd"] or "").startswith(str(root)):
             try:
@@ -130,8 +130,8 @@ def kill_pipeline(place: Place, draw: random.Random, number: int) -> list[Outcom
     """SIGKILL to a process of each kind, one after the other, on the way to one result."""
     chain = Chain(place, draw, jobs="1" if number % 2 else None)  # one job has worker processes
     kinds = [kind for kind in PROCESSES if number % 2 or kind != "worker"]
-    for kind in draw.sample(kinds, len(kinds)):
-        driver, moment = chain.running(), draw.uniform(1, 12)
+    for kind in draw.sample([*kinds, *kinds], 2 * len(kinds)):
+        driver, moment = chain.running(), draw.uniform(0.5, 9)
         killed = strike(driver, kind, moment)
         if killed:
             chain.struck = True
@@ -144,8 +144,8 @@ def kill_pipeline(place: Place, draw: random.Random, number: int) -> list[Outcom
 def interrupt_pipeline(place: Place, draw: random.Random, number: int) -> list[Outcome]:
     """SIGINT to the driver's process group, as a terminal sends it, several times in a run."""
     chain = Chain(place, draw)
-    for _ in range(5):
-        driver, moment = chain.running(), draw.uniform(0.5, 12)
+    for _ in range(11):
+        driver, moment = chain.running(), draw.uniform(0.5, 10)
         try:
             driver.wait(moment)
             continue  # ended before; the next round begins anew
@@ -200,21 +200,21 @@ KINDS = {
         "SIGKILL to the driver, DVC, papermill, a kernel, the kernels' server or a worker process "
         "of the complete pipeline, one after the other on the way to one result",
         kill_pipeline,
-        5,
+        3,
         whole=True,
     ),
     "interrupts": Kind(
         "SIGINT to the driver's process group at a random moment of the complete pipeline, as "
-        "Ctrl-C in a terminal; five on the way to one result",
+        "Ctrl-C in a terminal; several on the way to one result",
         interrupt_pipeline,
-        5,
+        2,
         whole=True,
     ),
     "two drivers": Kind(
         "a second `make repro` during the first, or after the first was killed while its children "
         "go on",
         two_drivers,
-        4,
+        2,
         whole=True,
     ),
     "surroundings": Kind(

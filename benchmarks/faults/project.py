@@ -52,7 +52,7 @@ DRIVER = (sys.executable, "-m", "stamp_core.pipeline.repro")  # what `make repro
 
 def copy_project(root: Path, rounds: int = 2) -> None:
     """A copy of the project without results, with a profile of seconds as its default."""
-    leave = shutil.ignore_patterns("__pycache__", "cache", "tmp", "results.md", "faults.md")
+    leave = shutil.ignore_patterns("cache", "tmp", "results.md", "faults.md")
     root.mkdir(parents=True)
     for name in COPIED:
         source = ROOT / name
@@ -133,14 +133,6 @@ class Agent:
             text=True,
         )
         self._line()
-        self.warm = False
-
-    def warm_up(self) -> None:
-        """Read the project's code once: that is three quarters of the time of a first stage."""
-        if not self.warm:
-            print("warm up", file=self.process.stdin, flush=True)
-            self._line()
-            self.warm = True
 
     def parameter_files(self) -> list[Path]:
         """The files that a user edits."""
@@ -356,7 +348,6 @@ class Place:
         if "first stage" not in self.shared.small:
             written = {path: path.read_bytes() for path in self.agent.parameter_files()}
             self.agent.forget()
-            self.agent.warm_up()
             self.shared.small["first stage"] = self.agent.first_stage().value
             for path, content in written.items():
                 path.write_bytes(content)

@@ -69,7 +69,6 @@ def slip_parameters(place: Place, draw: random.Random, number: int) -> list[Outc
     """One slip: the first stage refuses it, or what it declares right can be trained."""
     agent = place.agent
     agent.forget()
-    agent.warm_up()
     name = ("params.yaml", "params/settings.yaml", "params/methods.yaml")[number % 3]
     tree = read(agent.root / name)
     what, path = slip(tree, draw, place.traps / "slip")
@@ -204,7 +203,6 @@ def drawn_name(place: Place, number: int) -> tuple[Any, str, str]:
 def name_first_stage(place: Place, draw: random.Random, number: int) -> list[Outcome]:
     """A hostile name: the first stage refuses it."""
     place.agent.forget()
-    place.agent.warm_up()
     holder, name, what = drawn_name(place, number)
     holder(place.agent.root, name)
     answer = place.agent.first_stage()
@@ -262,7 +260,7 @@ KINDS = {
     "names, DVC": Kind(
         "the same with `dvc repro`, and with stages alone, for which the first stage does not run",
         name_pipeline,
-        21,
+        14,
         whole=True,
     ),
 }
