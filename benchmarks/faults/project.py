@@ -285,7 +285,8 @@ def judge_output(what: str, status: int, output: str, *names: str) -> Outcome:
     if found:
         return judge_error(what, *found[-1], *names)
     lines = [line for line in plain.splitlines() if line.strip()] or ["no output"]
-    return judge_error(what, f"status {status}", lines[-1], *names)
+    said = [line for line in lines if re.match("ERROR|failed:", line) or line == HANGS]
+    return judge_error(what, f"status {status}", (said or lines)[-1], *names)
 
 
 def without_measurements(path: Path) -> str:

@@ -135,7 +135,7 @@ def rename(tree: Any, old: str, new: str) -> Any:
 
 def hostile_setting(root: Path, name: str) -> None:
     """A setting of this name, in params/settings.yaml and in the grids."""
-    for file in ("params/settings.yaml", "params.yaml"):
+    for file in ("params/settings.yaml", "params.yaml", "params/paper.yaml"):
         rewrite(root / file, lambda tree: rename(tree, "tiny", name))
 
 
