@@ -280,7 +280,9 @@ class Pipeline:
 def judge_output(what: str, status: int, output: str, *names: str) -> Outcome:
     """The outcome of a fault after which a command ended with an error: its last line counts."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", output)
-    found = re.findall(r"^(?:\S+ +)?([A-Z]\w*(?:Error|Warning|Exception)): (.+)$", plain, re.M)
+    found = re.findall(
+        r"^(?:\S+ +)?(?:[\w.]+\.)?([A-Z]\w*(?:Error|Warning|Exception)): (.+)$", plain, re.M
+    )
     found = [each for each in found if each[0] != "PapermillExecutionError"]
     if found:
         return judge_error(what, *found[-1], *names)
