@@ -8,7 +8,7 @@ export STAMP_DATA ?= $(CURDIR)/data/raw
 unexport PYTHONDONTWRITEBYTECODE  # with it every process compiles the package again: a second each
 
 .DEFAULT_GOAL := help
-.PHONY: tour repro tune test paper estimate lab notebooks docs lint bench clean help
+.PHONY: tour repro tune test paper estimate lab notebooks docs lint bench faults clean help
 
 tour: $(READY) .dvc/config.local  ## two minutes: a first table and figures, in figures/tour
 	$(VENV)/bin/dvc repro tour
@@ -51,6 +51,9 @@ lint: $(READY)  ## format the code, mend what ruff can mend, check types and imp
 
 bench: $(READY)  ## measure speed and memory; writes benchmarks/results.md
 	$(VENV)/bin/python -m benchmarks.run
+
+faults: $(READY)  ## try a thousand faults in 15 minutes; writes benchmarks/faults.md
+	$(VENV)/bin/python -m benchmarks.faults
 
 clean:  ## remove everything computed; raw data and the environment stay
 	rm -rf data/source data/splits data/runs data/sweeps data/quick data/cache data/resume .dvc/cache .dvc/tmp

@@ -1,0 +1,382 @@
+"""Copies of the project in which faults are tried, their processes, and the bytes they end with."""
+
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from benchmarks.faults import Outcome, judge_error
+from stamp_core.core.paths import ROOT
+
+COPIED = (
+    *("stamp_core", "benchmarks", "notebooks", "params", "pipelines"),
+    *(".dvc", ".dvcignore", ".gitignore", "dvc.yaml", "pyproject.toml"),
+)
+PAPER = {  # the paper's images are on few machines
+    "grid": {"setting": ["tiny"], "method": ["fedavg"], "seeds": [0]},
+    "ablation": {"baselines": ["fedavg"], "method": []},
+    "sweeps": {},
+}
+SMALLER: dict[str, Any] = {  # than the quick profile, but with every stage
+    "grid.method": ["fedavg", "replay", "sam"],
+    "more_seeds.method": ["fedavg"],
+    "tour.method": ["fedavg", "replay", "sam"],
+    "ablation.baselines": ["fedavg", "replay"],
+    "sweeps.kappa.values": [0.5],
+    "sweeps.exemplars_tiny.method": ["keep_herding"],
+    "sweeps.exemplars_tiny.values": [1],
+    "sweeps.alpha_tiny.method": ["fedavg"],
+    "sweeps.alpha_tiny.values": [0.1],
+}
+MEASURED = re.compile(
+    r"\bs (/|setup)|\bms\b|seconds|memory|time|peak|\bshare\b"
+)  # columns of tables
+PATIENCE = 120  # seconds until a call counts as hanging
+QUIET = 75  # seconds without a line of output until a pipeline counts as hanging
+HANGS = "the call hangs"
+DRIVER = (sys.executable, "-m", "stamp_core.pipeline.repro")  # what `make repro` runs
+
+
+def copy_project(root: Path, rounds: int = 2) -> None:
+    """A copy of the project without results, with a profile of seconds as its default."""
+    leave = shutil.ignore_patterns("cache", "tmp", "results.md", "faults.md")
+    root.mkdir(parents=True)
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, root / name, ignore=leave if name != "params" else None)
+        else:
+            shutil.copy(source, root / name)
+    (root / "data/executed").mkdir(parents=True)
+    (root / "figures").mkdir()
+    shutil.copy(root / "params/quick.yaml", root / "params.yaml")
+    for key, value in SMALLER.items():
+        change(root / "params.yaml", key, value)
+    change(root / "params/settings.yaml", "tiny.training.rounds", rounds)
+    YAML().dump(PAPER, root / "params/paper.yaml")
+    (root / ".dvc/config.local").write_text("[core]\n    no_scm = true\n")
+
+
+def change(file: Path, key: str, value: Any) -> None:
+    """Change one value of a parameter file."""
+    values = block = YAML().load(file)
+    *path, last = key.split(".")
+    for part in path:
+        block = block[part]
+    block[last] = value
+    YAML().dump(values, file)
+
+
+def environment(root: Path, **changes: str | None) -> dict[str, str]:
+    """The environment of processes in a copy: that of a user, with some changes."""
+    foreign = ("STAMP_", "DVC_", "PYTEST", "JUPYTER_", "GIT_", "PYTHONDONTWRITEBYTECODE")
+    own = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    ours = {"PATH": path, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "STAMP_WORKERS": "2"}
+    return {k: v for k, v in {**own, **ours, **changes}.items() if v is not None}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How a call in a forked process ended."""
+
+    status: int  # negative: the signal that ended it
+    value: Any
+    error: tuple[str, str] | None  # type and message
+    output: str
+    seconds: float
+    operations: int  # on files below data, if they were counted
+
+    def judged(self, what: str, right: object, *names: str) -> Outcome:
+        """The outcome of a fault after which this was the next call."""
+        if self.error:
+            return judge_error(what, *self.error, *names)
+        if self.status == -signal.SIGXCPU:
+            return Outcome(what, "lost", "still runs at its limit of CPU seconds")
+        if self.status:
+            return Outcome(what, "lost", f"ended with status {self.status}")
+        if self.value != right:
+            return Outcome(what, "silently wrong", "other bytes than those of an unbroken run")
+        return Outcome(what, "survived")
+
+
+class Agent:
+    """A copy of the project with a process that has imported everything: a call is a fork of it."""
+
+    def __init__(self, root: Path, rounds: int) -> None:
+        self.root, self.answers = root, root.parent / f"{root.name}-answers"
+        copy_project(root, rounds)
+        self.answers.mkdir()
+        self.params = {path: path.read_bytes() for path in self.parameter_files()}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.faults.agent"],
+            cwd=root,
+            env=environment(
+                root, PYTHONDONTWRITEBYTECODE="1"
+            ),  # Python writes it cut on a full disk
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self._line()
+
+    def parameter_files(self) -> list[Path]:
+        """The files that a user edits."""
+        return [self.root / "params.yaml", *sorted((self.root / "params").glob("*.yaml"))]
+
+    def call(
+        self, function: str, during: Callable[[int], None] | None = None, **request: Any
+    ) -> Answer:
+        """Perform a function of `calls` in a fork; `during` gets its process while it runs."""
+        limits = ("die_at", "file_limit", "memory_limit", "cpu_limit", "count")
+        arguments = {k: v for k, v in request.items() if k not in limits}
+        files = {name: self.answers / name for name in ("result", "output")}
+        request = {k: v for k, v in request.items() if k in limits}
+        request |= {"function": function, "arguments": arguments}
+        request |= {name: str(path) for name, path in files.items()}
+        assert self.process.stdin
+        for path in files.values():
+            path.unlink(missing_ok=True)
+        start = time.monotonic()
+        print(json.dumps(request), file=self.process.stdin, flush=True)
+        child = int(self._line())
+        timer = threading.Timer(PATIENCE, os.kill, (child, 9))
+        timer.start()
+        if during:
+            during(child)
+        status = int(self._line())
+        timer.cancel()
+        text = files["result"].read_text() if files["result"].exists() else ""
+        answer = json.loads(text) if text else {}
+        error = tuple(answer["error"]) if "error" in answer else None
+        output = files["output"].read_text(errors="replace") if files["output"].exists() else ""
+        seconds, operations = time.monotonic() - start, answer.get("operations", 0)
+        return Answer(status, answer.get("value"), error, output, seconds, operations)
+
+    def first_stage(self) -> Answer:
+        """What the first stage of the pipeline says of the parameters."""
+        return self.call("first_stage")
+
+    def forget(self) -> None:
+        """Remove everything computed, and undo changes of parameters."""
+        remove(self.root / "data")
+        (self.root / "data").mkdir()
+        for path, content in self.params.items():
+            path.write_bytes(content)
+
+    def close(self) -> None:
+        """End the process."""
+        assert self.process.stdin
+        self.process.stdin.close()
+        self.process.wait()
+
+    def _line(self) -> str:
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        assert line, "the agent has ended"
+        return line.strip()
+
+
+def remove(path: Path) -> None:
+    """Remove a folder, be it read-only."""
+    if path.exists():
+        for folder in (path, *(each for each in path.rglob("*") if each.is_dir())):
+            if not folder.is_symlink():
+                folder.chmod(0o755)
+        shutil.rmtree(path)
+
+
+class Pipeline:
+    """A copy of the project in which the complete pipeline runs."""
+
+    def __init__(self, root: Path, finished: Path | None = None, **changes: str | None) -> None:
+        self.root = root
+        if finished:
+            shutil.copytree(finished, root)
+        else:
+            copy_project(root)
+        self.environment = environment(root, **changes)
+
+    def start(self, command: tuple[str, ...] = DRIVER, **options: Any) -> "subprocess.Popen[bytes]":
+        """Start a command in a session of its own; its output goes into the file `output`."""
+        with self.log.open("ab") as output:
+            return subprocess.Popen(
+                command,
+                cwd=self.root,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                **options,
+            )
+
+    @property
+    def log(self) -> Path:
+        """Where the output of the pipeline goes."""
+        return self.root.parent / f"{self.root.name}.log"
+
+    def run(self, command: tuple[str, ...] = DRIVER) -> tuple[int, str]:
+        """The exit status and the output of a command."""
+        before = self.log.stat().st_size if self.log.exists() else 0
+        process = self.start(command)
+        status = self.wait(process)
+        output = self.log.read_bytes()[before:].decode(errors="replace")
+        return (1, f"{output}\n{HANGS}") if status is None else (status, output)
+
+    def wait(self, process: "subprocess.Popen[bytes]") -> int | None:
+        """The exit status of a command; None, and it is killed, if it has long printed nothing."""
+        size, last = 0, time.monotonic()
+        while (status := process.poll()) is None:
+            if (now := self.log.stat().st_size) > size:
+                size, last = now, time.monotonic()
+            if time.monotonic() > last + QUIET:
+                process.kill()
+                process.wait()
+                return None
+            time.sleep(0.05)
+        return status
+
+    def digests(self, agent: Agent) -> dict[str, str]:
+        """All results but what is measured: plans, records, tables and figures."""
+        found = {}
+        for path in sorted([*self.root.glob("data/splits/**/*"), *self.root.glob("figures/**/*")]):
+            if path.is_file() and path.name not in ("cost.png", "coresets_time.png"):
+                content = without_measurements(path).encode("latin-1")
+                found[str(path.relative_to(self.root))] = hashlib.sha256(content).hexdigest()
+        for name in ("runs", "sweeps"):
+            answer = agent.call("record_digests", root=str(self.root / "data" / name))
+            if answer.error:
+                found[name] = " ".join(answer.error)
+            else:
+                found |= {f"{name}/{key}": value for key, value in answer.value.items()}
+        return found
+
+    def judged(self, what: str, status: int, output: str, place: "Place", *names: str) -> Outcome:
+        """The outcome of a fault after which the next call ended so."""
+        if status:
+            return judge_output(what, status, output, *names)
+        right, found = place.shared.digests, self.digests(place.agent)
+        wrong = [key for key in {**right, **found} if right.get(key) != found.get(key)]
+        if wrong:
+            return Outcome(what, "silently wrong", f"differ: {', '.join(sorted(wrong))}"[:300])
+        return Outcome(what, "survived")
+
+
+def judge_output(what: str, status: int, output: str, *names: str) -> Outcome:
+    """The outcome of a fault after which a command ended with an error: its last line counts."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", output)
+    found = re.findall(
+        r"^(?:\S+ +)?(?:[\w.]+\.)?([A-Z]\w*(?:Error|Warning|Exception)): (.+)$", plain, re.M
+    )
+    found = [each for each in found if each[0] != "PapermillExecutionError"]
+    if found:
+        return judge_error(what, *found[-1], *names)
+    lines = [line for line in plain.splitlines() if line.strip()] or ["no output"]
+    said = [line for line in lines if re.match("ERROR|failed:", line) or line == HANGS]
+    return judge_error(what, f"status {status}", (said or lines)[-1], *names)
+
+
+def without_measurements(path: Path) -> str:
+    """The content of a file of results without columns and values that are measured."""
+    text = path.read_bytes().decode("latin-1")
+    if path.suffix == ".json" and path.parent.name != "splits":
+        return json.dumps(_unmeasured(json.loads(text)), sort_keys=True)
+    if path.suffix != ".md":
+        return text
+    kept, measured = [], set[int]()
+    for line in text.splitlines():
+        cells = line.split("|")
+        if len(cells) < 3:
+            measured = set()
+        elif not measured:
+            measured = {k for k, cell in enumerate(cells) if MEASURED.search(cell)} or {-1}
+        kept.append("|".join(cell for k, cell in enumerate(cells) if k not in measured))
+    return "\n".join(kept)
+
+
+def _unmeasured(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {k: _unmeasured(v) for k, v in tree.items() if not MEASURED.search(k)}
+    return tree
+
+
+@dataclass
+class Shared:
+    """What an unbroken run gives, for all places."""
+
+    small: dict[str, Any]  # of the small training, by method
+    seconds: dict[str, float]  # of the small training, by method
+    operations: dict[str, int]  # of the small training on files, by method
+    digests: dict[str, str]  # of the complete pipeline
+    finished: Path | None  # a copy of the project in which it has run
+
+
+class Place:
+    """A folder with an agent, where one thread tries one case after the other."""
+
+    def __init__(self, folder: Path, shared: Shared | None = None, rounds: int = 4) -> None:
+        self.folder, self.agent = folder, Agent(folder / "small", rounds)
+        self.traps = folder / "traps"  # what hostile input would make there
+        self.traps.mkdir()
+        self.shared = shared or self.measure()
+
+    def measure(self) -> Shared:
+        """The small training without a fault."""
+        shared = Shared({}, {}, {}, {}, None)
+        for method in ("stamp", "replay"):
+            answer = self.agent.call("train_small", method=method, count=True)
+            assert not answer.error, answer
+            shared.small[method] = answer.value
+            shared.seconds[method], shared.operations[method] = answer.seconds, answer.operations
+            self.agent.forget()
+        return shared
+
+    def untouched(self) -> str:
+        """What the first stage says without a fault."""
+        if "first stage" not in self.shared.small:
+            written = {path: path.read_bytes() for path in self.agent.parameter_files()}
+            self.agent.forget()
+            self.shared.small["first stage"] = self.agent.first_stage().value
+            for path, content in written.items():
+                path.write_bytes(content)
+        return str(self.shared.small["first stage"])
+
+    def measure_pipeline(self) -> None:
+        """The complete pipeline without a fault."""
+        pipeline = Pipeline(self.folder / "finished")
+        status, output = pipeline.run()
+        assert status == 0, output[-2000:]
+        self.shared.digests = pipeline.digests(self.agent)
+        self.shared.finished = pipeline.root
+
+    def pipeline(self, draw: random.Random, finished: bool = False, **changes: Any) -> Pipeline:
+        """A fresh copy, or one in which the pipeline has run."""
+        root = self.folder / f"pipeline-{draw.getrandbits(32):x}"
+        return Pipeline(root, self.shared.finished if finished else None, **changes)
+
+    def sprung(self) -> list[str]:
+        """The names of the traps that hostile input has made; they are removed."""
+        names = sorted(path.name for path in self.traps.iterdir())
+        for path in self.traps.iterdir():
+            path.rmdir() if path.is_dir() else path.unlink()
+        return names
+
+    def close(self) -> None:
+        """End the agent and remove the folder."""
+        self.agent.close()
+        remove(self.folder)
