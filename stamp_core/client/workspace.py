@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stamp_core.client.by_class import class_means, first_per_class
 from stamp_core.config.schema import Setting, Training
+from stamp_core.core.devices import free_memory, set_deterministic
 from stamp_core.core.seeding import generator
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.split import Plan
@@ -50,6 +51,7 @@ class Workspace:
     def __init__(self, setting: Setting, dataset: ImageDataset, device: str = "cpu") -> None:
         self.setting, self.dataset, self.device = setting, dataset, torch.device(device)
         self.training = setting.training
+        set_deterministic(self.device, self.training.deterministic)
         self.shape: Shape = tuple(dataset.x_train.shape[1:])
         self.classes = len(dataset.classes)
         self.classifier = self.network(seed=0).to(self.device)
@@ -211,10 +213,8 @@ def evaluation_batch_size(shape: Shape, micro_batch_size: int | None) -> int:
 
 def storage_device(images: Tensor, device: torch.device) -> torch.device:
     """Where training images are stored: on the GPU if there is room, else where they are."""
-    if device.type != "cuda":
-        return device
-    free, _ = torch.cuda.mem_get_info(device)
-    return device if SHARE * images.numel() <= free else images.device
+    free = free_memory(device)
+    return device if free is None or SHARE * images.numel() <= free else images.device
 
 
 def augment(images: Tensor, training: Training, generator: torch.Generator) -> Tensor:
