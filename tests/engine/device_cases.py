@@ -17,6 +17,7 @@ from pytest import MonkeyPatch
 from torch import Tensor
 
 from benchmarks.pretend import DEVICE, pretending, register
+from benchmarks.transfers import per_epoch, per_step
 from stamp_core.client.by_class import first_per_class
 from stamp_core.coresets.selection.base import selection_rules
 from stamp_core.data.dataset import ImageDataset
@@ -175,12 +176,19 @@ def counted() -> dict[str, tuple[int, int, int]]:
     return found
 
 
+def augmented(kind: str) -> Experiment:
+    """A method with augmentation, whose draws go to the device."""
+    return few(kind, {"shift": 1, "flip": True})
+
+
 def main() -> None:
     """Print all results as JSON."""
     register()
     results = {
         "runs": {name: outcome(partial(difference, each)) for name, each in cases()},
         "counted": counted(),
+        "steps": {kind: astuple(per_step(augmented(kind))) for kind in method_names()},
+        "epochs": {kind: astuple(per_epoch(augmented(kind))) for kind in ("fedavg", "replay")},
         "mistakes": {name: mistaken(*mistake) for name, mistake in MISTAKES.items()},
     }
     print(json.dumps(results))

@@ -66,3 +66,26 @@ def test_the_device_counts_what_crosses():
         "on the device alone": [0, 0, 0],
         "with a scalar of the CPU": [0, 0, 0],
     }
+
+
+# copies to the device, copies back and values read that a step may cost; no other method has any
+ALLOWED = {
+    "affcl": (2, 0, 4),  # draws of the flow; whether its loss is finite
+    "agem": (1, 0, 2),  # the drawn reference; the closed form of the projection
+    "fedcil": (2, 0, 1),  # draws of the generator; whether its images are finite
+    "fedl2p": (0, 0, 4),  # whether a loss is finite, before the gradient is clipped
+    "gem": (0, 1, 0),  # solved on the CPU
+    "gradma": (0, 1, 0),  # solved on the CPU
+    "stamp": (0, 0, 6),  # which classes have prototypes
+}
+
+
+@pytest.mark.parametrize("kind", method_names())
+def test_a_step_copies_and_waits_for_nothing(kind):
+    counted = results()["steps"][kind]
+    assert all(map(float.__le__, map(float, counted), map(float, ALLOWED.get(kind, (0, 0, 0)))))
+
+
+@pytest.mark.parametrize("kind", ["fedavg", "replay"])
+def test_the_draws_of_a_client_round_go_to_the_device_at_once(kind):
+    assert results()["epochs"][kind] == [0, 0, 0]
