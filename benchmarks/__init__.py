@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from stamp_core.core.devices import resolve_device, synchronise
+
 Row = tuple[str, str]
 
 
@@ -13,8 +15,7 @@ def seconds(work: Callable[..., object], *arguments: object) -> float:
     """The duration of a call, on a GPU as well."""
     start = time.perf_counter()
     work(*arguments)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    synchronise(torch.device(resolve_device("auto")))
     return time.perf_counter() - start
 
 

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from benchmarks import Row, seconds, section, spread
+from stamp_core.core.devices import device_peak, resolve_device
 from stamp_core.core.paths import ROOT
 from stamp_core.matching.gram import gram
 from stamp_core.matching.match import MatchingParams, match, match_gram
 
 REPEATS = 7
 LENGTH = 11_200_000  # the parameters of a ResNet-18
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = resolve_device("auto")
 KAPPAS = (0.05, 0.25, 0.5, 1.0, 2.0)
 FAMILIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of noise [K, d] and a vector [d]
     "independent": lambda noise, common: noise,
@@ -107,8 +108,8 @@ def print_extra_memory() -> None:
 
 def peak_bytes() -> int:
     """Peak memory of the device with the gradients."""
-    if DEVICE == "cuda":
-        return torch.cuda.max_memory_allocated()
+    if DEVICE != "cpu":
+        return device_peak(torch.device(DEVICE))
     status = Path("/proc/self/status").read_text()  # getrusage would begin at the parent's peak
     return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 

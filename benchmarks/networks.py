@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from benchmarks import Row, seconds, section, spread
 from stamp_core.config.schema import Network
-from stamp_core.engine.executor import resolve_device
+from stamp_core.core.devices import device_name, resolve_device
 from stamp_core.models.encoders import Shape
 from stamp_core.models.networks import Classifier, build_network
 
@@ -56,8 +56,9 @@ def step(network: Classifier, images: torch.Tensor) -> None:
 
 def table() -> list[str]:
     """The section of benchmarks/results.md."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "one thread of the CPU"
-    note = f"SGD steps on {device}; speeds are relative to float32, channels last, the whole batch."
+    device = torch.device(resolve_device("auto"))
+    where = "one thread of the CPU" if device.type == "cpu" else device_name(device)
+    note = f"SGD steps on {where}; speeds are relative to float32, channels last, the whole batch."
     return section("## The paper's networks", note, measurements())
 
 

@@ -117,6 +117,14 @@ def no_op() -> Row:
     return "dvc repro again", f"{time:.1f} s ({state})"
 
 
+def transfers() -> list[str]:
+    """The section of benchmarks/transfers.py, which needs a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.transfers"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    table = done.stdout.partition("\n## ")[2]
+    return ["", *f"## {table}".splitlines()] if table else done.stderr[-300:].splitlines()
+
+
 def measurements() -> Iterator[Row]:
     """All rows of the first table."""
     yield from (relative_to_bare(16), relative_to_bare(64), two_workers(1), two_workers(3))
@@ -131,6 +139,7 @@ def main() -> None:
     lines = section("# Speed and memory", note, measurements())[1:]
     for module in (coresets, matching, networks):
         lines += module.table()
+    lines += transfers()
     Path(ROOT / "benchmarks" / "results.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 

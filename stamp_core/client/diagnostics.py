@@ -56,7 +56,7 @@ def gradient(work: Workspace, indices: Tensor) -> Tensor:
     model = work.model
     model.module.eval()
     model.gradients.zero_()
-    for part in indices.split(work.chunk):
+    for part in indices.to(work.x_train.device).split(work.chunk):
         images, labels = work.train_images(part)
         loss = F.cross_entropy(model.module(work.normalise(images)), labels, reduction="sum")
         (loss / len(indices)).backward()

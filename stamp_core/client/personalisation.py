@@ -185,7 +185,7 @@ def store_mixture(norms: Sequence[Any], net: Sequence[Moments], beta: Tensor) ->
 
 def plain_batches(work: Workspace, indices: Tensor, size: int) -> BatchIterator:
     """Training images in the given order, in batches, without augmentation."""
-    for batch in indices.split(size) if len(indices) else ():
+    for batch in indices.to(work.x_train.device).split(size) if len(indices) else ():
         images, labels = work.train_images(batch)
         yield work.normalise(images), labels
 
@@ -198,8 +198,8 @@ def endless_batches(
     labels = work.y_train[indices.to(work.y_train.device)].to(work.device)
     while True:
         order = torch.randperm(len(indices), generator=draw)
-        for batch in order.split(work.training.batch_size):
-            yield read(batch, draw), labels[batch.to(work.device)]
+        for drawn in work.draw(order.split(work.training.batch_size), draw):
+            yield read(drawn), labels[drawn.places]
 
 
 def epoch_batches(

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from stamp_core.client.by_class import class_means, first_per_class
 from stamp_core.config.schema import Setting, Training
+from stamp_core.core.devices import free_memory, set_deterministic
 from stamp_core.core.seeding import generator
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.split import Plan
@@ -26,7 +28,21 @@ SHARE = 4  # training images are stored on the GPU if they take at most 1/4 of i
 FLOATS = 2**22  # values of images that are normalised once, not in every batch
 
 Batches = Iterable[tuple[Tensor, Tensor]]  # images, float32 and normalised, and labels
-Reader = Callable[[Tensor, torch.Generator], Tensor]  # places of images -> a batch of them
+
+
+Changes = tuple[Tensor | None, Tensor | None]  # which images are mirrored, and their shifts
+
+
+class Drawn(NamedTuple):
+    """Which images a batch has, and how they are augmented."""
+
+    places: Tensor  # [n], on the device
+    stored: Tensor  # the same on the CPU, for images that are there
+    mirrored: Tensor | None  # [n, 1, 1, 1], on the device
+    shifts: Tensor | None  # [2, n, 1], on the device
+
+
+Reader = Callable[[Drawn], Tensor]  # the images of a batch, on the device
 
 
 @dataclass(frozen=True)
@@ -50,6 +66,7 @@ class Workspace:
     def __init__(self, setting: Setting, dataset: ImageDataset, device: str = "cpu") -> None:
         self.setting, self.dataset, self.device = setting, dataset, torch.device(device)
         self.training = setting.training
+        set_deterministic(self.device, self.training.deterministic)
         self.shape: Shape = tuple(dataset.x_train.shape[1:])
         self.classes = len(dataset.classes)
         self.classifier = self.network(seed=0).to(self.device)
@@ -99,26 +116,62 @@ class Workspace:
         order, change = round_id.generator("order" + of), round_id.generator("augment" + of)
         read = self.reader(images, indices)
         labels = labels[indices.to(labels.device)].to(self.device)
-        for _ in range(self.training.epochs):
-            shuffled = torch.randperm(len(indices), generator=order)
-            for batch in shuffled.split(self.training.batch_size):
-                yield read(batch, change), labels[batch.to(self.device)]
+        shuffled = (torch.randperm(len(indices), generator=order) for _ in self.each_epoch())
+        batches = (batch for epoch in shuffled for batch in epoch.split(self.training.batch_size))
+        for drawn in self.draw(batches, change):
+            yield read(drawn), labels[drawn.places]
+
+    def each_epoch(self) -> range:
+        """The local epochs of a client round."""
+        return range(self.training.epochs)
+
+    def batch_sizes(self, images: int) -> list[int]:
+        """The sizes of the batches of a client round with this many images."""
+        size = self.training.batch_size
+        starts = range(0, images, size)
+        return [min(size, images - start) for _ in self.each_epoch() for start in starts]
+
+    def draw(self, batches: Iterable[Tensor], generator: torch.Generator) -> Iterator[Drawn]:
+        """The batches with their augmentation; the draws of all go to the device at once."""
+        training, places, changes = self.training, list[Tensor](), list[list[Tensor]]()
+        for batch in batches:  # which may draw from the same generator
+            places.append(batch)
+            changes.append(draw_changes(len(batch), training, generator))
+        if not places:
+            return
+        sizes = [len(batch) for batch in places]
+        rows = (torch.cat(parts, 1) for parts in zip(*changes, strict=True))
+        whole = torch.cat([torch.cat(places)[None], *rows]).to(self.device)
+        mirrored, shifts = split_changes(whole[1:], training)
+        none = [None] * len(sizes)
+        yield from map(
+            Drawn,
+            whole[0].split(sizes),
+            places,
+            none if mirrored is None else mirrored.split(sizes),
+            none if shifts is None else shifts.split(sizes, 1),
+        )
 
     def reader(self, images: Tensor, indices: Tensor) -> Reader:
         """How batches of images[indices] are read: augmented and normalised, on the device.
 
         Without augmentation few images are normalised once: in every batch it would take an
-        eighth of a small network's step.
+        eighth of a small network's step. Images that are stored elsewhere go to the device at once
+        if there is room.
         """
+        if images.device != self.device:
+            images, indices = images[indices], torch.arange(len(indices))
+            images = images.to(storage_device(images, self.device))
         indices, training = indices.to(images.device), self.training
         augments = training.flip or training.shift > 0
         if not augments and len(indices) * math.prod(self.shape) <= FLOATS:
             floats = self.normalise(images[indices])
-            return lambda batch, _: floats[batch.to(self.device)]
+            return lambda drawn: floats[drawn.places]
+        here = images.device == self.device
 
-        def read(batch: Tensor, draw: torch.Generator) -> Tensor:
-            chosen = images[indices[batch.to(images.device)]].to(self.device)
-            return self.normalise(augment(chosen, training, draw))
+        def read(drawn: Drawn) -> Tensor:
+            chosen = images[indices[drawn.places if here else drawn.stored]].to(self.device)
+            return self.normalise(apply_changes(chosen, drawn.mirrored, drawn.shifts))
 
         return read
 
@@ -211,21 +264,39 @@ def evaluation_batch_size(shape: Shape, micro_batch_size: int | None) -> int:
 
 def storage_device(images: Tensor, device: torch.device) -> torch.device:
     """Where training images are stored: on the GPU if there is room, else where they are."""
-    if device.type != "cuda":
-        return device
-    free, _ = torch.cuda.mem_get_info(device)
-    return device if SHARE * images.numel() <= free else images.device
+    free = free_memory(device)
+    return device if free is None or SHARE * images.numel() <= free else images.device
 
 
 def augment(images: Tensor, training: Training, generator: torch.Generator) -> Tensor:
     """Images, each randomly shifted (with edges repeated) and mirrored."""
-    n, _, height, width = images.shape
+    drawn = draw_changes(len(images), training, generator)
+    whole = torch.cat(drawn).to(images.device) if drawn else images.new_empty(0, len(images))
+    return apply_changes(images, *split_changes(whole, training))
+
+
+def draw_changes(count: int, training: Training, generator: torch.Generator) -> list[Tensor]:
+    """Whether images are mirrored [1, n], and their shifts [2, n], where there are any."""
+    changes, shift = [], training.shift
     if training.flip:
-        mirrored = torch.randint(2, (n, 1, 1, 1), generator=generator).bool().to(images.device)
+        changes.append(torch.randint(2, (1, count), generator=generator))
+    if shift:
+        changes.append(torch.randint(-shift, shift + 1, (2, count), generator=generator))
+    return changes
+
+
+def split_changes(changes: Tensor, training: Training) -> Changes:
+    """What `draw_changes` returned, as one tensor, in the form that images need.  # [k, n]"""
+    mirrored = changes[0].bool().view(-1, 1, 1, 1) if training.flip else None  # [n, 1, 1, 1]
+    return mirrored, changes[-2:, :, None] if training.shift else None  # [2, n, 1]
+
+
+def apply_changes(images: Tensor, mirrored: Tensor | None, shifts: Tensor | None) -> Tensor:
+    """The images mirrored and shifted as drawn."""
+    n, _, height, width = images.shape
+    if mirrored is not None:
         images = torch.where(mirrored, images.flip(3), images)
-    if training.shift:
-        shifts = torch.randint(-training.shift, training.shift + 1, (2, n, 1), generator=generator)
-        shifts = shifts.to(images.device)
+    if shifts is not None:
         ys = (torch.arange(height, device=images.device) + shifts[0]).clamp(0, height - 1)  # [N, H]
         xs = (torch.arange(width, device=images.device) + shifts[1]).clamp(0, width - 1)  # [N, W]
         each = torch.arange(n, device=images.device)[:, None, None]

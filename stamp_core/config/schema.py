@@ -95,6 +95,7 @@ class Training:
     buffers: Literal["shared", "local", "frozen"] = "shared"  # of batch normalisation
     shift: int = 0  # augmentation: random translation in pixels
     flip: bool = False  # augmentation: random mirroring
+    deterministic: bool = True  # on a GPU: the same bits in every run; a CPU has them anyway
 
     def __post_init__(self) -> None:
         """Refuse numbers outside their ranges."""

@@ -25,6 +25,7 @@ from stamp_core.client.diagnostics import temporal_angles
 from stamp_core.client.workspace import RoundId, Workspace
 from stamp_core.config.decode import invalid
 from stamp_core.config.schema import Setting
+from stamp_core.core.devices import device_peak, reset_device_peak
 from stamp_core.core.processes import follow_parent
 from stamp_core.data.split import Plan
 from stamp_core.engine.checkpoint import WORTH_A_FLUSH, state_store
@@ -96,13 +97,11 @@ class Worker:
         """One client round, with the scores and angles of its local model after a last round."""
         plan, seed = self.plans[round_id.seed], round_id.seed
         client_round = ClientRound(round_id, plan, self.load_state(seed, state), message)
-        gpu = self.work.device.type == "cuda"
-        if gpu:
-            torch.cuda.reset_peak_memory_stats(self.work.device)
+        reset_device_peak(self.work.device)
         start, before = time.perf_counter(), Classifier.differentiated
         reply = self.method.train_client(client_round)
         seconds, images = time.perf_counter() - start, Classifier.differentiated - before
-        peak = torch.cuda.max_memory_allocated(self.work.device) if gpu else 0
+        peak = device_peak(self.work.device)
         scores, angles = self.diagnose(round_id) if round_id.last else (None, {})
         kept = self.keep_state(seed, reply.state, seconds > WORTH_A_FLUSH)
         if isinstance(kept, Stored):
@@ -265,17 +264,10 @@ def resolve_workers(workers: int, device: str) -> int:
     workers = workers or int(os.environ.get("STAMP_WORKERS", 0))
     if workers < 0:
         raise invalid("workers", workers, "at least 0")
-    if workers or device == "cuda":
+    if workers or device != "cpu":
         return workers or 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return cores or 1
-
-
-def resolve_device(device: str) -> str:
-    """The device by name; "auto" is the GPU if there is one."""
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return device
 
 
 def peak_memory() -> int:

@@ -21,6 +21,7 @@ from torch import Tensor
 from stamp_core.client.by_class import first_per_class
 from stamp_core.client.diagnostics import spatial_angles
 from stamp_core.client.workspace import RoundId
+from stamp_core.core.devices import device_name, resolve_device
 from stamp_core.core.progress import Progress
 from stamp_core.core.seeding import generator
 from stamp_core.data.split import Plan
@@ -32,7 +33,6 @@ from stamp_core.engine.executor import (
     SerialExecutor,
     Worker,
     peak_memory,
-    resolve_device,
     resolve_workers,
     start_executor,
 )
@@ -390,11 +390,6 @@ def summarise_logs(logs: list[Log]) -> dict[str, Any]:
 def global_model(server: Mapping[str, Any]) -> Message:
     """The global model as a message."""
     return {name: server[name] for name in ("parameters", "buffers")}
-
-
-def device_name(device: torch.device) -> str:
-    """The name of a device."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
 def _train_side_by_side(runs: list[Run], progress: Progress) -> dict[int, Record]:

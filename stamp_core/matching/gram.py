@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from stamp_core.config.decode import invalid
+from stamp_core.core.devices import cache_size
 
 
 class Difference:
@@ -84,7 +85,7 @@ def combine(
     first = vectors[0]
     dtype = dtype or torch.promote_types(first.dtype, torch.float32)
     result = torch.empty(first.shape, dtype=dtype, device=first.device)
-    width = _cache_size(result.device) // 64
+    width = cache_size(result.device) // 64
     for (start, size), row in zip(_spans(vectors, sizes), coefficients.tolist(), strict=True):
         for place, length in _pieces(start, size, width):
             total = torch.zeros(length, dtype=torch.float64, device=first.device)
@@ -98,7 +99,7 @@ def combine(
 def _column_chunks(vectors: Vectors, start: int, size: int) -> Iterator[Tensor]:
     """Columns start .. start + size in float64, as many as the cache holds.  # [K, few]"""
     device = vectors[0].device
-    width = max(2 * len(vectors), _cache_size(device) // (8 * len(vectors)))
+    width = max(2 * len(vectors), cache_size(device) // (8 * len(vectors)))
     for first, length in _pieces(start, size, width):
         columns = torch.empty(len(vectors), length, dtype=torch.float64, device=device)
         for row, vector in zip(columns, vectors, strict=True):
@@ -118,11 +119,6 @@ def _pieces(start: int, size: int, width: int) -> Iterator[tuple[int, int]]:
     """start .. start + size in pieces: the start and the length, at most `width`, of each."""
     for first in range(start, start + size, width):
         yield first, min(width, start + size - first)
-
-
-def _cache_size(device: torch.device) -> int:
-    """The number of bytes to work on at a time: on a CPU what its cache holds."""
-    return 2**22 if device.type == "cpu" else 2**25
 
 
 def layer_blocks(numels: Sequence[int], minimum: int = 1024) -> list[int]:

@@ -181,12 +181,13 @@ class FedAS(Method):
 
     def trace(self, client_round: ClientRound) -> Tensor:
         """The sum over batches of |gradient of the mean cross-entropy|^2, after training.  # [1]"""
-        model, size, total = self.work.model, self.work.training.batch_size, 0.0
+        model, size = self.work.model, self.work.training.batch_size
+        total = torch.zeros((), dtype=torch.float64, device=self.work.device)
         for images, labels in self.batches_of(client_round, "trace", size):
             model.gradients.zero_()
             F.cross_entropy(model.module(images), labels).backward()
-            total += float(model.gradients.square().sum())
-        return torch.tensor([total])
+            total += model.gradients.square().sum()
+        return total.float().cpu()[None]
 
     def load_personal_model(self, client_round: ClientRound) -> None:
         """Load the aligned encoder with the client's head, before training.

@@ -41,10 +41,11 @@ class Gem(Rehearsal):
 
     def train(self, client_round: ClientRound) -> list[Tensor]:
         """Local SGD with the exemplars of each past task, which are normalised only once."""
-        memory = client_round.state["memory"]
+        memory, device = client_round.state["memory"], self.work.device
         past = [task_indices(memory, task) for task in past_tasks(memory, client_round.task)]
         client_round.scratch["past"] = [
-            (self.work.normalise(memory["images"][task]), memory["labels"][task]) for task in past
+            (self.work.normalise(memory["images"][task]), memory["labels"][task].to(device))
+            for task in past
         ]
         return super().train(client_round)
 

@@ -103,6 +103,8 @@ class GradMA(Method):
 
     def batches(self, client_round: ClientRound) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of local training, each saved for the gradients at other points."""
+        received = client_round.message["parameters"].to(self.work.device)
+        client_round.scratch["received"] = received
         for batch in super().batches(client_round):
             client_round.scratch["batch"] = batch
             yield batch
@@ -116,7 +118,7 @@ class GradMA(Method):
         model, decay = self.work.model, self.work.training.weight_decay
         with client_round.log.clock("gradma"):
             here, buffers = model.parameters.clone(), model.buffers.clone()
-            received = client_round.message["parameters"].to(self.work.device)
+            received = client_round.scratch["received"]
             points = [client_round.scratch.get("previous", received), received]
             memory: list[Vector] = [self.gradient_at(client_round, point) for point in points]
             memory.append(Difference(here, received))

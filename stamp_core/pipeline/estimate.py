@@ -13,14 +13,10 @@ import torch.nn.functional as F
 from stamp_core.client.workspace import Workspace
 from stamp_core.config.decode import ParameterError
 from stamp_core.config.params import PAPER, expand_grid, parse_seeds, read_params
+from stamp_core.core.devices import device_name, device_peak, resolve_device, synchronise
 from stamp_core.core.paths import DATA, ROOT
 from stamp_core.data.split import Plan, make_plan
-from stamp_core.engine.executor import (
-    explain_out_of_memory,
-    peak_memory,
-    resolve_device,
-    resolve_workers,
-)
+from stamp_core.engine.executor import explain_out_of_memory, peak_memory, resolve_workers
 from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.pipeline.sweeps import sweep_experiments
 
@@ -63,7 +59,7 @@ def estimate_setting(name: str) -> Needs:
     setting, dataset = first.setting, first.dataset()
     plan, work = make_plan(setting.split, dataset, seed=0), Workspace(setting, dataset, device)
     needs = compute_needs(list(experiments.values()), plan, work, workers)
-    where = torch.cuda.get_device_name() if device == "cuda" else f"{workers} cores, no GPU"
+    where = f"{workers} cores, no GPU" if device == "cpu" else device_name(work.device)
     seeds = sum(len(parse_seeds(s)) for s in params["grid"]["seeds"])
     swept = [e for sweep in params["sweeps"] for e in sweep_experiments(sweep, params)]
     extra = sum(experiment.setting.name == name for experiment in swept) * seeds
@@ -88,7 +84,7 @@ def compute_needs(
     highest = max(factors.values())
     all_hours = hours * sum(factors.get(e.method, highest) for e in experiments)
     state = max(_state_bytes(experiment, plan, work, cost) for experiment in experiments)
-    processes = 1 if work.device.type == "cuda" else workers
+    processes = workers if work.device.type == "cpu" else 1
     disk = 3 * state  # a checkpoint, the next one while it is written, and records
     return Needs(steps, hours, all_hours, processes * cost.memory + state, disk)
 
@@ -105,11 +101,9 @@ def time_steps(work: Workspace) -> StepCost:
             work.train_mode(len(labels))
             F.cross_entropy(model.module(work.normalise(images)), labels).backward()
             model.parameters.add_(model.gradients, alpha=0.0)
-            if work.device.type == "cuda":
-                torch.cuda.synchronize(work.device)
+            synchronise(work.device)
             seconds.append(time.perf_counter() - start)
-    gpu = work.device.type == "cuda"
-    memory = torch.cuda.max_memory_allocated(work.device) if gpu else peak_memory()
+    memory = device_peak(work.device) or peak_memory()
     return StepCost(statistics.median(seconds[1:]), memory, model.parameters.numel())
 
 

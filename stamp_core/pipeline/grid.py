@@ -8,10 +8,10 @@ from stamp_core.config.decode import ParameterError
 from stamp_core.config.params import DEFAULT, PAPER, QUICK, expand_grid, parse_seeds, read_params
 from stamp_core.config.schema import Setting
 from stamp_core.core.atomic import set_aside
+from stamp_core.core.devices import resolve_device
 from stamp_core.core.paths import RESUME, ROOT
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.split import Plan, make_plan
-from stamp_core.engine.executor import resolve_device
 from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.engine.train import save_records, train
 from stamp_core.results.records import Record, load_record

@@ -14,8 +14,9 @@ from typing import Any
 
 from stamp_core.config.decode import build, invalid, unknown_name
 from stamp_core.config.params import parse_seeds, read_params, read_yaml
+from stamp_core.core.devices import resolve_device
 from stamp_core.core.paths import ROOT
-from stamp_core.engine.executor import resolve_device, resolve_workers
+from stamp_core.engine.executor import resolve_workers
 from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.methods.base.method import DivergedError
 from stamp_core.methods.base.registry import read_preset

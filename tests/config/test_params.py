@@ -67,7 +67,8 @@ SLIPS: list[tuple[str, object, str]] = [
         ONE + "training.momentm",
         0.1,
         f"{S}.training: 'momentm' is unknown; did you mean 'momentum'? known: batch_size, buffers, "
-        "dropout, epochs, flip, lr, momentum, participation, rounds, shift, weight_decay",
+        "deterministic, dropout, epochs, flip, lr, momentum, participation, rounds, shift, "
+        "weight_decay",
     ),
     (
         ONE + "trainig",
@@ -528,7 +529,7 @@ def test_plain_is_what_json_holds() -> None:
             "micro_batch_size": None,
         },
         "training": {**TRAINING, "momentum": 0.0, "weight_decay": 0.0, "participation": 1.0}
-        | {"dropout": 0.0, "buffers": "shared", "shift": 0, "flip": False},
+        | {"dropout": 0.0, "buffers": "shared", "shift": 0, "flip": False, "deterministic": True},
         "diagnostics": {"angles": False, "displacements": False, "features": 0, "memory": 0},
     }
     assert leaves(to_plain(setting)) == leaves(expected)

@@ -168,8 +168,8 @@ class Inversion(TaskServer):
         size = self.params.replay_batch_size or math.ceil(len(images) / steps)
         read = self.work.reader(images.to(self.work.device), torch.arange(len(images)))
         while True:
-            for batch in torch.randperm(len(images), generator=draw).split(size):
-                yield read(batch, draw)
+            order = torch.randperm(len(images), generator=draw)
+            yield from map(read, self.work.draw(order.split(size), draw))
 
     def loss(self, client_round: ClientRound, images: Tensor, labels: Tensor) -> Tensor:
         """The loss of new images and, where there is replay, of a batch of synthetic ones."""

@@ -81,19 +81,36 @@ class Rehearsal(Method):
     def batches(self, client_round: ClientRound) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of the task, each followed by exemplars of other tasks."""
         memory, past = client_round.state["memory"], self.past_indices(client_round)
-        generator = client_round.round_id.generator("replay")
+        generator, known = client_round.round_id.generator("replay"), memory["labels"][past]
+        sizes = self.work.batch_sizes(len(client_round.indices))
+        samples = self.work.draw(
+            (self.draw_exemplars(known, size, generator) for size in sizes), generator
+        )
         read = self.work.reader(memory["images"], past)
-        for images, labels in super().batches(client_round):
-            count = min(len(past), round(self.params.ratio * len(labels)))
-            if self.params.balanced:
-                places = sample_balanced(memory["labels"][past], count, generator)
-            else:
-                places = torch.randperm(len(past), generator=generator)[:count]
-            client_round.scratch["exemplars"] = sample = past[places]
-            if count:
-                images = torch.cat([images, read(places, generator)])
-                labels = torch.cat([labels, memory["labels"][sample].to(labels.device)])
+        past, known = past.to(self.work.device), known.to(self.work.device)
+        for (images, labels), drawn in zip(super().batches(client_round), samples, strict=True):
+            client_round.scratch["exemplars"] = past[drawn.places]
+            if len(drawn.places):
+                images = torch.cat([images, read(drawn)])
+                labels = torch.cat([labels, known[drawn.places]])
             yield images, labels
+
+    def draw_exemplars(self, labels: Tensor, new: int, generator: torch.Generator) -> Tensor:
+        """Places of the exemplars that a batch with so many new images gets.  # [m]
+
+        `labels` are those of all exemplars of other tasks.
+        """
+        count = min(len(labels), round(self.params.ratio * new))
+        if self.params.balanced:
+            return sample_balanced(labels, count, generator)
+        return torch.randperm(len(labels), generator=generator)[:count]
+
+    def on_device(self, client_round: ClientRound, name: str, values: Tensor) -> Tensor:
+        """Values of the client's state on the device, where they are moved once in a round."""
+        moved: dict[str, Tensor] = client_round.scratch.setdefault("on device", {})
+        if name not in moved:
+            moved[name] = values.to(self.work.device)
+        return moved[name]
 
     def loss(self, client_round: ClientRound, images: Tensor, labels: Tensor) -> Tensor:
         """The loss of new images and exemplars."""
@@ -107,10 +124,11 @@ class Rehearsal(Method):
         exemplars, weight = client_round.scratch.get("exemplars", ()), self.params.weight
         if weight is None or not len(exemplars):
             return F.cross_entropy(logits, labels)
-        new, soft = len(labels) - len(exemplars), client_round.state["memory"]["soft"][exemplars]
+        state, new = client_round.state, len(labels) - len(exemplars)
+        soft = self.on_device(client_round, "soft", state["memory"]["soft"])[exemplars]
         past = self.exemplar_loss(logits[new:], labels[new:], soft)
         if self.params.anchor:
-            anchors = client_round.state["anchors"].to(logits.device)[labels[new:]]
+            anchors = self.on_device(client_round, "anchors", state["anchors"])[labels[new:]]
             past = past + self.params.anchor * F.mse_loss(logits[new:], anchors)
         loss: Tensor = (F.cross_entropy(logits[:new], labels[:new]) + weight * past) / (1 + weight)
         return loss
@@ -119,7 +137,7 @@ class Rehearsal(Method):
         """Cross-entropy, or the Kullback-Leibler divergence from soft labels."""
         if not soft.shape[1]:
             return F.cross_entropy(logits, labels)
-        student, teacher = logits.log_softmax(1), soft.to(logits.device).log_softmax(1)
+        student, teacher = logits.log_softmax(1), soft.log_softmax(1)
         return F.kl_div(student, teacher, reduction="batchmean", log_target=True)
 
     # --- the memory

@@ -1,0 +1,91 @@
+"""What depends on the kind of device."""
+
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import stamp_core
+from stamp_core.core import devices
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def flags() -> tuple[bool, ...]:
+    """What determinism sets."""
+    cudnn = torch.backends.cudnn
+    chosen = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    return cudnn.deterministic, cudnn.benchmark, chosen, warns
+
+
+@pytest.fixture(autouse=True)
+def same_flags_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    deterministic, benchmark, chosen, warns = flags()
+    yield
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = deterministic, benchmark
+    torch.use_deterministic_algorithms(chosen, warn_only=warns)
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
+def test_a_gpu_is_deterministic_or_fast() -> None:
+    devices.set_deterministic(GPU, True)
+    assert flags() == (True, False, True, True)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    devices.set_deterministic(GPU, False)
+    assert flags()[:3] == (False, True, False)
+
+
+def test_the_workspace_that_the_user_has_chosen_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    devices.set_deterministic(GPU, True)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_nothing_changes_on_a_cpu(deterministic: bool) -> None:
+    before = flags()
+    devices.set_deterministic(CPU, deterministic)
+    assert flags() == before and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+
+
+def test_a_cpu_has_no_memory_of_its_own() -> None:
+    devices.reset_device_peak(CPU)
+    devices.synchronise(CPU)
+    assert devices.device_peak(CPU) == 0 and devices.free_memory(CPU) is None
+    assert devices.device_name(CPU) == platform.machine()
+
+
+def test_a_gpu_is_asked_for_its_own_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    for name in ("reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, asked.append)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5, 9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    devices.reset_device_peak(GPU)
+    devices.synchronise(GPU)
+    assert asked == [GPU, GPU]
+    assert (devices.device_peak(GPU), devices.free_memory(GPU)) == (7, 5)
+    assert devices.device_name(GPU) == "a GPU"
+    assert devices.cache_size(GPU) > devices.cache_size(CPU)
+
+
+@pytest.mark.parametrize(("present", "device"), [(False, "cpu"), (True, "cuda")])
+def test_the_device_is_the_gpu_if_there_is_one(
+    present: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: present)
+    assert devices.resolve_device("auto") == device
+    assert devices.resolve_device("cpu") == "cpu"
+
+
+def test_no_other_module_asks_which_device_it_is() -> None:
+    """Branches on the kind of device never run in a test: there is one place for them."""
+    files = set(Path(stamp_core.__file__).parent.rglob("*.py")) - {Path(devices.__file__)}
+    assert [file.name for file in files if "cuda" in file.read_text().lower()] == ["vision.py"]

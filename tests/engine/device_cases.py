@@ -1,0 +1,198 @@
+"""Runs on the pretend device and on the CPU, in a process of its own: the child of test_device.
+
+It prints, for every case, what was wrong: "" where both are bit-identical.
+"""
+
+import json
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, replace
+from functools import partial
+from typing import Any
+
+import small
+import torch
+import torch.nn.functional as F
+from pytest import MonkeyPatch
+from torch import Tensor
+
+from benchmarks.pretend import DEVICE, pretending, register
+from benchmarks.transfers import per_epoch, per_step
+from stamp_core.client.by_class import first_per_class
+from stamp_core.coresets.selection.base import selection_rules
+from stamp_core.data.dataset import ImageDataset
+from stamp_core.engine import train as engine
+from stamp_core.engine.experiment import Experiment
+from stamp_core.methods.base.distillation import masked_cross_entropy
+from stamp_core.methods.base.method import ClientRound, Message, Method
+from stamp_core.methods.base.registry import method_names
+
+SAMPLES = {"features": 2, "memory": 2}
+SPLIT = {"clients": 2, "tasks": 2, "images_per_class": 6}
+TRAINING = {"rounds": 1, "batch_size": 8}
+NETWORKS = {"mlp": small.NETWORK, "batch norm": small.BATCH_NORM}
+EXTRAS = {  # other paths of the same methods
+    "micro-batches": {"network": {**small.BATCH_NORM, "micro_batch_size": 6}},
+    "augmentation": {"training": {"epochs": 2, "shift": 1, "flip": True}},
+    "diagnostics": {"diagnostics": {"angles": True, "displacements": True, **SAMPLES}},
+    "momentum": {"training": {"rounds": 2, "momentum": 0.9, "weight_decay": 1e-3}},
+    "local buffers": {"network": small.BATCH_NORM, "training": {"buffers": "local"}},
+}
+OPTIONS = {
+    "bcsr": {"outer_steps": 1},
+    "csrel": {"reference_epochs": 1, "selection_steps": 1},
+    "sre2l": {"iterations": 2, "squeeze_epochs": 1},
+}
+
+
+class Few(small.Quick):
+    """An experiment on the first images of each class."""
+
+    def dataset(self) -> ImageDataset:
+        whole = super().dataset()
+        train, test = (first_per_class(labels, 8) for labels in (whole.y_train, whole.y_test))
+        return replace(
+            whole,
+            x_train=whole.x_train[train],
+            y_train=whole.y_train[train],
+            domain_train=whole.domain_train[train],
+            x_test=whole.x_test[test],
+            y_test=whole.y_test[test],
+            domain_test=whole.domain_test[test],
+        )
+
+
+def few(kind: str, training: small.Some = small.NOTHING, **options: Any) -> Experiment:
+    """A method with all its parts on, in one round of each task."""
+    settings = {"split": SPLIT, "training": {**TRAINING, **training}, "diagnostics": SAMPLES}
+    made = small.whole(kind, **{**settings, **options})
+    return Few(made.setting, made.method, made.kind, made.params)
+
+
+def cases() -> Iterator[tuple[str, Experiment]]:
+    """Every method on every network, every selection rule, and other paths of some methods."""
+    for kind in method_names():
+        for name, network in NETWORKS.items():
+            yield f"{kind}, {name}", few(kind, network=network)
+    for rule in selection_rules():
+        memory = small.kept(3, selection=rule, options=OPTIONS.get(rule, {}))
+        yield f"{rule}", few("replay", memory=memory, weight=1.0, anchor=0.5)
+    for name, options in EXTRAS.items():
+        for kind in ("fedavg", "stamp"):
+            yield f"{kind}, {name}", few(kind, **options)
+
+
+def difference(experiment: Experiment) -> str:
+    """How a run on the device differs from one on the CPU; "" if not by one bit."""
+    plans = small.plans(experiment, 0)
+    expected = engine.train(experiment, plans, device="cpu")[0]
+    with pretending():
+        found = engine.train(experiment, plans, device=DEVICE)[0]
+    try:
+        small.assert_same(expected, found)
+    except AssertionError as error:
+        return str(error) or "other numbers"
+    return ""
+
+
+def outcome(work: Callable[[], str]) -> str:
+    """What `work` returns, or the error that ended it."""
+    try:
+        return work()
+    except (RuntimeError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+# --- mistakes
+
+
+def labels_on_cpu(
+    self: Method, client_round: ClientRound, images: Tensor, labels: Tensor
+) -> Tensor:
+    return F.cross_entropy(self.work.model.module(images), labels.cpu())
+
+
+def mask_on_cpu(self: Method, client_round: ClientRound, images: Tensor, labels: Tensor) -> Tensor:
+    mask = torch.ones(self.work.classes, dtype=torch.bool)
+    return masked_cross_entropy(self.work.model.module(images), labels, mask)
+
+
+def upload_on_device(self: Method, client_round: ClientRound) -> Message:
+    return {name: getattr(self.work.model, name).clone() for name in self.shared_vectors()}
+
+
+def draw_on_device(self: Method, client_round: ClientRound) -> None:
+    noise = torch.Generator().manual_seed(0)
+    self.work.model.gradients.add_(torch.randn(1, generator=noise, device=self.work.device))
+
+
+def array_of_the_device(self: Method, client_round: ClientRound) -> None:
+    self.work.model.gradients.numpy()
+
+
+def pickle_of_the_device(self: Method, client_round: ClientRound) -> None:
+    pickle.dumps(self.work.model.gradients)
+
+
+MISTAKES = {
+    "labels on the CPU": ("loss", labels_on_cpu),
+    "a mask on the CPU": ("loss", mask_on_cpu),
+    "an upload on the device": ("upload", upload_on_device),
+    "a generator of the CPU": ("correct_gradient", draw_on_device),
+    "an array of the device": ("correct_gradient", array_of_the_device),
+    "a pickle of the device": ("correct_gradient", pickle_of_the_device),
+}
+
+
+def mistaken(name: str, mistake: Callable[..., Any]) -> str:
+    """The outcome of FedAvg with a mistake in one of its steps."""
+    with MonkeyPatch.context() as patch:
+        patch.setattr(Method, name, mistake)
+        return outcome(partial(difference, few("fedavg")))
+
+
+# --- counts
+
+
+def counted() -> dict[str, tuple[int, int, int]]:
+    """What crosses in single operations: copies to the device, copies back, values read."""
+    host = torch.arange(4)
+    with pretending():
+        device = host.to(DEVICE)
+    operations = {
+        "to the device": lambda: host.to(DEVICE),
+        "back": lambda: device.cpu(),
+        "by index of the CPU": lambda: device[host],
+        "a value": lambda: float(device.sum()),
+        "a mask's places": lambda: device[device > 1],
+        "on the device alone": lambda: device[device].add_(device).clone(),
+        "with a scalar of the CPU": lambda: device * torch.tensor(2),
+    }
+    found = {}
+    for name, operation in operations.items():
+        with pretending() as counts:
+            operation()
+        found[name] = astuple(counts)
+    return found
+
+
+def augmented(kind: str) -> Experiment:
+    """A method with augmentation, whose draws go to the device."""
+    return few(kind, {"shift": 1, "flip": True})
+
+
+def main() -> None:
+    """Print all results as JSON."""
+    register()
+    results = {
+        "runs": {name: outcome(partial(difference, each)) for name, each in cases()},
+        "counted": counted(),
+        "steps": {kind: astuple(per_step(augmented(kind))) for kind in method_names()},
+        "epochs": {kind: astuple(per_epoch(augmented(kind))) for kind in ("fedavg", "replay")},
+        "mistakes": {name: mistaken(*mistake) for name, mistake in MISTAKES.items()},
+    }
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Training on a device other than the CPU, on a pretend one: the same results, mistakes refused."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stamp_core.coresets.selection.base import selection_rules
+from stamp_core.methods.base.registry import method_names
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@cache
+def results() -> dict[str, Any]:
+    """What device_cases.py prints: a process must register the device before it trains."""
+    folders = (ROOT, ROOT / "tests", *filter(None, [os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("device_cases.py")],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_every_method_has_the_results_of_the_cpu_on_a_device():
+    runs = results()["runs"]
+    expected = {f"{kind}, {name}" for kind in method_names() for name in ("mlp", "batch norm")}
+    assert expected | set(selection_rules()) <= set(runs)
+    assert {name: problem for name, problem in runs.items() if problem} == {}
+
+
+@pytest.mark.parametrize(
+    ("mistake", "error"),
+    [
+        ("labels on the CPU", "nll_loss.*at least two devices"),
+        ("a mask on the CPU", "masked_fill.*at least two devices"),
+        ("an upload on the device", "at least two devices"),
+        ("a generator of the CPU", "randn.*cannot draw on pretend"),
+        ("an array of the device", "can't convert a tensor on pretend:0 to numpy"),
+        ("a pickle of the device", "a tensor on pretend:0 cannot be pickled"),
+    ],
+)
+def test_a_mistake_that_a_gpu_would_refuse_is_refused(mistake, error):
+    assert re.search(error, results()["mistakes"][mistake])
+
+
+def test_the_device_counts_what_crosses():
+    counted = results()["counted"]
+    assert counted == {
+        "to the device": [1, 0, 0],
+        "back": [0, 1, 0],
+        "by index of the CPU": [1, 0, 0],
+        "a value": [0, 0, 1],
+        "a mask's places": [0, 0, 1],
+        "on the device alone": [0, 0, 0],
+        "with a scalar of the CPU": [0, 0, 0],
+    }
+
+
+# copies to the device, copies back and values read that a step may cost; no other method has any
+ALLOWED = {
+    "affcl": (2, 0, 4),  # draws of the flow; whether its loss is finite
+    "agem": (1, 0, 2),  # the drawn reference; the closed form of the projection
+    "fedcil": (2, 0, 1),  # draws of the generator; whether its images are finite
+    "fedl2p": (0, 0, 4),  # whether a loss is finite, before the gradient is clipped
+    "gem": (0, 1, 0),  # solved on the CPU
+    "gradma": (0, 1, 0),  # solved on the CPU
+    "stamp": (0, 0, 6),  # which classes have prototypes
+}
+
+
+@pytest.mark.parametrize("kind", method_names())
+def test_a_step_copies_and_waits_for_nothing(kind):
+    counted = results()["steps"][kind]
+    assert all(map(float.__le__, map(float, counted), map(float, ALLOWED.get(kind, (0, 0, 0)))))
+
+
+@pytest.mark.parametrize("kind", ["fedavg", "replay"])
+def test_the_draws_of_a_client_round_go_to_the_device_at_once(kind):
+    assert results()["epochs"][kind] == [0, 0, 0]
