@@ -60,7 +60,7 @@ def read_params(profile: str = DEFAULT, root: Path = PARAMS.parent) -> dict[str,
 def require_name(where: str, name: object) -> None:
     """Refuse a name with other characters than letters, digits and underscores."""
     if not (isinstance(name, str) and re.fullmatch("[A-Za-z0-9_]+", name)):
-        raise ParameterError(f"{where} {name!r} is no name; use letters, digits and underscores")
+        raise ParameterError(f"{where} {name!r} must be of letters, digits and underscores")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -69,8 +69,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
         values = copy.deepcopy(_parse(path.read_bytes()))
     except FileNotFoundError:
         raise ParameterError(f"{path} does not exist; every parameter file is needed") from None
+    except OSError as error:
+        raise ParameterError(f"{path} must be a readable file: {error}") from None
     except YAMLError as error:
-        raise ParameterError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+        raise ParameterError(f"{path} must be YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise ParameterError(f"{path} must hold a block of keys, not {values!r}")
     return values

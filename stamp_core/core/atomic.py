@@ -35,7 +35,7 @@ def naming(path: Path) -> Iterator[None]:
         if error.errno is not None:
             error.filename = error.filename or str(path)
         elif type(error) is OSError and str(path) not in str(error):  # numpy's, of a short write
-            raise OSError(f"{path}: {error}") from error
+            raise OSError(f"{path}: {error}; is the disk full? free space on it") from error
         raise
 
 

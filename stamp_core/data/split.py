@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from stamp_core.config.decode import ParameterError, build, invalid, to_plain
 from stamp_core.config.schema import Split
-from stamp_core.core.atomic import naming, replacing
+from stamp_core.core.atomic import replacing
 
 if TYPE_CHECKING:
     from stamp_core.data.dataset import ImageDataset
@@ -148,9 +148,8 @@ def make_plan(split: Split, dataset: "ImageDataset", seed: int) -> Plan:
 def _read_plan(path: Path) -> Plan:
     """The plan in the file `path`, of the right types and with its own hash."""
     try:
-        with naming(path):
-            values = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:  # not JSON, or not even UTF-8
+        values = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:  # not JSON, or not even UTF-8
         raise ParameterError(f"{path} is damaged: {error}") from None
     if not isinstance(values, dict) or "hash" not in values:
         raise ParameterError(f"{path} is not a plan: it has no hash")

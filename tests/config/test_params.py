@@ -619,7 +619,7 @@ def test_a_file_that_is_not_yaml_is_refused_in_one_line(
     with pytest.raises(ParameterError) as error:
         read_params(root=root)
     message = str(error.value)
-    assert message.startswith(f"{path} is not YAML: ") and "\n" not in message
+    assert message.startswith(f"{path} must be YAML: ") and "\n" not in message
     assert named in message
 
 
@@ -638,4 +638,4 @@ def test_a_name_that_a_shell_or_a_folder_could_take_for_more_is_refused(
     where = "params.yaml: sweeps." if section == "sweeps" else f"{file}:"
     with pytest.raises(ParameterError) as error:
         read_params(root=root)
-    assert str(error.value) == f"{where} {name!r} is no name; use letters, digits and underscores"
+    assert str(error.value) == f"{where} {name!r} must be of letters, digits and underscores"

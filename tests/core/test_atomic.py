@@ -76,4 +76,4 @@ def test_a_context_without_a_file_is_an_error(tmp_path: Path) -> None:
 def test_an_os_error_names_its_file(error: Exception, text: str) -> None:
     with pytest.raises(type(error)) as caught, naming(Path("a.npy")):
         raise error
-    assert str(caught.value) == text
+    assert str(caught.value).startswith(text)

@@ -311,7 +311,7 @@ def test_a_file_that_cannot_be_opened_is_named(raw: Path, images: list[Bytes]) -
     path = raw / "set" / "train" / "cat" / "00.png"
     path.unlink()
     path.symlink_to(path.parent / "gone.png")
-    assert load_error(WHOLE) == f"[Errno 2] No such file or directory: '{path}'"
+    assert load_error(WHOLE) == f"{path} is not a regular file; remove it"
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_decoded(
@@ -349,7 +349,7 @@ def test_a_short_write_is_named(images: list[Bytes], monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(np, "save", short)
     error = load_error(WHOLE, OSError)
-    assert error == f"{the_folder('.part')}: 1000 requested and 500 written"
+    assert error.startswith(f"{the_folder('.part')}: 1000 requested and 500 written; ")
 
 
 @pytest.mark.parametrize("length", [0, 10, 300])

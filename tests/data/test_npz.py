@@ -374,7 +374,7 @@ def test_a_header_that_states_less_than_its_file_holds_is_refused(raw: Path) -> 
     place = content.index(b"'<i8'", content.index(b"y_train.npy"))
     path.write_bytes(content[:place] + b"'<i4'" + content[place + 5 :])
     right = f"{path}: y_train is damaged: its header states 24128 bytes; the file holds 48128"
-    assert refused(lambda: load_dataset(OWN)) == right
+    assert refused(lambda: load_dataset(OWN)).startswith(right)
 
 
 def test_an_array_file_that_is_no_archive_is_not_read(raw: Path) -> None:
@@ -382,7 +382,7 @@ def test_an_array_file_that_is_no_archive_is_not_read(raw: Path) -> None:
     raw.mkdir()
     (raw / "own.npz").write_bytes(header((784_000_000_000_000,)))
     right = f"{raw}/own.npz is not an .npz file, or a truncated one"
-    assert refused(lambda: load_dataset(OWN)) == right
+    assert refused(lambda: load_dataset(OWN)).startswith(right)
 
 
 def test_an_array_that_does_not_fit_into_memory_is_named(
@@ -394,7 +394,7 @@ def test_an_array_that_does_not_fit_into_memory_is_named(
     path = put(raw, bundle())
     monkeypatch.setattr(np.lib.format, "read_array", full)
     right = f"{path}: x_train does not fit into memory: Unable to allocate 9 TiB"
-    assert refused(lambda: load_dataset(OWN)) == right
+    assert refused(lambda: load_dataset(OWN)).startswith(right)
 
 
 @pytest.mark.parametrize(
@@ -418,7 +418,7 @@ def test_a_forged_header_is_named(text: str, raw: Path) -> None:
 def test_another_compression_is_refused(kind: int, raw: Path) -> None:
     path = forge(raw, header((5, 10, 100)), kind)
     right = f"{path}: x_train is damaged: it is compressed in a way that numpy does not use"
-    assert refused(lambda: load_dataset(OWN)) == right
+    assert refused(lambda: load_dataset(OWN)).startswith(right)
 
 
 def test_a_missing_file_is_named(raw: Path) -> None:

@@ -27,7 +27,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=draw, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("width", [1, 100, 70_000, 1_200_000])
+@pytest.mark.parametrize("width", [1, 100, 70_000, 300_000])
 def test_inner_products_of_float32_vectors_are_exact_to_float64(width: int) -> None:
     """Relative to the two norms; one rounding to float32 would have an error of 6e-8.
 

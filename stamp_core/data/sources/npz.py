@@ -107,7 +107,7 @@ def _read_arrays(path: Path) -> NamedArrays:
     with suppress(*_READ_ERRORS):
         file = zipfile.ZipFile(path)
     if file is None:
-        raise ValueError(f"{path} is not an .npz file, or a truncated one")
+        raise ValueError(f"{path} is not an .npz file, or a truncated one; remove or replace it")
     with file:
         keys = [*_NEEDED, *(key for key in _OPTIONAL if f"{key}.npy" in file.namelist())]
         return {key: _read_array(path, key, file) for key in keys}
@@ -128,7 +128,7 @@ def _read_array(path: Path, key: str, file: zipfile.ZipFile) -> npt.NDArray[Any]
     except MemoryError as error:
         raise ValueError(f"{path}: {key} does not fit into memory: {error}") from None
     except _READ_ERRORS as error:
-        reason = f"is damaged: {error}"
+        reason = f"is damaged: {error}; replace the file"
         if "pickle" in str(error):
             reason = "holds pickled objects; it must be a plain array"
         raise ValueError(f"{path}: {key} {reason}") from None

@@ -118,6 +118,8 @@ def _map_files(folder: Path) -> tuple[NamedArrays, dict[str, list[ChunkNote]]]:
         path = folder / f"{key}.npy"
         # Linux refuses private, writable pages ("c") of a file larger than memory.
         array = np.load(path, mmap_mode="r" if is_large(path) else "c")
+        if not isinstance(array, np.ndarray):  # an archive of arrays
+            raise ValueError(f"{path} holds no array")
         arrays[key] = array.transpose(0, 3, 1, 2) if array.ndim == 4 else array
     return arrays, {path.stem: read_notes(path) for path in folder.glob("*.jsonl")}
 

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shutil
-import stat
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,9 +27,7 @@ CHUNK_BYTES = 1 << 25  # of the images that are decoded, written and recorded at
 # Of a file, and of its image before it is cropped. Pillow warns of more. Each takes at most eight
 # bytes: a thread needs at most 0.7 GB.
 MAX_PIXELS = 89_478_485
-MAX_RATIO = (
-    128  # of the longer side to the shorter; the centre of a longer strip shows next to nothing
-)
+MAX_RATIO = 128  # of the sides; the centre of a longer strip shows next to nothing
 # Pillow opens any format under any name, and runs Ghostscript to decode one of them.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
@@ -73,9 +70,10 @@ def listing_key(listing: Listing) -> str:
     for images in (listing.train, listing.test):
         digest.update(images.labels.tobytes() + images.domains.tobytes())
         for name in images.files:
-            found = (listing.root / name).stat()
-            if not stat.S_ISREG(found.st_mode):  # to open a pipe would wait for ever
-                raise ValueError(f"{listing.root / name} is not a regular file; remove it")
+            path = listing.root / name
+            if not path.is_file():  # but a broken link, or a pipe, which would wait
+                raise ValueError(f"{path} is not a regular file; remove it")
+            found = path.stat()
             digest.update(os.fsencode(f"{name}\0{found.st_size}\0{found.st_mtime_ns}\0"))
     return digest.hexdigest()
 
@@ -109,7 +107,7 @@ def decode_image(path: Path, size: int, grey: bool) -> Bytes:
             _check_shape(*file.size, size)  # before any pixel is decoded
             image = file.convert("L" if grey else "RGB")
     except Exception as error:  # for damaged files, Pillow raises errors of almost any type
-        raise ValueError(f"{path} is not a readable image: {error}") from error
+        raise ValueError(f"{path} is not a readable image: {error}; remove it") from error
     short = min(image.size)
     width, height = (int(size * side / short) for side in image.size)
     image = image.resize((width, height), Image.Resampling.BILINEAR)
