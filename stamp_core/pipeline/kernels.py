@@ -11,9 +11,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Client, Connection, Listener, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ def serve_kernels() -> Iterator[dict[str, str]]:
     """The environment in which Jupyter starts warm kernels; at the end they are killed."""
     context, started = multiprocessing.get_context("forkserver"), list[ForkServerProcess]()
     context.set_forkserver_preload(IMPORTED)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ensure_running()  # inherits that: Ctrl-C would end it while it imports
+    signal.signal(signal.SIGINT, before)
     with tempfile.TemporaryDirectory() as folder, Listener(f"{folder}/socket") as listener:
         arguments = (listener, context, started)
         threading.Thread(target=_accept, args=arguments, daemon=True).start()
@@ -65,17 +69,15 @@ def _watch(
 ) -> None:
     """Start the kernel that is asked for, report its end, and kill it if the asker ends first."""
     process = context.Process(target=_run_kernel, args=connection.recv())
-    process.start()
-    started.append(process)
-    connection.send(process.pid)
-    wait([process.sentinel, connection])
-    if connection.poll():  # the asker has gone
-        process.kill()
-    process.join()
-    try:
+    with connection, suppress(OSError, EOFError):  # nobody asks any more, or the server was killed
+        process.start()
+        started.append(process)
+        connection.send(process.pid)
+        wait([process.sentinel, connection])
+        if connection.poll():  # the asker has gone
+            process.kill()
+        process.join()
         connection.send(process.exitcode)
-    except OSError:
-        return  # nobody asks any more
 
 
 def _run_kernel(command: list[str], environment: dict[str, str], folder: str) -> None:

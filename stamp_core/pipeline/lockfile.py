@@ -5,12 +5,16 @@ part of it, which no DVC command accepts.
 """
 
 import fcntl
+import itertools
+import json
 import os
 import re
+import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import yaml
 
 from stamp_core.core import paths
@@ -33,6 +37,33 @@ def sole_driver() -> Iterator[None]:
         file.write(str(os.getpid()))
         file.flush()
         yield
+
+
+def clear_rwlock() -> None:
+    """Remove DVC's list of paths in use, once the processes in it have ended.
+
+    A killed driver leaves DVC processes, which end with their kernels, and one that is killed while
+    it writes this list leaves a part of it, which no DVC command accepts.
+    """
+    file, told = _temporary_folder() / "rwlock", False
+    while users := _running_users(file):
+        if not told:
+            print(
+                f"DVC process {users[0]} of an earlier call runs: waiting for its end", flush=True
+            )
+        told = True
+        time.sleep(0.2)
+    file.unlink(missing_ok=True)
+
+
+def _running_users(rwlock: Path) -> list[int]:
+    """The running processes among those that use a path of the project."""
+    try:
+        users = json.loads(rwlock.read_text())
+        infos = [*itertools.chain(*users["read"].values()), *users["write"].values()]
+        return [info["pid"] for info in infos if psutil.pid_exists(info["pid"])]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # missing or damaged
+        return []
 
 
 def is_sound(content: bytes) -> bool:

@@ -22,6 +22,7 @@ from stamp_core.config.params import PAPER, expand_grid, read_params
 from stamp_core.core.paths import ROOT
 from stamp_core.pipeline.kernels import serve_kernels
 from stamp_core.pipeline.lockfile import (
+    clear_rwlock,
     copy_sound_files,
     drop_gone_stages,
     restore_damaged_files,
@@ -168,6 +169,7 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         with sole_driver():
+            clear_rwlock()
             restore_damaged_files()
             return drive(arguments.setting, arguments.estimate)
     except KeyboardInterrupt:

@@ -85,7 +85,11 @@ def sweep_experiments(name: str, params: dict[str, Any]) -> list[Experiment]:
             changed = copy.deepcopy(params)
             for key in sweep.keys:
                 set_value(changed, fill(key, setting, method).split("."), value)
-            experiment = load_experiment(setting, method, changed)
+            try:
+                experiment = load_experiment(setting, method, changed)
+            except ParameterError as error:
+                where = f"{params['file']}: sweeps.{name}.values"
+                raise ParameterError(f"{where}: {value!r} is not valid: {error}") from None
             setting_ = without_diagnostics(experiment.setting)
             experiments.append(replace(experiment, setting=setting_, sweep=(name, str(value))))
     return experiments

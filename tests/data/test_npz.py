@@ -317,7 +317,7 @@ def test_a_truncated_file_and_one_of_another_kind_are_named(
 ) -> None:
     path = put(raw, bundle())
     harm(path)
-    assert refused(lambda: load_dataset(OWN)) == f"{path} is not an .npz file, or a truncated one"
+    assert refused(lambda: load_dataset(OWN)).startswith(f"{path} is not an .npz file")
 
 
 def test_a_damaged_array_is_named(raw: Path) -> None:

@@ -97,6 +97,23 @@ def test_a_kernel_ends_when_its_asker_is_killed(tmp_path: Path) -> None:
     wait_until(lambda: gone(kernel), "the end of the kernel")
 
 
+def test_ctrl_c_does_not_end_the_process_that_kernels_are_forked_from() -> None:
+    """It belongs to the terminal's process group, and takes seconds to import everything."""
+    script, address = start(SERVER)
+    try:
+        children = psutil.Process(script.pid).children()
+        (forker,) = (each for each in children if "forkserver" in str(each.cmdline()))
+        forker.send_signal(signal.SIGINT)
+        code = "import sys; from stamp_core.pipeline.kernels import WarmKernel\n"
+        code += "print(WarmKernel(['-f', 'none.json'], {}, '/no/such/folder').wait())"
+        environment = {**os.environ, kernels.ADDRESS: address}
+        asked = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+        assert asked.stdout == b"1\n" and not gone(forker)
+    finally:
+        script.kill()
+        script.communicate()
+
+
 def test_a_kernel_ends_when_the_server_is_killed(
     server: subprocess.Popen[str], tmp_path: Path
 ) -> None:

@@ -1,9 +1,11 @@
 """Lock files: what DVC would refuse is replaced by the last good copy; one driver at a time."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,25 @@ def test_a_lock_file_cut_anywhere_comes_back_or_is_one_of_fewer_outputs(lock: Pa
         assert not sound or WHOLE[length - 1] == "\n"
         lockfile.restore_damaged_files()
         assert lock.read_text() == (WHOLE[:length] if sound else WHOLE), length
+
+
+def test_processes_that_a_killed_driver_left_are_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DVC would refuse to run beside them; a list that a kill has cut would stop it for ever."""
+    rwlock = tmp_path / ".dvc" / "tmp" / "rwlock"
+    rwlock.parent.mkdir(parents=True)
+    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5)"])
+    threading.Thread(target=left.wait).start()  # or it would stay as a zombie
+    info = {"pid": left.pid, "cmd": "dvc repro"}
+    rwlock.write_text(json.dumps({"read": {"a": [info]}, "write": {"b": info}}))
+    lockfile.clear_rwlock()
+    assert left.poll() is not None and not rwlock.exists()
+    assert capsys.readouterr().out.count(f"DVC process {left.pid} of an earlier call runs") == 1
+    for content in ("", '{"read": {"a": [{"pid"', "[]"):
+        rwlock.write_text(content)
+        lockfile.clear_rwlock()
+        assert not rwlock.exists()
 
 
 def test_of_a_damaged_file_there_is_no_copy(lock: Path) -> None:

@@ -94,8 +94,14 @@ KEYS = "it must be a list of keys under settings.tiny. or methods.near."
         ({"keys": "methods.near.server_lr"}, "sweeps.kappa.keys is 'methods.near.server_lr'; it"),
         ({"values": []}, "sweeps.kappa.values is []; it must be a list that is not empty"),
         ({"values": 0.5}, "sweeps.kappa.values is 0.5; it must be a list"),
-        ({"values": [-1]}, "params/methods.yaml: near.spatial.kappa is -1.0; it must be at least"),
-        ({"values": ["0.5"]}, "params/methods.yaml: near.spatial.kappa is '0.5'; it must be a nu"),
+        (
+            {"values": [-1]},
+            "sweeps.kappa.values: -1 is not valid: params/methods.yaml: near.spatial.kappa is",
+        ),
+        (
+            {"values": ["0.5"]},
+            "sweeps.kappa.values: '0.5' is not valid: params/methods.yaml: near.spatial.kappa is",
+        ),
         ({"values": ["../x"]}, "sweeps.kappa.values is '../x'; it must be a number, a word or"),
         ({"values": [[1]]}, "sweeps.kappa.values is [1]; it must be a number, a word or true"),
         ({"seeds": "2to1"}, "sweeps.kappa.seeds is '2to1'; it must be a number such as '3' or a"),

@@ -80,6 +80,11 @@ def synthetic(records: Sequence[Record], setting: str, classes: Sequence[str]) -
     """
     records = [r for r in records if r.run[0] == setting and r.run[1] in _GENERATIVE]
     records = [record for record in records if len(record.memory.get("labels", ()))]
+    if not records:
+        figure, (axis,) = style.panels(1, 1, 0.5)
+        axis.set_axis_off()
+        figure.suptitle(f"{setting}: no method of the grid has remembered images")
+        return figure
     seed = min(record.run[2] for record in records)
     records = sorted(
         (record for record in records if record.run[2] == seed),
