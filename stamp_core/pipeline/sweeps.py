@@ -88,8 +88,8 @@ def sweep_experiments(name: str, params: dict[str, Any]) -> list[Experiment]:
             try:
                 experiment = load_experiment(setting, method, changed)
             except ParameterError as error:
-                where = f"{params['file']}: sweeps.{name}.values"
-                raise ParameterError(f"{where}: {value!r} is not valid: {error}") from None
+                where = f"{params['file']}: sweeps.{name} with {value!r}"
+                raise ParameterError(f"{where}: {error}") from None
             setting_ = without_diagnostics(experiment.setting)
             experiments.append(replace(experiment, setting=setting_, sweep=(name, str(value))))
     return experiments
