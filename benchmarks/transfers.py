@@ -5,6 +5,7 @@ In a process of its own: torch must know the device before the first backward pa
 
 from collections.abc import Iterator
 from dataclasses import astuple, replace
+from typing import NamedTuple
 
 import torch
 
@@ -14,38 +15,45 @@ from stamp_core.data.split import make_plan
 from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.engine.train import train
 from stamp_core.methods.base.registry import method_names
-from stamp_core.results.records import history_total
+from stamp_core.results.records import Record, history_total
 
-BATCH_SIZE = 8
 HEAD = "| method | up | back | waits | up, an epoch |"
 
 
-def counted_run(experiment: Experiment, epochs: int, batch_size: int) -> tuple[Counts, int, int]:
-    """What crosses in a run of one seed, with its SGD steps and its client rounds."""
-    training = replace(experiment.setting.training, epochs=epochs, batch_size=batch_size)
+class Counted(NamedTuple):
+    """What has crossed in a run, with its SGD steps and its client rounds."""
+
+    counts: Counts
+    steps: int
+    rounds: int
+
+
+def cost(counts: Counts, record: Record) -> Counted:
+    """What a run has cost."""
+    steps, rounds = (history_total(record.history, key) for key in ("sgd_steps", "completed"))
+    return Counted(counts, int(steps), int(rounds))
+
+
+def counted_run(experiment: Experiment, **changes: int) -> Counted:
+    """The cost of a run of one seed with changes of its training."""
+    training = replace(experiment.setting.training, **changes)
     experiment = replace(experiment, setting=replace(experiment.setting, training=training))
     plan = make_plan(experiment.setting.split, experiment.dataset(), seed=0)
     with pretending() as counts:
-        history = train(experiment, {0: plan}, device=DEVICE)[0].history
-    return (
-        counts,
-        int(history_total(history, "sgd_steps")),
-        int(history_total(history, "completed")),
-    )
+        record = train(experiment, {0: plan}, device=DEVICE)[0]
+    return cost(counts, record)
 
 
-def per_step(experiment: Experiment) -> Counts:
+def per_step(experiment: Experiment, base: Counted) -> Counts:
     """What one more SGD step costs: smaller batches give more steps of the same epochs."""
-    base, steps, _ = counted_run(experiment, 1, BATCH_SIZE)
-    finer, more_steps, _ = counted_run(experiment, 1, BATCH_SIZE // 2)
-    return _difference(finer, base, more_steps - steps)
+    finer = counted_run(experiment, batch_size=experiment.setting.training.batch_size // 2)
+    return _difference(finer.counts, base.counts, finer.steps - base.steps)
 
 
-def per_epoch(experiment: Experiment) -> Counts:
+def per_epoch(experiment: Experiment, base: Counted) -> Counts:
     """What one more epoch of a client round costs, with its steps."""
-    base, _, rounds = counted_run(experiment, 1, BATCH_SIZE)
-    longer, _, _ = counted_run(experiment, 2, BATCH_SIZE)
-    return _difference(longer, base, rounds)
+    longer = counted_run(experiment, epochs=2 * experiment.setting.training.epochs)
+    return _difference(longer.counts, base.counts, base.rounds)
 
 
 def _difference(more: Counts, less: Counts, by: int) -> Counts:
@@ -61,7 +69,7 @@ def small(method: str) -> Experiment:
     setting = replace(
         setting,
         split=replace(setting.split, clients=2, tasks=2, images_per_class=16),
-        training=replace(setting.training, rounds=1, shift=1, flip=True),
+        training=replace(setting.training, rounds=1, epochs=1, batch_size=8, shift=1, flip=True),
         diagnostics=replace(setting.diagnostics, angles=False, displacements=False),
     )
     return replace(experiment, setting=setting)
@@ -70,7 +78,8 @@ def small(method: str) -> Experiment:
 def measurements() -> Iterator[Row]:
     """The counts of every method."""
     for method in method_names():
-        step, epoch = per_step(small(method)), per_epoch(small(method))
+        base = counted_run(small(method))
+        step, epoch = per_step(small(method), base), per_epoch(small(method), base)
         yield method, " | ".join(f"{value:.2f}" for value in (*astuple(step), epoch.up))
 
 

@@ -17,7 +17,7 @@ from pytest import MonkeyPatch
 from torch import Tensor
 
 from benchmarks.pretend import DEVICE, pretending, register
-from benchmarks.transfers import per_epoch, per_step
+from benchmarks.transfers import Counted, cost, per_epoch, per_step
 from stamp_core.client.by_class import first_per_class
 from stamp_core.coresets.selection.base import selection_rules
 from stamp_core.data.dataset import ImageDataset
@@ -30,10 +30,10 @@ from stamp_core.methods.base.registry import method_names
 SAMPLES = {"features": 2, "memory": 2}
 SPLIT = {"clients": 2, "tasks": 2, "images_per_class": 6}
 TRAINING = {"rounds": 1, "batch_size": 8}
-NETWORKS = {"mlp": small.NETWORK, "batch norm": small.BATCH_NORM}
+AUGMENTED = {"shift": 1, "flip": True}
 EXTRAS = {  # other paths of the same methods
     "micro-batches": {"network": {**small.BATCH_NORM, "micro_batch_size": 6}},
-    "augmentation": {"training": {"epochs": 2, "shift": 1, "flip": True}},
+    "epochs": {"training": {"epochs": 2, **AUGMENTED}},
     "diagnostics": {"diagnostics": {"angles": True, "displacements": True, **SAMPLES}},
     "momentum": {"training": {"rounds": 2, "momentum": 0.9, "weight_decay": 1e-3}},
     "local buffers": {"network": small.BATCH_NORM, "training": {"buffers": "local"}},
@@ -72,8 +72,8 @@ def few(kind: str, training: small.Some = small.NOTHING, **options: Any) -> Expe
 def cases() -> Iterator[tuple[str, Experiment]]:
     """Every method on every network, every selection rule, and other paths of some methods."""
     for kind in method_names():
-        for name, network in NETWORKS.items():
-            yield f"{kind}, {name}", few(kind, network=network)
+        yield f"{kind}, mlp", few(kind, AUGMENTED)  # whose draws go to the device
+        yield f"{kind}, batch norm", few(kind, network=small.BATCH_NORM)
     for rule in selection_rules():
         memory = small.kept(3, selection=rule, options=OPTIONS.get(rule, {}))
         yield f"{rule}", few("replay", memory=memory, weight=1.0, anchor=0.5)
@@ -82,12 +82,17 @@ def cases() -> Iterator[tuple[str, Experiment]]:
             yield f"{kind}, {name}", few(kind, **options)
 
 
-def difference(experiment: Experiment) -> str:
-    """How a run on the device differs from one on the CPU; "" if not by one bit."""
+def difference(experiment: Experiment, counted: list[Counted] | None = None) -> str:
+    """How a run on the device differs from one on the CPU; "" if not by one bit.
+
+    What the run on the device has cost is added to `counted`.
+    """
     plans = small.plans(experiment, 0)
     expected = engine.train(experiment, plans, device="cpu")[0]
-    with pretending():
+    with pretending() as counts:
         found = engine.train(experiment, plans, device=DEVICE)[0]
+    if counted is not None:
+        counted.append(cost(counts, found))
     try:
         small.assert_same(expected, found)
     except AssertionError as error:
@@ -176,19 +181,25 @@ def counted() -> dict[str, tuple[int, int, int]]:
     return found
 
 
-def augmented(kind: str) -> Experiment:
-    """A method with augmentation, whose draws go to the device."""
-    return few(kind, {"shift": 1, "flip": True})
-
-
 def main() -> None:
     """Print all results as JSON."""
     register()
+    costs: dict[str, list[Counted]] = {name: [] for name, _ in cases()}
+    runs = {name: outcome(partial(difference, each, costs[name])) for name, each in cases()}
+    steps = {
+        kind: astuple(per_step(few(kind, AUGMENTED), costs[f"{kind}, mlp"][0]))
+        for kind in method_names()
+        if costs[f"{kind}, mlp"]
+    }
+    epochs = {
+        kind: astuple(per_epoch(few(kind, AUGMENTED), costs[f"{kind}, mlp"][0]))
+        for kind in ("fedavg", "replay")
+    }
     results = {
-        "runs": {name: outcome(partial(difference, each)) for name, each in cases()},
+        "runs": runs,
         "counted": counted(),
-        "steps": {kind: astuple(per_step(augmented(kind))) for kind in method_names()},
-        "epochs": {kind: astuple(per_epoch(augmented(kind))) for kind in ("fedavg", "replay")},
+        "steps": steps,
+        "epochs": epochs,
         "mistakes": {name: mistaken(*mistake) for name, mistake in MISTAKES.items()},
     }
     print(json.dumps(results))
