@@ -1,6 +1,7 @@
 # Two commands: `make repro` regenerates every result, `make test` proves them right.
 VENV   := .venv
 DOCS   := .venv-docs
+CLUSTER := .venv-cluster
 PYTHON ?= python3
 READY  := $(VENV)/.ready
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)# dvc -> papermill -> kernel all resolve here
@@ -8,7 +9,7 @@ export STAMP_DATA ?= $(CURDIR)/data/raw
 unexport PYTHONDONTWRITEBYTECODE  # with it every process compiles the package again: a second each
 
 .DEFAULT_GOAL := help
-.PHONY: tour repro tune test paper estimate lab notebooks docs lint bench faults clean help
+.PHONY: tour repro tune test test-cluster paper estimate lab notebooks docs lint bench faults clean help
 
 tour: $(READY) .dvc/config.local  ## two minutes: a first table and figures, in figures/tour
 	$(VENV)/bin/dvc repro tour
@@ -27,6 +28,9 @@ test: $(READY) .dvc/config.local  ## lint, types, import contracts, unit tests, 
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 	OMP_NUM_THREADS=1 $(VENV)/bin/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+
+test-cluster: $(READY) $(CLUSTER)/.ready  ## clients on a Ray cluster of two nodes on this machine
+	PYTHONPATH=$(CURDIR)/$(CLUSTER) OMP_NUM_THREADS=1 $(VENV)/bin/pytest tests/cluster
 
 paper: $(READY) .dvc/config.local  ## one of the paper's settings: SETTING=cifar100_c2; estimates first
 	$(VENV)/bin/python -m stamp_core.pipeline.repro $(SETTING)
@@ -65,6 +69,10 @@ help:  ## list these commands
 $(READY): requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet -r requirements.txt
+	touch $@
+
+$(CLUSTER)/.ready: requirements-cluster.txt $(READY)  # beside the packages of $(VENV), not among them
+	$(VENV)/bin/pip install --quiet --target $(CLUSTER) -r requirements-cluster.txt
 	touch $@
 
 $(DOCS)/.ready: requirements-docs.txt

@@ -3,10 +3,13 @@
 import gc
 import os
 from contextlib import ExitStack
+from importlib.util import find_spec
 
 import pytest
 
 from stamp_core.pipeline.kernels import serve_kernels
+
+collect_ignore = [] if find_spec("ray") else ["cluster"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,0 +1,130 @@
+"""Clients on a Ray cluster of two nodes on this machine: the results of one process, bit for bit.
+
+`make test-cluster` runs these tests; without Ray they are not collected.
+"""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small
+from processes import wait_until
+from ray.cluster_utils import Cluster
+from small import plans, whole
+
+from stamp_core.core.paths import ROOT
+from stamp_core.engine import ray_executor
+from stamp_core.engine import train as engine
+from stamp_core.engine.executor import resolve_workers
+from stamp_core.engine.trees import read_tree
+from stamp_core.methods.base.method import DivergedError
+
+SEEDS = (0, 1)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Two nodes with a core each, on the loopback."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        paths = (str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", ""))
+        patch.setenv("PYTHONPATH", os.pathsep.join(paths))  # of the workers
+        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+        nodes.add_node(num_cpus=1)
+        patch.setenv("RAY_ADDRESS", nodes.address)
+        patch.setenv("STAMP_EXECUTOR", "ray")
+        yield nodes
+        nodes.shutdown()
+
+
+def unbroken(experiment: Any) -> dict[int, Any]:
+    """The records of one process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("STAMP_EXECUTOR")
+        return engine.train(experiment, plans(experiment, *SEEDS), 1, "cpu")
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("kind", ["fedavg", "stamp", "fedas", "fedl2p"])
+def test_a_cluster_has_the_results_of_one_process(kind: str, tmp_path: Path) -> None:
+    experiment = whole(kind)
+    expected = unbroken(experiment)
+    for resume in (None, tmp_path):
+        found = engine.train(experiment, plans(experiment, *SEEDS), 1, "cpu", resume)
+        for seed in SEEDS:
+            small.assert_same(found[seed], expected[seed])
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_training_stopped_on_the_cluster_goes_on_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment, finished, rounds = whole("fedas"), engine.Progress.round, list[int]()
+
+    def stop(progress: engine.Progress) -> None:
+        finished(progress)
+        rounds.append(1)
+        if len(rounds) == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine.Progress, "round", stop)
+        engine.train(experiment, plans(experiment, *SEEDS), 1, "cpu", tmp_path)
+    found = engine.train(experiment, plans(experiment, *SEEDS), 1, "cpu", tmp_path)
+    for seed, record in unbroken(experiment).items():
+        small.assert_same(found[seed], record)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_node_with_other_code_or_another_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment = whole("fedavg")
+    with monkeypatch.context() as patch:
+        patch.setattr(ray_executor, "_token", lambda resume: nullcontext(resume / "elsewhere"))
+        with pytest.raises(RuntimeError, match=r"does not see .*: the folder must be shared"):
+            engine.train(experiment, plans(experiment, 0), 1, "cpu", tmp_path)
+    monkeypatch.setattr(type(experiment), "code", lambda self: "edited")
+    with pytest.raises(RuntimeError, match="has other code of stamp_core"):
+        engine.train(experiment, plans(experiment, 0), 1, "cpu")
+
+
+@pytest.mark.usefixtures("cluster")
+def test_an_error_on_a_node_comes_through_as_it_is() -> None:
+    experiment = small.tiny(training={"lr": 1e38})
+    with pytest.raises(DivergedError, match="the weights are no longer finite"):
+        engine.train(experiment, plans(experiment, 0), 1, "cpu")
+
+
+@pytest.mark.usefixtures("cluster")
+def test_more_workers_than_the_cluster_has_room_for_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("STAMP_WORKERS", "3")
+    with pytest.raises(RuntimeError, match="STAMP_WORKERS is 3; the Ray cluster has room for 2"):
+        engine.train(whole("fedavg"), plans(whole("fedavg"), 0), resolve_workers(0, "cpu"), "cpu")
+
+
+def test_a_node_that_dies_costs_the_calls_that_it_ran(cluster: Cluster, tmp_path: Path) -> None:
+    """After the fifth of 60 rounds; the last test, as one node is left."""
+    experiment = small.long()
+    file = tmp_path / "tiny-replay-0" / "run.safetensors"
+
+    def kill() -> None:
+        wait_until(lambda: file.exists() and read_tree(file)[0]["next"] >= 5, "5 rounds")
+        (node,) = cluster.worker_nodes
+        cluster.remove_node(node, allow_graceful=False)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    found = engine.train(experiment, plans(experiment, *SEEDS), 1, "cpu", tmp_path)
+    killer.join()
+    assert len(cluster.list_all_nodes()) == 1
+    for seed, record in unbroken(experiment).items():
+        small.assert_same(found[seed], record)
