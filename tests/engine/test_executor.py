@@ -314,6 +314,14 @@ def test_a_killed_fork_server_is_named_as_a_killed_worker_is(
         engine.train(REPLAY, plans(REPLAY, 0), 2, "cpu")
 
 
+def test_without_ray_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAMP_EXECUTOR", "ray")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "stamp_core.engine.ray_executor", raising=False)
+    with pytest.raises(RuntimeError, match=r"run `pip install -e \.\[cluster\]`"):
+        engine.train(REPLAY, plans(REPLAY, 0), 1, "cpu")
+
+
 def test_workers_keep_states_on_disk_and_pass_on_where_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
