@@ -49,7 +49,7 @@ class TimedWorkspace(Workspace):
 
     def __init__(self, setting: Setting, dataset: ImageDataset, device: str) -> None:
         super().__init__(setting, dataset, device)
-        self.deadline, self.limit = math.inf, STEPS
+        self.deadline, self.limit = math.inf, STEPS  # of batches
         self.steps, self.skipped = list[Step](), 0.0
 
     def clock(self) -> float:
@@ -104,6 +104,7 @@ class Timing:
     """What a method took: the first and the last round of each experience."""
 
     rounds: list[list[Round]]  # [E][2]
+    plain: Step  # FedAvg's, just before: a machine's speed drifts
     personal: tuple[float, int] = (0.0, 0)  # seconds and images of making a personal model
 
     @property
@@ -121,8 +122,12 @@ class Timing:
         """The median step, once there is something to remember."""
         if self.fixed:
             return min(each.rest for each in self.rounds[-1]) / self.counted, 0
-        steps = [step for each in self.rounds[-1] for step in each.steps]
-        return statistics.median(s for s, _ in steps), statistics.median_low(n for _, n in steps)
+        return median_step([step for each in self.rounds[-1] for step in each.steps])
+
+
+def median_step(steps: Sequence[Step]) -> Step:
+    """The median seconds and images of some steps."""
+    return statistics.median(s for s, _ in steps), statistics.median_low([n for _, n in steps])
 
 
 @dataclass(frozen=True)
@@ -139,9 +144,9 @@ class Scale:
     rounds: int  # of an experience
     workers: int
 
-    def hours(self, timing: Timing, fedavg: Timing) -> float:
+    def hours(self, timing: Timing, ratio: float = 0.0) -> float:
         """The hours of a method's run."""
-        each, relative = self.clients * self.experiences, self.relative_step(timing, fedavg)
+        each, relative = self.clients * self.experiences, self.relative_step(timing, ratio)
         steps, rest = self.steps, self._rest_seconds(timing)
         if timing.fixed:
             steps, rest = each * self.rounds * timing.counted, 0.0
@@ -150,14 +155,18 @@ class Scale:
         server = self.experiences * self._server_seconds(timing)
         return ((training + evaluation) / self.workers + server) / 3600
 
-    def relative_step(self, timing: Timing, fedavg: Timing) -> float:
+    def relative_step(self, timing: Timing, ratio: float = 0.0) -> float:
         """The seconds of a method's step on a whole batch, as a multiple of FedAvg's.
 
         A step on few images takes longer than their share, so further images are counted apart.
+        Exemplars in a batch become more with each task, up to `ratio` times the new images.
         """
-        (seconds, images), (plain, batch) = timing.step, fedavg.step
-        more = 0 if timing.fixed else images - batch
-        return (seconds - more * self.image) / plain + more / batch
+        (seconds, images), (plain, batch) = timing.step, timing.plain
+        if timing.fixed:
+            return seconds / plain
+        more, most = images - batch, max(images - batch, ratio * batch)
+        mean = sum(min(past * more, most) for past in range(self.experiences)) / self.experiences
+        return (seconds - more * self.image) / plain + (mean if ratio else more) / batch
 
     def _rest_seconds(self, timing: Timing) -> float:
         """The seconds of a client's experience besides its steps, on average.
@@ -220,7 +229,7 @@ def timed_workspace(
     while batch > LEAST_BATCH and seconds * batch > STEP * setting.training.batch_size:
         batch //= 2
     classes = min(len(task.classes) for task in cut.clients[0])
-    images = cut_dataset(dataset, plan, max(PER_CLASS, -(-STEPS * batch // classes)))
+    images = cut_dataset(dataset, plan, max(PER_CLASS, -(-(STEPS + 1) * batch // classes)))
     training = replace(setting.training, batch_size=batch, rounds=ROUNDS)
     short = replace(setting, split=cut.split, training=training, diagnostics=Diagnostics())
     return TimedWorkspace(short, images, device), cut
@@ -230,10 +239,11 @@ def time_methods(
     experiments: Sequence[Experiment], work: TimedWorkspace, plan: Plan
 ) -> tuple[Timing, dict[str, Timing]]:
     """What plain FedAvg took, and each method that could be timed within the bound."""
-    plain, start = Method(FedAvgParams(), work), clock(work.device)
-    _, fedavg = (time_method(plain, work, plan) for _ in range(2))  # the first is slower
+    start = clock(work.device)
+    fedavg = time_method(Method(FedAvgParams(), work), work, plan)
+    fedavg = replace(fedavg, plain=fedavg.step)
     now = clock(work.device)
-    least, end, found = now - start, now + BOUND, dict[str, Timing]()
+    least, end, found = GENEROUS * (now - start), now + BOUND, dict[str, Timing]()
     for place, experiment in enumerate(experiments):
         now = clock(work.device)
         share = GENEROUS * (end - now) / (len(experiments) - place + 1)
@@ -248,6 +258,7 @@ def time_methods(
 
 def time_method(method: Method, work: TimedWorkspace, plan: Plan) -> Timing:
     """What one client's rounds took, and aggregating its reply as if it were from several."""
+    plain = _time_plain(work, plan)
     server, states, *_ = method.initial_states(plan)
     state, rounds, last = next(iter(states)), list[list[Round]](), plan.experiences - 1
     for experience in range(plan.experiences):
@@ -259,11 +270,20 @@ def time_method(method: Method, work: TimedWorkspace, plan: Plan) -> Timing:
             server, state, took = _time_round(method, work, client_round, server)
             rounds[-1].append(took)
     if "personal" not in method.models:
-        return Timing(rounds)
+        return Timing(rounds, plain)
     client_round = ClientRound(address, plan, state, method.broadcast(server, 0))
     start, before = work.clock(), Classifier.differentiated
     method.load_personal_model(client_round)
-    return Timing(rounds, (work.clock() - start, Classifier.differentiated - before))
+    return Timing(rounds, plain, (work.clock() - start, Classifier.differentiated - before))
+
+
+def _time_plain(work: TimedWorkspace, plan: Plan) -> Step:
+    """FedAvg's median step."""
+    fedavg, address = Method(FedAvgParams(), work), RoundId(plan.seed, 0, plan.experiences - 1, 0)
+    message = fedavg.broadcast(fedavg.init_server(plan.seed), 0)
+    work.steps, work.limit = [], STEPS + 1
+    fedavg.train_client(ClientRound(address, plan, {}, message))
+    return median_step(work.steps[1:])  # the first one may be slow
 
 
 def _time_round(

@@ -128,16 +128,17 @@ def compute_needs(
     cheap_first = sorted(experiments, key=lambda each: _factor(each.method, factors, 1.0))
     fedavg, timed = time_methods(cheap_first, work, cut)
     scale = find_scale(setting.training, plan, dataset, work, cost.seconds, workers)
-    hours = scale.hours(fedavg, fedavg)
+    hours = scale.hours(fedavg)
 
-    def method_cost(name: str) -> MethodCost:
+    def method_cost(experiment: Experiment) -> MethodCost:
+        name, ratio = experiment.method, getattr(experiment.params, "ratio", 0.0)
         if (timing := timed.get(name)) is None:
             factor = _factor(name, factors, max(factors.values()))
             return MethodCost(name, factor, factor * hours, False)
-        step = scale.relative_step(timing, fedavg)
-        return MethodCost(name, step, scale.hours(timing, fedavg), True)
+        step = scale.relative_step(timing, ratio)
+        return MethodCost(name, step, scale.hours(timing, ratio), True)
 
-    methods = tuple(method_cost(experiment.method) for experiment in experiments)
+    methods = tuple(method_cost(experiment) for experiment in experiments)
     state = max(_state_bytes(experiment, plan, dataset, cost) for experiment in experiments)
     processes = 1 if device == "cuda" else workers
     disk = 3 * state  # a checkpoint, the next one while it is written, and records

@@ -255,7 +255,7 @@ def timing(step: costs.Step, *rest: float, images: int = 0, server: float = 0.0)
         [Round([step], seconds, images, 1, server) for seconds in pair]
         for pair in (rest[:2], rest[2:])
     )
-    return Timing([first, second])
+    return Timing([first, second], (1.0, 4))
 
 
 FEDAVG = timing((1.0, 4), 0.0, 0.0, 0.0, 0.0)
@@ -263,7 +263,7 @@ FEDAVG = timing((1.0, 4), 0.0, 0.0, 0.0, 0.0)
 
 def test_hours_of_fedavg_are_its_steps_and_evaluations() -> None:
     """9000 steps of 4 s and 43,200 images of a third of 0.25 s, by two processes."""
-    assert SCALE.hours(FEDAVG, FEDAVG) == pytest.approx((36_000 + 3600) / 2 / 3600)
+    assert SCALE.hours(FEDAVG) == pytest.approx((36_000 + 3600) / 2 / 3600)
 
 
 @pytest.mark.parametrize(
@@ -274,9 +274,16 @@ def test_further_images_of_a_step_cost_their_share(step: costs.Step, relative: f
     """A batch of 4 takes 1 s, all of it for its images."""
     changed = timing(step, 0.0, 0.0, 0.0, 0.0)
     expected = relative if step[1] == 4 else step[0] - (step[1] - 4) * 0.25 + (step[1] - 4) / 4
-    assert SCALE.relative_step(changed, FEDAVG) == pytest.approx(expected)
-    more = SCALE.hours(changed, FEDAVG) - SCALE.hours(FEDAVG, FEDAVG)
+    assert SCALE.relative_step(changed) == pytest.approx(expected)
+    more = SCALE.hours(changed) - SCALE.hours(FEDAVG)
     assert more == pytest.approx((expected - 1) * 36_000 / 2 / 3600)
+
+
+@pytest.mark.parametrize(("ratio", "more"), [(1.0, 2.0), (0.5, 1.4), (0.0, 1.0)])
+def test_exemplars_in_a_batch_become_more_with_each_task(ratio: float, more: float) -> None:
+    """One in a batch of 4 after one task: 0, 1, 2, 3, 4 in five experiences, up to the ratio."""
+    found = SCALE.relative_step(timing((1.25, 5), 0, 0, 0, 0), ratio)
+    assert found == pytest.approx(1 + more / 4)
 
 
 def test_what_each_round_adds_is_counted_with_the_past_tasks() -> None:
@@ -284,35 +291,35 @@ def test_what_each_round_adds_is_counted_with_the_past_tasks() -> None:
     first = 1 + 3 + 18 * 1
     later = 3 + 5 + 18 * 3
     rest = first + 2 * (later - first)  # two past tasks on average of five experiences
-    more = SCALE.hours(timing((1.0, 4), 1, 3, 3, 5), FEDAVG) - SCALE.hours(FEDAVG, FEDAVG)
+    more = SCALE.hours(timing((1.0, 4), 1, 3, 3, 5)) - SCALE.hours(FEDAVG)
     assert more == pytest.approx(15 * rest / 2 / 3600)
 
 
 def test_passes_over_the_task_grow_with_its_images() -> None:
     """In each of 20 rounds 8 images of a tenth of the task: 72 more of 0.25 s."""
-    more = SCALE.hours(timing((1.0, 4), 2, 2, 2, 2, images=8), FEDAVG)
+    more = SCALE.hours(timing((1.0, 4), 2, 2, 2, 2, images=8))
     rest = 20 * (2 + 72 * 0.25)
-    assert more - SCALE.hours(FEDAVG, FEDAVG) == pytest.approx(15 * rest / 2 / 3600)
+    assert more - SCALE.hours(FEDAVG) == pytest.approx(15 * rest / 2 / 3600)
 
 
 def test_the_server_works_alone_for_all_clients() -> None:
-    more = SCALE.hours(timing((1.0, 4), 0, 0, 0, 0, server=2.0), FEDAVG)
+    more = SCALE.hours(timing((1.0, 4), 0, 0, 0, 0, server=2.0))
     expected = 5 * 20 * 2.0 * 3 / 2  # experiences, rounds, three replies instead of two
-    assert more - SCALE.hours(FEDAVG, FEDAVG) == pytest.approx(expected / 3600)
+    assert more - SCALE.hours(FEDAVG) == pytest.approx(expected / 3600)
 
 
 def test_steps_of_a_method_of_its_own_are_as_many_in_every_round() -> None:
     """Three steps of 2 s where FedAvg's takes 1 s, in 20 rounds of 3 clients' 5 experiences."""
-    own = Timing([[Round([], 6.0, 9, 3, 0.0)] * 2] * 2)
-    assert own.fixed and SCALE.relative_step(own, FEDAVG) == 2.0
+    own = Timing([[Round([], 6.0, 9, 3, 0.0)] * 2] * 2, (1.0, 4))
+    assert own.fixed and SCALE.relative_step(own) == 2.0
     expected = 300 * 3 * 2.0 * 4.0 + 3600
-    assert SCALE.hours(own, FEDAVG) == pytest.approx(expected / 2 / 3600)
+    assert SCALE.hours(own) == pytest.approx(expected / 2 / 3600)
 
 
 def test_a_personal_model_is_made_once_in_a_clients_experience() -> None:
-    more = SCALE.hours(replace(FEDAVG, personal=(1.0, 4)), FEDAVG)
+    more = SCALE.hours(replace(FEDAVG, personal=(1.0, 4)))
     expected = 15 * (1.0 + 36 * 0.25) / 2 / 3600
-    assert more - SCALE.hours(FEDAVG, FEDAVG) == pytest.approx(expected)
+    assert more - SCALE.hours(FEDAVG) == pytest.approx(expected)
 
 
 def test_what_is_needed_is_counted_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
