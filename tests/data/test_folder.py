@@ -28,7 +28,9 @@ from folders import (
 )
 from PIL import Image
 
+from stamp_core.config.decode import ParameterError
 from stamp_core.data.dataset import load_dataset
+from stamp_core.data.sources import imagenet1k, office31
 from stamp_core.data.store import cache
 from stamp_core.data.store.cache import Bytes
 
@@ -131,7 +133,7 @@ def test_a_link_by_which_images_would_count_twice_is_refused(
 def test_an_image_that_links_to_itself_is_named(raw: Path, images: list[Bytes]) -> None:
     path = raw / "set" / "train" / "cat" / "loop.png"
     path.symlink_to(path)
-    assert load_error(WHOLE) == f"{path} is not a regular file; remove it"
+    assert load_error(WHOLE, ValueError) == f"{path} is not a regular file; remove it"
 
 
 def test_images_can_be_made_grey(raw: Path, images: list[Bytes]) -> None:
@@ -300,6 +302,59 @@ def test_office_with_other_than_31_classes_is_refused(raw: Path) -> None:
     fill(raw / "office31", {"dslr/images/back_pack": 2, "dslr/images/bike": 2})
     right = f"{raw}/office31/dslr/images holds 2 classes; it must hold 31"
     assert load_error({"source": "office31", "domains": ["dslr"]}, ValueError) == right
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"per_class_train": 2, "per_class_test": 1},
+        {"per_class_train": 3, "test": "train"},
+        {"per_class_train": 2, "per_class_test": 1, "test": "train"},
+    ],
+)
+def test_expected_counts_of_imagenet_are_those_that_its_options_take(
+    imagenet: list[Bytes], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = imagenet1k.expected(imagenet1k.Options())
+    assert counts.train.sum() == 1_281_167 and counts.test.sum() == 50_000
+    assert counts.train.shape == (1, 1000) and np.ptp(counts.train) == 1
+    for name, small_ in {"CLASSES": 2, "TRAIN_IMAGES": 10, "VAL_IMAGES": 3}.items():
+        monkeypatch.setattr(imagenet1k, name, small_)
+    found = load_dataset({"source": "imagenet1k", "size": SIDE, **options})
+    counts = imagenet1k.expected(imagenet1k.Options(size=SIDE, **options))
+    assert found.x_train.shape[1:] == counts.shape and counts.domains == ("all",)
+    assert counts.train.tolist() == [torch.bincount(found.y_train).tolist()]
+    assert counts.test.tolist() == [torch.bincount(found.y_test).tolist()]
+
+
+@pytest.mark.parametrize("share", [0.25, 0.6])
+def test_expected_counts_of_office_are_divided_as_its_files(
+    raw: Path, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"webcam": [2 + k % 4 for k in range(31)], "dslr": [6 - k % 3 for k in range(31)]}
+    folders = {
+        f"{domain}/class{k:02d}": size for domain in sizes for k, size in enumerate(sizes[domain])
+    }
+    fill(raw / "office31", folders)
+    texts = {domain: " ".join(map(str, each)) for domain, each in sizes.items()}
+    monkeypatch.setattr(office31, "_IMAGES", texts)
+    options = {"size": SIDE, "domains": ("webcam", "dslr"), "test_share": share}
+    found, counts = (
+        load_dataset({"source": "office31", **options}),
+        office31.expected(office31.Options(**options)),
+    )
+    assert found.x_train.shape[1:] == counts.shape and found.domains == counts.domains
+    for part in ("train", "test"):
+        pairs = 31 * getattr(found, f"domain_{part}") + getattr(found, f"y_{part}")
+        assert torch.bincount(pairs).tolist() == getattr(counts, part).ravel().tolist()
+
+
+def test_the_counts_of_office_are_the_published_ones() -> None:
+    counts = office31.expected(office31.Options())
+    assert (counts.train + counts.test).sum(1).tolist() == [2817, 498, 795]
+    with pytest.raises(ParameterError, match="domains: 'caltech' is unknown"):
+        office31.expected(office31.Options(domains=("caltech",)))
 
 
 def test_a_missing_office_is_refused(raw: Path) -> None:

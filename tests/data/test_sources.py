@@ -26,9 +26,11 @@ from scipy.io import savemat
 from stamp_core.config.schema import Split
 from stamp_core.core import vision
 from stamp_core.data import split
-from stamp_core.data.dataset import ImageArrays, load_dataset
+from stamp_core.data.counts import Counts
+from stamp_core.data.dataset import ImageArrays, ImageDataset, load_dataset
 from stamp_core.data.sources import digit10, mnist
 from stamp_core.data.store import downloads
+from stamp_core.data.store.cache import SUBSETS
 from stamp_core.data.store.downloads import ImageOptions as Options
 
 Files = dict[str, bytes]  # by their paths below data/raw
@@ -614,6 +616,73 @@ def test_size_and_grey_apply_to_training_and_test_images(
     put(raw, written(monkeypatch, "svhn")[0])
     found = load_dataset({"source": "svhn", "size": 10, "grey": True})
     assert found.x_train.shape == (12, 1, 10, 10) and found.x_test.shape == (10, 1, 10, 10)
+
+
+# ------------------------------------------------------------------ counts before the files
+
+PUBLISHED = {  # training and test images, as the pages of these sets state
+    "cifar10": (50_000, 10_000),
+    "cifar100": (50_000, 10_000),
+    "mnist": (60_000, 10_000),
+    "emnist_digits": (240_000, 40_000),
+    "usps": (7291, 2007),
+    "svhn": (73_257, 26_032),
+}
+
+
+def assert_counted(found: ImageDataset, counts: Counts) -> None:
+    """Refuse counts that are not those of the images of each domain and class."""
+    assert found.x_train.shape[1:] == found.x_test.shape[1:] == counts.shape
+    assert found.domains == counts.domains
+    for part in SUBSETS:
+        table = np.zeros((len(found.domains), len(found.classes)), np.int64)
+        places = (getattr(found, f"{kind}_{part}").numpy() for kind in ("domain", "y"))
+        np.add.at(table, tuple(places), 1)
+        assert np.array_equal(getattr(counts, part), table)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("options", [Options(), Options(size=10, grey=True)])
+def test_expected_images_have_the_shape_and_classes_of_those_in_the_files(
+    name: str, options: Options, raw: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = source(name).expected(options)
+    assert (counts.train.sum(), counts.test.sum()) == PUBLISHED[name]
+    assert counts.train.min() > 0 and counts.test.min() > 0 and not raw.exists()
+    put(raw, written(monkeypatch, name)[0])
+    found = make(name, options)
+    assert found.x_train.shape[1:] == counts.shape
+    assert counts.train.shape == counts.test.shape == (1, len(found.classes))
+
+
+def shrink(patch: pytest.MonkeyPatch, *names: str) -> None:
+    """Let sets of digits be as small as the files that are written here."""
+    for name in names:
+        patch.setattr(source(name), "TRAIN", np.bincount(LABELS))
+        patch.setattr(source(name), "TEST", [1] * 10)
+
+
+@pytest.mark.parametrize("name", ["mnist", "usps", "svhn"])
+def test_expected_counts_are_those_of_each_digit(
+    name: str, raw: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shrink(monkeypatch, name)
+    put(raw, written(monkeypatch, name)[0])
+    assert_counted(load_dataset({"source": name}), source(name).expected(Options()))
+
+
+@pytest.mark.parametrize("per_class", [None, 2, 1])
+def test_expected_counts_of_digit10_are_those_of_its_sets(
+    per_class: int | None, raw: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Label 3 has three training images, all others one."""
+    sets = ("usps", "mnist", "svhn")
+    shrink(monkeypatch, *sets)
+    for name in sets:
+        put(raw, written(monkeypatch, name)[0])
+    options = digit10.Options(sets, per_class)
+    found = load_dataset({"source": "digit10", "sets": list(sets), "per_class": per_class})
+    assert_counted(found, digit10.expected(options))
 
 
 # ------------------------------------------------------------------ Digit-10

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from stamp_core.core import paths, vision
+from stamp_core.data.counts import Counts, count_images
 from stamp_core.data.dataset import ImageArrays
 from stamp_core.data.store import downloads
 
@@ -15,6 +16,11 @@ Options = downloads.ImageOptions
 def make(options: Options) -> ImageArrays:
     """All 50,000 training and 10,000 test images."""
     return load_cifar("cifar10", vision.load_torchvision().datasets.CIFAR10, options)
+
+
+def expected(options: Options) -> Counts:
+    """The published numbers of images."""
+    return count_images((3, 32, 32), options, [5000] * 10, [1000] * 10)
 
 
 def load_cifar(name: str, kind: Any, options: Options) -> ImageArrays:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from stamp_core.config.decode import invalid, require_at_least, unknown_name
+from stamp_core.data.counts import Counts, join_counts
 from stamp_core.data.dataset import ImageArrays
 from stamp_core.data.sources import emnist_digits, mnist, svhn, usps
 from stamp_core.data.store.cache import Numbers
@@ -42,6 +43,16 @@ def make(options: Options) -> ImageArrays:
     if options.per_class is not None:
         parts = [_take_first(part, options.per_class) for part in parts]
     return replace(join_domains(parts, options.sets), classes=tuple("0123456789"))
+
+
+def expected(options: Options) -> Counts:
+    """The published numbers of images, cut to `per_class`."""
+    parts = [SETS[name].expected(ImageOptions(size=28, grey=True)) for name in options.sets]
+    joined = join_counts(parts, options.sets)
+    if options.per_class is None:
+        return joined
+    train, test = (np.minimum(each, options.per_class) for each in (joined.train, joined.test))
+    return replace(joined, train=train, test=test)
 
 
 def _take_first(part: ImageArrays, count: int) -> ImageArrays:

@@ -1,6 +1,7 @@
 """EMNIST's digits: handwritten, 28 x 28 in grey, downloaded by torchvision."""
 
 from stamp_core.core import vision
+from stamp_core.data.counts import Counts, count_images
 from stamp_core.data.dataset import ImageArrays
 from stamp_core.data.sources import mnist
 from stamp_core.data.store import downloads
@@ -24,6 +25,11 @@ def make(options: Options) -> ImageArrays:
     train, test = map(_read_upright, starts)
     images = ImageArrays(*train, *test, tuple(kind.classes_split_dict["digits"]))
     return downloads.convert_images(images, options)
+
+
+def expected(options: Options) -> Counts:
+    """The published numbers of images."""
+    return count_images((1, 28, 28), options, [24_000] * 10, [4000] * 10)
 
 
 def _read_upright(start: str) -> tuple[Bytes, Numbers]:

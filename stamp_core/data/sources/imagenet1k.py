@@ -8,10 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from stamp_core.config.decode import invalid, require_at_least, require_inside
 from stamp_core.core import paths
+from stamp_core.data.counts import Counts
 from stamp_core.data.sources.folder import ClassFiles, find_images, make_listing
 from stamp_core.data.store.decoding import Listing
+
+CLASSES, VAL_IMAGES = 1000, 50  # images of each class
+# 732 to 1300 a class; here they are spread evenly, as the numbers of the classes are not published.
+TRAIN_IMAGES = 1_281_167
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,19 @@ def listing(options: Options) -> Listing:
     first = _take_first(found["train"], train)
     held_out = _take_first(found.get("val", rest), test)
     return make_listing(root, [first], [held_out], ("all",), options.size)
+
+
+def expected(options: Options) -> Counts:
+    """The published numbers of images, cut to those that `options` take."""
+    spread = (np.arange(CLASSES) + 1) * TRAIN_IMAGES // CLASSES
+    train = np.diff(spread, prepend=0)
+    test = np.full(CLASSES, VAL_IMAGES)
+    if options.per_class_train is not None:
+        first = np.minimum(train, options.per_class_train)
+        train, test = first, train - first if options.test == "train" else test
+    if options.per_class_test is not None:
+        test = np.minimum(test, options.per_class_test)
+    return Counts((3, options.size, options.size), train[None], test[None])
 
 
 def _check_counts(folder: Path, classes: ClassFiles, needed: int) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 
 from stamp_core.core import paths, vision
 from stamp_core.core.atomic import naming
+from stamp_core.data.counts import Counts, count_images
 from stamp_core.data.dataset import ImageArrays
 from stamp_core.data.store import downloads
 from stamp_core.data.store.cache import Bytes, Numbers
@@ -19,6 +20,8 @@ MD5 = {  # of the unpacked files; torchvision has those of the archives only
     "t10k-images-idx3-ubyte": "2646ac647ad5339dbf082846283269ea",
     "t10k-labels-idx1-ubyte": "27ae3e4e09519cfbb04c329615203637",
 }
+TRAIN = (5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949)  # images of each digit
+TEST = (980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009)
 _FOLDER = "MNIST/raw"
 
 
@@ -30,6 +33,11 @@ def make(options: Options) -> ImageArrays:
     downloads.provide_files("mnist", files, archives, lambda root: kind(root, download=True))
     train, test = (read_idx_pair(f"{_FOLDER}/{name}") for name in ("train", "t10k"))
     return downloads.convert_images(ImageArrays(*train, *test, tuple(kind.classes)), options)
+
+
+def expected(options: Options) -> Counts:
+    """The published numbers of images."""
+    return count_images((1, 28, 28), options, TRAIN, TEST)
 
 
 def read_idx_pair(start: str) -> tuple[Bytes, Numbers]:

@@ -5,18 +5,35 @@ The layout is <domain>/<class>/* or, as distributed, <domain>/images/<class>/*.
 
 from dataclasses import dataclass
 
-from stamp_core.config.decode import require_at_least, require_inside
+import numpy as np
+
+from stamp_core.config.decode import require_at_least, require_inside, unknown_name
 from stamp_core.core import paths
+from stamp_core.data.counts import Counts
 from stamp_core.data.sources.folder import (
     check_domains,
     check_test_share,
     divide,
     find_images,
+    held_out_places,
     make_listing,
 )
 from stamp_core.data.store.decoding import Listing
 
 _CLASSES = 31
+_IMAGES = {  # of each class, in the order of their names
+    "amazon": (
+        "92 82 72 82 36 94 91 97 97 81 99 100 100 98 100 99 "
+        "100 94 96 95 93 100 98 98 90 75 100 99 99 96 64"
+    ),
+    "dslr": (
+        "12 21 24 12 16 12 13 14 15 15 13 10 24 16 31 22 12 8 10 10 13 15 23 18 10 7 18 26 21 22 15"
+    ),
+    "webcam": (
+        "29 21 28 12 16 31 40 18 21 19 27 27 30 19 30 43 "
+        "30 27 28 32 16 20 30 27 40 11 25 30 24 23 21"
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -46,3 +63,14 @@ def listing(options: Options) -> Listing:
         raise ValueError(f"{root / folders[0]} holds {count} classes; it must hold {_CLASSES}")
     train, test = divide(root, found, options.test_share)
     return make_listing(root, train, test, options.domains, options.size)
+
+
+def expected(options: Options) -> Counts:
+    """The published numbers of images, divided by `test_share`."""
+    for name in options.domains:
+        if name not in _IMAGES:
+            raise unknown_name("domains:", name, _IMAGES)
+    images = np.array([[int(n) for n in _IMAGES[name].split()] for name in options.domains])
+    held_out = [[len(held_out_places(n, options.test_share)) for n in row] for row in images]
+    test = np.array(held_out)  # [D, C]
+    return Counts((3, options.size, options.size), images - test, test, options.domains)

@@ -4,12 +4,15 @@ from pathlib import Path
 from typing import Any
 
 from stamp_core.core import paths, vision
+from stamp_core.data.counts import Counts, count_images
 from stamp_core.data.dataset import ImageArrays
 from stamp_core.data.store import downloads
 from stamp_core.data.store.cache import SUBSETS
 
 PACKAGES = (*downloads.PACKAGES, "scipy")
 Options = downloads.ImageOptions
+TRAIN = (4948, 13861, 10585, 8497, 7458, 6882, 5727, 5595, 5045, 4659)  # images of each digit
+TEST = (1744, 5099, 4149, 2882, 2523, 2384, 1977, 2019, 1660, 1595)
 
 
 def make(options: Options) -> ImageArrays:
@@ -24,3 +27,8 @@ def make(options: Options) -> ImageArrays:
     train, test = ((each.data, each.labels) for each in load(paths.RAW, download=False))
     images = ImageArrays(*train, *test, tuple("0123456789"))
     return downloads.convert_images(images, options)
+
+
+def expected(options: Options) -> Counts:
+    """The published numbers of images."""
+    return count_images((3, 32, 32), options, TRAIN, TEST)

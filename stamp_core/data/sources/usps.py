@@ -6,11 +6,14 @@ from typing import Any
 import numpy as np
 
 from stamp_core.core import paths, vision
+from stamp_core.data.counts import Counts, count_images
 from stamp_core.data.dataset import ImageArrays
 from stamp_core.data.store import downloads
 
 PACKAGES = downloads.PACKAGES
 Options = downloads.ImageOptions
+TRAIN = (1194, 1005, 731, 658, 652, 556, 664, 645, 542, 644)  # images of each digit
+TEST = (359, 264, 198, 166, 200, 160, 170, 147, 166, 177)
 
 
 def make(options: Options) -> ImageArrays:
@@ -26,3 +29,8 @@ def make(options: Options) -> ImageArrays:
     train, test = ((each.data[:, None], np.asarray(each.targets, np.int64)) for each in subsets)
     images = ImageArrays(*train, *test, tuple("0123456789"))
     return downloads.convert_images(images, options)
+
+
+def expected(options: Options) -> Counts:
+    """The published numbers of images."""
+    return count_images((1, 16, 16), options, TRAIN, TEST)
