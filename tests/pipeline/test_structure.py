@@ -112,3 +112,8 @@ def test_the_environment_is_pinned_and_covers_what_the_package_needs() -> None:
     assert pyproject["tool"]["mypy"]["strict"]
     needed = {re.split("[><=]", each)[0] for each in pyproject["project"]["dependencies"]}
     assert needed <= {package.partition("==")[0] for package in packages}
+
+
+def test_seconds_are_those_of_a_clock_that_never_goes_back() -> None:
+    """The machine's own clock is set from time to time: a round could take negative seconds."""
+    assert [path for path in PACKAGE.rglob("*.py") if "time.time(" in path.read_text()] == []
