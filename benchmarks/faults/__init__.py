@@ -21,7 +21,7 @@ FAILURES = VERDICTS[2:]
 
 # Words of a refusal that say what to do: what is right, or which command or action helps.
 CURE = re.compile(
-    r"must|is missing|needed|known: |did you mean|it is now|delete|remove|make them|made again|"
+    r"must|is missing|needed|known: |did you mean|it is now|delete|remove|replace|make them|made again|"
     r"run (`|with)|put (the|there)|starting afresh|set aside|kept as|draw|again|belongs into|"
     r"raise |lower |set size|free "
 )
