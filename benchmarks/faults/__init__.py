@@ -21,8 +21,8 @@ FAILURES = VERDICTS[2:]
 
 # Words of a refusal that say what to do: what is right, or which command or action helps.
 CURE = re.compile(
-    r"must|is missing|needed|known: |did you mean|it is now|delete|remove|replace|"
-    r"make them|made again|run (`|with)|put (the|there)|starting afresh|set aside|kept as|draw|again|"
+    r"must|is missing|needed|known: |did you mean|it is now|delete|remove|replace|make them|"
+    r"made again|run (`|with)|put (the|there)|starting afresh|set aside|kept as|draw|again|"
     r"belongs into|raise |lower |set size|free "
 )
 # What Python raises for a mistake in code, not for a fault that was foreseen.
