@@ -20,14 +20,14 @@ repro: $(READY) .dvc/config.local  ## regenerate every result that is out of dat
 tune: $(READY)  ## the candidates of params/tuning.yaml on choosing seeds, of all methods or METHOD='a b'
 	STAMP_PROGRESS=none $(VENV)/bin/python -m stamp_core.pipeline.tune $(METHOD)
 
-# Three processes even on two cores: the tests of the pipeline wait for other processes. One thread
+# Four processes even on two cores: the tests of the pipeline wait for other processes. One thread
 # in each: threads of several processes would compete for the cores.
 test: $(READY) .dvc/config.local  ## lint, types, import contracts, unit tests, pipeline, notebooks
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
-	OMP_NUM_THREADS=1 $(VENV)/bin/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(VENV)/bin/pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-cluster: $(READY) $(CLUSTER)/.ready  ## clients on a Ray cluster of two nodes on this machine
 	PYTHONPATH=$(CURDIR)/$(CLUSTER) OMP_NUM_THREADS=1 $(VENV)/bin/pytest tests/cluster

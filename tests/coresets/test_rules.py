@@ -440,7 +440,7 @@ def test_a_resumed_run_is_bit_identical(rule: str, tmp_path: Path) -> None:
         rule, split={"clients": 3, "images_per_class": 8}, training={"rounds": 1}
     )
     whole = run(experiment)
-    worker = small.worker(experiment, plan(experiment))
+    worker = Worker(experiment, small.plans(experiment, 0), "cpu", tmp_path)
     stopped = engine.Run(experiment, plan(experiment), worker, SerialExecutor(worker), tmp_path)
     for experience in range(2):
         stopped.train_round(experience, 0)

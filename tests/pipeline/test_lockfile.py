@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,13 @@ def test_processes_that_a_killed_driver_left_are_waited_for(
         rwlock.write_text(content)
         lockfile.clear_rwlock()
         assert not rwlock.exists()
+
+
+def test_all_threads_of_the_driver_may_copy_at_once() -> None:
+    """Each does when its stages have ended."""
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(lockfile.copy_sound_files) for _ in range(40)]:
+            done.result()
 
 
 def test_of_a_damaged_file_there_is_no_copy(lock: Path) -> None:
