@@ -9,7 +9,7 @@ import pytest
 
 from stamp_core.pipeline.kernels import serve_kernels
 
-collect_ignore = [] if find_spec("ray") else ["cluster"]
+collect_ignore = [] if find_spec("ray") else ["cluster"]  # `make test-cluster` has it
 
 
 def pytest_configure(config: pytest.Config) -> None:
