@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument("--kind", choices=KINDS, help="one kind alone; the page is not written")
     parser.add_argument("--case", type=int, help="one case of the kind")
     parser.add_argument("--share", type=float, default=1.0, help="of the number of cases of a kind")
+    parser.add_argument("--minutes", type=float, default=60.0, help="after which no case begins")
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` has it ignored
     start = time.monotonic()
@@ -31,7 +32,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as folder:
         jobs = min(2, os.cpu_count() or 1, len(wanted))
         try:
-            found = campaign(wanted, arguments.seed, jobs, Path(folder).resolve())
+            place, seconds = Path(folder).resolve(), 60 * arguments.minutes
+            found = campaign(wanted, arguments.seed, jobs, place, seconds)
         finally:
             end_remaining(Path(folder).resolve())
     page = report(found, arguments.seed, (time.monotonic() - start) / 60)

@@ -34,8 +34,8 @@ SHOWN = 120  # failures with a line of their own
 
 
 def cases(chosen: str | None, number: int | None, share: float) -> list[tuple[str, int]]:
-    """All cases to try, long ones first."""
-    kinds = [chosen] if chosen else sorted(KINDS, key=lambda name: not KINDS[name].whole)
+    """All cases to try, long ones last."""
+    kinds = [chosen] if chosen else sorted(KINDS, key=lambda name: KINDS[name].whole)
     found = []
     for name in kinds:
         numbers = range(max(1, round(KINDS[name].count * share))) if number is None else [number]
@@ -43,8 +43,14 @@ def cases(chosen: str | None, number: int | None, share: float) -> list[tuple[st
     return found
 
 
-def campaign(wanted: list[tuple[str, int]], seed: int, jobs: int, folder: Path) -> list[Found]:
-    """The outcomes of the cases, some side by side, each in a place of its own."""
+def campaign(
+    wanted: list[tuple[str, int]], seed: int, jobs: int, folder: Path, seconds: float
+) -> list[Found]:
+    """The outcomes of the cases, some side by side, each in a place of its own.
+
+    After so many seconds no further case begins.
+    """
+    end = time.monotonic() + seconds
     first = Place(folder / "0")
     if any(KINDS[name].whole for name, _ in wanted):
         first.measure_pipeline()
@@ -55,7 +61,7 @@ def campaign(wanted: list[tuple[str, int]], seed: int, jobs: int, folder: Path) 
     found: list[Found] = []
 
     def work(place: Place) -> None:
-        while not waiting.empty():
+        while not waiting.empty() and time.monotonic() < end:
             try:
                 name, number = waiting.get_nowait()
             except queue.Empty:
