@@ -19,7 +19,7 @@ import psutil
 import yaml
 
 from stamp_core.core import paths
-from stamp_core.core.atomic import replacing
+from stamp_core.core.atomic import replacing, set_aside
 
 _WRITING = threading.Lock()
 NAMES = ("dvc.lock", "pipelines/paper/dvc.lock")
@@ -92,13 +92,16 @@ def restore_damaged_files() -> None:
     """Replace every damaged lock file by its last good copy, or set it aside."""
     for name in NAMES:
         path, copy = paths.ROOT / name, _copy_of(name)
-        if not path.exists() or is_sound(path.read_bytes()):
+        if not path.exists() or (path.is_file() and is_sound(path.read_bytes())):
             continue
+        if path.is_dir():
+            set_aside(path, path.with_suffix(".damaged"))
         if copy.exists():
             _write(path, copy.read_bytes())
             print(f"{name} was damaged: its last good copy is back", flush=True)
         else:
-            path.rename(path.with_suffix(".damaged"))
+            if path.exists():
+                set_aside(path, path.with_suffix(".damaged"))
             print(f"{name} was damaged, and is now {path.stem}.damaged", flush=True)
 
 

@@ -75,6 +75,17 @@ def test_processes_that_a_killed_driver_left_are_waited_for(
         assert not rwlock.exists()
 
 
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_folder_in_place_of_a_lock_file_is_set_aside(lock: Path, copied: bool) -> None:
+    if copied:
+        lockfile.copy_sound_files()
+    lock.unlink()
+    lock.mkdir()
+    lockfile.restore_damaged_files()
+    assert lock.with_suffix(".damaged").is_dir()
+    assert lock.read_text() == WHOLE if copied else not lock.exists()
+
+
 def test_all_threads_of_the_driver_may_copy_at_once() -> None:
     """Each does when its stages have ended."""
     with ThreadPoolExecutor(4) as pool:
