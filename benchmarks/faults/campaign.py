@@ -4,6 +4,7 @@ import queue
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.faults import (
@@ -68,7 +69,9 @@ def campaign(
                 return
             start = time.monotonic()
             outcomes = run_case(KINDS, name, place, seed, number)
-            found.extend((name, number, outcome) for outcome in outcomes)
+            # The page names no folder of the machine that made it.
+            short = [replace(o, detail=o.detail.replace(f"{folder}/", ".../")) for o in outcomes]
+            found.extend((name, number, outcome) for outcome in short)
             words = Counter(outcome.verdict for outcome in outcomes)
             text = ", ".join(f"{count} {word}" for word, count in words.items())
             print(f"{name} {number}: {text}  {time.monotonic() - start:.1f} s", flush=True)
