@@ -94,14 +94,12 @@ def restore_damaged_files() -> None:
         path, copy = paths.ROOT / name, _copy_of(name)
         if not path.exists() or (path.is_file() and is_sound(path.read_bytes())):
             continue
-        if path.is_dir():
+        if path.is_dir() or not copy.exists():
             set_aside(path, path.with_suffix(".damaged"))
         if copy.exists():
             _write(path, copy.read_bytes())
             print(f"{name} was damaged: its last good copy is back", flush=True)
         else:
-            if path.exists():
-                set_aside(path, path.with_suffix(".damaged"))
             print(f"{name} was damaged, and is now {path.stem}.damaged", flush=True)
 
 
