@@ -210,31 +210,50 @@ class Workspace:
 
         Those by the nearest class mean of training features only if `nearest_mean`.
         """
-        tests = {
-            (place, task): self.tests(plan, client, task)
-            for place, client in enumerate(clients)
-            for task in range(plan.tasks)
-        }
-        needed = torch.cat(list(tests.values())).unique()
+        needed = self.test_images(plan, clients)
         means = self.class_means() if nearest_mean else None
         logits = torch.empty(len(self.dataset.y_test), self.classes)
-        nearest = torch.empty(len(self.dataset.y_test), dtype=torch.int64)
+        nearest = torch.empty(len(self.dataset.y_test), dtype=torch.int64) if means else None
         for part in needed.split(self.chunk):  # never all images of a large data set at once
             features = self.outputs(self.dataset.x_test[part], self.classifier.encode)
             logits[part] = self.classifier.head(features.to(self.device)).cpu()
-            if means is not None:
+            if means and nearest is not None:
                 nearest[part] = means[1][torch.cdist(features, means[0]).argmin(1)]
+        return self.accuracies(plan, clients, experience, logits, nearest)
+
+    def accuracies(
+        self,
+        plan: Plan,
+        clients: list[int],
+        experience: int,
+        logits: Tensor,
+        nearest: Tensor | None = None,
+    ) -> Tensor:
+        """Accuracies of predictions for all test images.  # [scorings, U, T], NaN where undefined
+
+        By the logits, and by the class of the nearest mean feature if it is given.
+        """
         scores = torch.full((len(SCORINGS), len(clients), plan.tasks), torch.nan)
-        for (place, task), test in tests.items():
-            own = plan.clients[clients[place]][task].classes
-            seen = plan.seen(clients[place], experience)
-            for scoring, allowed in enumerate((range(self.classes), seen, own)):  # as in SCORINGS
-                if len(test) and set(own) <= set(allowed):  # a future task's classes are not seen
-                    scores[scoring, place, task] = self._accuracy(logits, test, allowed)
-            if len(test) and means is not None:
-                correct = nearest[test] == self.dataset.y_test[test]
-                scores[SCORINGS.index("nearest mean"), place, task] = correct.double().mean()
+        for place, client in enumerate(clients):
+            seen = plan.seen(client, experience)
+            for task in range(plan.tasks):
+                test, own = self.tests(plan, client, task), plan.clients[client][task].classes
+                if not len(test):
+                    continue
+                for scoring, allowed in enumerate((range(self.classes), seen, own)):  # as SCORINGS
+                    if set(own) <= set(allowed):  # a future task's classes are not seen
+                        scores[scoring, place, task] = self._accuracy(logits, test, allowed)
+                if nearest is not None:
+                    correct = nearest[test] == self.dataset.y_test[test]
+                    scores[SCORINGS.index("nearest mean"), place, task] = correct.double().mean()
         return scores
+
+    def test_images(self, plan: Plan, clients: list[int]) -> Tensor:
+        """Indices of the test images of some clients' tasks.  # [n]"""
+        tasks = range(plan.tasks)
+        tests = torch.cat([self.tests(plan, c, task) for c in clients for task in tasks])
+        unique: Tensor = tests.unique()
+        return unique
 
     def class_means(self) -> tuple[Tensor, Tensor]:
         """Mean features of each class's first training images, and the classes.  # [L, D], [L]"""

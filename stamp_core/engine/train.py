@@ -179,7 +179,8 @@ class Run:
         draws = torch.rand(clients, generator=generator(*address, "dropout"))
         selected = sorted(order[:count].tolist())
         completing = [client for client in selected if draws[client] >= self.training.dropout]
-        return self.method.participants(selected), self.method.participants(completing)
+        server, method = self.state["server"], self.method
+        return method.participants(selected, server), method.participants(completing, server)
 
     def angles(self, before: Mapping[str, Any], results: list[ClientResult]) -> dict[str, float]:
         """Angles between the clients' updates and, where recorded, between each client's tasks."""

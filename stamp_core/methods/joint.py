@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from stamp_core.methods.base.method import ClientRound, Method
+from stamp_core.methods.base.method import ClientRound, Method, State
 
 
 class Joint(Method):
@@ -15,7 +15,7 @@ class Joint(Method):
     neutral: ClassVar = None
     group: ClassVar = "control"
 
-    def participants(self, chosen: list[int]) -> list[int]:
+    def participants(self, chosen: list[int], server: State) -> list[int]:
         """The one learner, as client 0."""
         return [0]
 

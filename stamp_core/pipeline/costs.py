@@ -300,7 +300,7 @@ def _time_round(
     reply = method.train_client(client_round)
     rest = work.clock() - start - sum(seconds for seconds, _ in work.steps) + work.skipped
     images = Classifier.differentiated - before - sum(count for _, count in work.steps)
-    who = method.participants(list(range(REPLIES)))
+    who = method.participants(list(range(REPLIES)), server)
     replies, start = [replace(reply, client=client) for client in who], work.clock()
     server = method.aggregate(server, replies, Log())
     took = Round(work.steps, rest, images, reply.sgd_steps, work.clock() - start)

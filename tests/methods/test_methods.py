@@ -118,7 +118,7 @@ def client_rounds(worker: Worker, plan_: Plan) -> Iterator[Trained]:
     server, states, *_ = worker.initial_states(plan_.seed)
     for experience in range(plan_.experiences):
         replies = []
-        for client in worker.method.participants(list(range(len(states)))):
+        for client in worker.method.participants(list(range(len(states))), server):
             round_id = RoundId(plan_.seed, client, experience, 0, last=True)
             given = [states[client], worker.method.broadcast(server, client)]
             before = small.copied(given)

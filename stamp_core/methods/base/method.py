@@ -144,8 +144,8 @@ class Method:
         model = FlatModel(self.work.network(seed))
         return {"parameters": model.parameters, "buffers": model.buffers}
 
-    def participants(self, chosen: list[int]) -> list[int]:
-        """The clients that train, of those chosen for a round."""
+    def participants(self, chosen: list[int], server: State) -> list[int]:
+        """The clients that train, of those chosen for a round; sorted."""
         return chosen
 
     def broadcast(self, server: State, client: int) -> Message:
