@@ -7,15 +7,18 @@
 A round writes what has changed in it, whatever the number of clients and of earlier rounds. A
 process that is killed at any moment leaves it whole. What takes less than WORTH_A_FLUSH is not
 flushed to the disk: after a power failure a run of such short rounds may have to start afresh.
+One process at a time uses the folder, by a lock beside it that ends with the process.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -138,6 +141,32 @@ class Checkpoint:
         self.named.clear()
         text = f"checkpoint {self.folder} {why}; kept as {aside.name}, starting afresh"
         warnings.warn(text, stacklevel=3)
+
+
+@contextmanager
+def sole_user(resume: Path | None, name: str, seeds: Iterable[int]) -> Iterator[Path | None]:
+    """A context in which no other process uses the checkpoints of these runs: their folder.
+
+    None if another one does: this one trains without checkpoints, with a warning.
+    """
+    with ExitStack() as locks:
+        try:
+            for seed in seeds:
+                locks.enter_context(locked(resume, name, seed) if resume else nullcontext())
+        except BlockingIOError:
+            text = f"another process trains {name}: this one trains it without checkpoints"
+            warnings.warn(text, stacklevel=4)
+            resume = None
+        yield resume
+
+
+@contextmanager
+def locked(resume: Path, name: str, seed: int) -> Iterator[None]:
+    """A context with the lock of a run's checkpoint; BlockingIOError if a process has it."""
+    resume.mkdir(parents=True, exist_ok=True)
+    with (resume / f".{name}-{seed}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
 
 
 def checkpoint_folder(resume: Path, name: str, seed: int) -> Path:

@@ -25,7 +25,13 @@ from stamp_core.core.devices import device_name, resolve_device
 from stamp_core.core.progress import Progress
 from stamp_core.core.seeding import generator
 from stamp_core.data.split import Plan
-from stamp_core.engine.checkpoint import WORTH_A_FLUSH, Checkpoint, checkpoint_folder
+from stamp_core.engine.checkpoint import (
+    WORTH_A_FLUSH,
+    Checkpoint,
+    checkpoint_folder,
+    locked,
+    sole_user,
+)
 from stamp_core.engine.executor import (
     ClientResult,
     Executor,
@@ -58,13 +64,15 @@ def train(
     """
     device = resolve_device(device)
     count = resolve_workers(workers, device)
-    worker, executor = start_executor(experiment, plans, count, device, resume)
-    try:
-        runs = [Run(experiment, plan, worker, executor, resume) for plan in plans.values()]
-        with Progress(sum(r.rounds for r in runs), sum(r.state["next"] for r in runs)) as progress:
-            return _train_side_by_side(runs, progress)
-    finally:
-        executor.close()
+    with sole_user(resume, experiment.name, plans) as folder:
+        worker, executor = start_executor(experiment, plans, count, device, folder)
+        try:
+            runs = [Run(experiment, plan, worker, executor, folder) for plan in plans.values()]
+            total, done = sum(r.rounds for r in runs), sum(r.state["next"] for r in runs)
+            with Progress(total, done) as progress:
+                return _train_side_by_side(runs, progress)
+        finally:
+            executor.close()
 
 
 def save_records(records: Mapping[int, Record], folder: Path, resume: Path | None = None) -> None:
@@ -72,14 +80,18 @@ def save_records(records: Mapping[int, Record], folder: Path, resume: Path | Non
     for seed, record in records.items():
         record.save(folder / str(seed))
     for seed, record in records.items():
-        if resume and (checkpoint := checkpoint_folder(resume, record.name, seed)).exists():
-            remove_checkpoint(checkpoint)
+        if resume and checkpoint_folder(resume, record.name, seed).exists():
+            remove_checkpoint(resume, record.name, seed)
 
 
-def remove_checkpoint(folder: Path) -> None:
+def remove_checkpoint(resume: Path, name: str, seed: int) -> None:
     """Delete the folder of a finished run; if that fails, warn: its record is saved."""
+    folder = checkpoint_folder(resume, name, seed)
     try:
-        shutil.rmtree(folder)
+        with locked(resume, name, seed):
+            shutil.rmtree(folder)
+    except BlockingIOError:  # another process trains the same: it will delete the folder
+        pass
     except OSError as error:
         warnings.warn(f"checkpoint {folder} of a finished run stays: {error}", stacklevel=3)
 
