@@ -164,9 +164,15 @@ def sole_user(resume: Path | None, name: str, seeds: Iterable[int]) -> Iterator[
 def locked(resume: Path, name: str, seed: int) -> Iterator[None]:
     """A context with the lock of a run's checkpoint; BlockingIOError if a process has it."""
     resume.mkdir(parents=True, exist_ok=True)
-    with (resume / f".{name}-{seed}.lock").open("w") as file:
+    path = resume / f".{name}-{seed}.lock"
+    with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
+        if not path.exists() or path.stat().st_ino != os.fstat(file.fileno()).st_ino:
+            raise BlockingIOError  # who had it has just deleted the file
+        try:
+            yield
+        finally:
+            path.unlink()
 
 
 def checkpoint_folder(resume: Path, name: str, seed: int) -> Path:
