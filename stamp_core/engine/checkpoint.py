@@ -2,7 +2,7 @@
 
     run.safetensors  the server's state, the progress, and how much of the journal counts
     journal.jsonl    a line per round: its entry in the history, and where changed states are
-    states/          the clients' states and the results
+    states/          the clients' states, unless they are kept elsewhere, and the results
 
 A round writes what has changed in it, whatever the number of clients and of earlier rounds. A
 process that is killed at any moment leaves it whole. What takes less than WORTH_A_FLUSH is not
@@ -45,12 +45,23 @@ class Journal:
 
 
 class Checkpoint:
-    """The folder of one run, which after any failure holds its complete old or new state."""
+    """The folder of one run, which after any failure holds its complete old or new state.
 
-    def __init__(self, resume: Path, name: str, seed: int, identity: Mapping[str, str]) -> None:
+    `client_states` is the store of the clients' states, if it is not the folder's own.
+    """
+
+    def __init__(
+        self,
+        resume: Path,
+        name: str,
+        seed: int,
+        identity: Mapping[str, str],
+        client_states: Store | None = None,
+    ) -> None:
         self.folder, self.identity = checkpoint_folder(resume, name, seed), dict(identity)
         self.file, self.lines = self.folder / "run.safetensors", self.folder / "journal.jsonl"
         self.store = state_store(resume, name, seed)
+        self.client_states = client_states or self.store
         self.journal, self.evaluated = Journal(), True
         self.saved: dict[int, Stored] = {}  # clients' states and results
         self.named = Counter[str]()  # how many of them have a digest
@@ -106,7 +117,7 @@ class Checkpoint:
         return self.journal.extended(line, len(history))
 
     def _read_parts(self, tree: Tree) -> Tree:
-        """The whole state of a saved tree; every file is verified."""
+        """The whole state of a saved tree; every part is verified."""
         expected, history = Journal(*tree.pop("journal")), list[Tree]()
         for line in self.lines.read_bytes()[: expected.size].splitlines(keepends=True):
             content = json.loads(line)
@@ -115,10 +126,10 @@ class Checkpoint:
             self.journal = self.journal.extended(line, len(content["history"]))
         if self.journal != expected:
             raise ValueError(f"the digest of {self.lines.name} does not fit its content")
-        for digest in self.named:
-            self.store.get(digest)
         results = self.store.get(self.saved[OF_RESULTS].digest)
         clients = [self.saved[client] for client in range(len(self.saved) - 1)]
+        for digest in {kept.digest for kept in clients}:
+            self.client_states.verify(digest)
         self.evaluated = False
         return {**tree, **results, "clients": clients, "history": history}
 

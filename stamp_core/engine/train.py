@@ -8,7 +8,7 @@ import shutil
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,8 @@ from stamp_core.models.flat import split_like
 from stamp_core.results.metrics import micro_average
 from stamp_core.results.records import SCORINGS, Record, tree_bytes
 
+Start = Callable[[Experiment, Mapping[int, Plan], int, str, Path | None], tuple[Worker, Executor]]
+
 
 def train(
     experiment: Experiment,
@@ -56,16 +58,18 @@ def train(
     workers: int = 1,
     device: str = "auto",
     resume: Path | None = None,
+    start: Start = start_executor,
 ) -> dict[int, Record]:
     """The records of an experiment, one for each seed's plan.
 
     With a folder `resume` every round is saved there, and a killed training resumes from there
     when it is called again. `workers` 0 is one process per core; results never depend on it.
+    `start` returns this process's worker and where the clients run.
     """
     device = resolve_device(device)
     count = resolve_workers(workers, device)
     with sole_user(resume, experiment.name, plans) as folder:
-        worker, executor = start_executor(experiment, plans, count, device, folder)
+        worker, executor = start(experiment, plans, count, device, folder)
         try:
             runs = [Run(experiment, plan, worker, executor, folder) for plan in plans.values()]
             total, done = sum(r.rounds for r in runs), sum(r.state["next"] for r in runs)
@@ -114,7 +118,8 @@ class Run:
         self.identity = experiment.identity(plan, str(worker.work.device))
         self.checkpoint: Checkpoint | None = None
         if resume:
-            self.checkpoint = Checkpoint(resume, experiment.name, plan.seed, self.identity)
+            of_run = resume, experiment.name, plan.seed, self.identity
+            self.checkpoint = Checkpoint(*of_run, worker.stores[plan.seed])
         saved = self.checkpoint.load() if self.checkpoint else None
         self.state = saved or self.initial_state()
         self.saving, self.stop = 0.0, False
@@ -168,12 +173,12 @@ class Run:
         with self.worker.lock:  # one seed at a time uses this process's live model
             before, log = state["server"], Log()
             state["server"] = self.method.aggregate(before, [r.reply for r in results], log)
-        for client, result in zip(completing, results, strict=True):
-            state["clients"][client] = result.state
+        for result in results:
+            state["clients"][result.reply.client] = result.state
         clock.append(time.perf_counter())
         angles = self.angles(before, results)
         if last:
-            self.evaluate(experience, completing, results)
+            self.evaluate(experience, results)
         clock.append(time.perf_counter())
         entry = self.history_entry(experience, round_, messages, results, clock)
         logs = [*(result.reply.log for result in results), log]
@@ -204,12 +209,12 @@ class Run:
             found.append(spatial_angles(before["parameters"], after, received))
         return mean_by_name(found)
 
-    def evaluate(self, experience: int, completing: list[int], results: list[ClientResult]) -> None:
+    def evaluate(self, experience: int, results: list[ClientResult]) -> None:
         """Fill in the accuracies after an experience, of all models that the method has."""
         scores, message = self.state["scores"], global_model(self.state["server"])
-        for client, result in zip(completing, results, strict=True):
+        for result in results:
             if result.scores is not None:
-                scores["local"][:, experience, client] = result.scores[:, 0]
+                scores["local"][:, experience, result.reply.client] = result.scores[:, 0]
         if "global" in self.models and self.has_local_buffers():
             scores["global"][:, experience] = self.evaluate_clients(experience, personal=False)
         elif "global" in self.models:
