@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import astuple, dataclass
+from operator import is_not
 from pathlib import Path
 
 from stamp_core.core.atomic import set_aside
@@ -70,10 +71,11 @@ class Checkpoint:
         """Write what has changed; the results only if there was an evaluation."""
         self.evaluated |= evaluated  # or one whose results could not be written
         changed, clients = {}, state["clients"]
-        for client, kept in enumerate(clients):
-            if kept is not self.saved.get(client):
-                stored = kept if isinstance(kept, Stored) else self.store.put(kept, flush)
-                changed[client] = clients[client] = stored
+        differ = map(is_not, clients, map(self.saved.get, range(len(clients))))
+        for client in [client for client, differs in enumerate(differ) if differs]:
+            kept = clients[client]
+            stored = kept if isinstance(kept, Stored) else self.store.put(kept, flush)
+            changed[client] = clients[client] = stored
         if self.evaluated:
             results = {name: state[name] for name in RESULTS}
             changed[OF_RESULTS] = self.store.put(results, flush)

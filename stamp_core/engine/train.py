@@ -122,6 +122,7 @@ class Run:
             self.checkpoint = Checkpoint(*of_run, worker.stores[plan.seed])
         saved = self.checkpoint.load() if self.checkpoint else None
         self.state = saved or self.initial_state()
+        self.disk = [kept_bytes(kept) for kept in self.state["clients"]]
         self.saving, self.stop = 0.0, False
         if not saved:
             self.save(evaluated=True, flush=False)  # a warm-up is kept as well
@@ -174,7 +175,8 @@ class Run:
             before, log = state["server"], Log()
             state["server"] = self.method.aggregate(before, [r.reply for r in results], log)
         for result in results:
-            state["clients"][result.reply.client] = result.state
+            client = result.reply.client
+            state["clients"][client], self.disk[client] = result.state, kept_bytes(result.state)
         clock.append(time.perf_counter())
         angles = self.angles(before, results)
         if last:
@@ -286,7 +288,7 @@ class Run:
                 "process": max([peak_memory(), *(result.memory for result in results)]),
                 "gpu": max([0, *(result.gpu for result in results)]),
             },
-            "disk": max(map(kept_bytes, self.state["clients"])),  # of the client that keeps most
+            "disk": max(self.disk),  # of the client that keeps most
         }
 
     def save(self, evaluated: bool, flush: bool) -> None:
