@@ -47,7 +47,7 @@ from stamp_core.engine.trees import Stored
 from stamp_core.methods.base.method import Log, Message
 from stamp_core.models.flat import split_like
 from stamp_core.results.metrics import micro_average
-from stamp_core.results.records import SCORINGS, Record, tree_bytes
+from stamp_core.results.records import Record, tree_bytes
 
 Start = Callable[[Experiment, Mapping[int, Plan], int, str, Path | None], tuple[Worker, Executor]]
 
@@ -134,7 +134,8 @@ class Run:
         start = time.perf_counter()
         server, clients, down, up = self.worker.run(partial(Worker.initial_states, seed=self.seed))
         setup = {"down": down, "up": up, "seconds": time.perf_counter() - start}
-        shape = (len(SCORINGS), self.plan.experiences, len(clients), self.plan.tasks)
+        scorings = len(self.worker.work.scorings)
+        shape = (scorings, self.plan.experiences, len(clients), self.plan.tasks)
         scores = {model: torch.full(shape, torch.nan) for model in ("global", "personal", "local")}
         scores["initial"] = self.worker.run(
             partial(Worker.evaluate, seed=self.seed, experience=0, message=global_model(server))

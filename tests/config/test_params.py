@@ -93,13 +93,13 @@ SLIPS: list[tuple[str, object, str]] = [
         ONE + "network.kind",
         "cnnn",
         f"{S}.network.kind 'cnnn' is unknown; did you mean 'cnn'? "
-        "known: cnn, lenet, mlp, resnet18, swin_t",
+        "known: cnn, fcn, lenet, mlp, resnet18, swin_t",
     ),
     (
         ONE + "network.kind",
         ["cnn"],
         f"{S}.network.kind ['cnn'] is unknown; did you mean 'cnn'? "
-        "known: cnn, lenet, mlp, resnet18, swin_t",
+        "known: cnn, fcn, lenet, mlp, resnet18, swin_t",
     ),
     (
         ONE + "training.buffers",
