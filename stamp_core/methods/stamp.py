@@ -41,11 +41,13 @@ class Stamp(Rehearsal):
 
     Params: ClassVar = StampParams
     neutral: ClassVar = {}
+    captures = True
 
     def __init__(self, params: StampParams, work: Workspace) -> None:
         super().__init__(params, work)
         if params.alternate and work.training.weight_decay:  # a batch takes two steps
             raise invalid("alternate", True, "false, as training.weight_decay is set")
+        self.captures = not params.prototype  # whose classes and queries depend on the labels
 
     # --- the server
 
