@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stamp_core.client.by_class import class_means, first_per_class
+from stamp_core.client.graphs import Inputs, StepGraphs
 from stamp_core.client.pixels import (
     check_masks,
     count_pixels,
@@ -79,6 +80,8 @@ class Workspace:
         check_masks(setting, dataset)
         self.classifier = self.network(seed=0).to(self.device)
         self.model = FlatModel(self.classifier)  # the same network as flat vectors
+        self.sgd = FlatSGD(self.model, self.training)  # of local training, restarted for each
+        self.graphs = StepGraphs(self.device, self.classifier)
         # The encoder's parameters come first in the flat vector, then the head's.
         self.encoder_size = sum(p.numel() for p in self.classifier.encoder.parameters())
         self.untrained = self.model.buffers.clone()  # batch normalisation's initial statistics
@@ -207,12 +210,19 @@ class Workspace:
 
     def fit(self, batches: Batches) -> None:
         """Local SGD on the live model with cross-entropy."""
-        sgd = FlatSGD(self.model, self.training)
+        self.sgd.restart()
         for images, labels in batches:
-            self.train_mode(len(labels))
-            self.model.gradients.zero_()
-            F.cross_entropy(self.model.module(images), labels).backward()
-            sgd.step()
+            self.graphs.take("fit", self.fit_step, {"images": images, "labels": labels})
+
+    def fit_step(self, batch: Inputs) -> Tensor:
+        """One SGD step with cross-entropy; returns the loss."""
+        images, labels = batch["images"], batch["labels"]
+        self.train_mode(len(labels))
+        self.model.gradients.zero_()
+        loss = F.cross_entropy(self.model.module(images), labels)
+        loss.backward()
+        self.sgd.step()
+        return loss.detach()
 
     def train_mode(self, images: int) -> None:
         """Prepare the live module for a training step on a batch of this many images.

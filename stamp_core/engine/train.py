@@ -317,6 +317,8 @@ class Run:
 
     def record(self) -> Record:
         """The record of the finished run."""
+        work = self.worker.work
+        graphs = self.method.captures and work.graphs.usable(self.training.batch_size)
         about = {
             **self.experiment.resolved(),
             "group": self.experiment.kind.group,
@@ -326,7 +328,8 @@ class Run:
             "identity": self.identity,
             "environment": {
                 "python": platform.python_version(),
-                "device": device_name(self.worker.work.device),
+                "device": device_name(work.device),
+                "steps": "graphs" if graphs else "eager",  # of local training, on whole batches
                 "cores": os.cpu_count(),
             },
         }

@@ -70,6 +70,7 @@ class FedL2P(Method):
     models: tuple[str, ...] = ("global", "personal", "local")
     neutral: ClassVar[dict[str, Any]] = {"outer_steps": 0}
     group = "personalised"
+    captures = True
 
     def __init__(self, params: FedL2PParams, work: Workspace) -> None:
         super().__init__(params, work)

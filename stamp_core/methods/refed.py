@@ -65,6 +65,7 @@ class ReFed(Method):
     Params: ClassVar = ReFedParams
     neutral: ClassVar[dict[str, Any]] = {"cache": 0}
     group = "continual"
+    captures = True
 
     def init_client(self, client: int, server: State) -> State:
         """An empty cache; `experience` is the one in which the client trained last."""

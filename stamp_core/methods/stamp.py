@@ -42,6 +42,7 @@ class Stamp(Rehearsal):
     Params: ClassVar = StampParams
     neutral: ClassVar = {}
     masks: ClassVar = True
+    captures = True
 
     def __init__(self, params: StampParams, work: Workspace) -> None:
         super().__init__(params, work)
@@ -49,6 +50,7 @@ class Stamp(Rehearsal):
             raise invalid("alternate", True, "false, as training.weight_decay is set")
         if params.prototype and work.dataset.masks:
             raise invalid("prototype", params.prototype, "0, as the data have masks")
+        self.captures = not params.prototype  # whose classes and queries depend on the labels
 
     # --- the server
 

@@ -40,7 +40,12 @@ class FlatSGD:
 
     def __init__(self, model: FlatModel, training: Training) -> None:
         self.model, self.training = model, training
-        self.velocity: Tensor | None = None
+        self.velocity: Tensor | None = None  # [P], from the first step with momentum
+
+    def restart(self) -> None:
+        """Forget the velocity; its address stays, as captured steps need."""
+        if self.velocity is not None:
+            self.velocity.fill_(-0.0)
 
     def step(self) -> None:
         """Take one step along the model's gradients."""
@@ -48,11 +53,9 @@ class FlatSGD:
         if self.training.weight_decay:
             gradient = gradient.add(self.model.parameters, alpha=self.training.weight_decay)
         if self.training.momentum:
-            if self.velocity is None:
-                self.velocity = gradient.clone()
-            else:
-                self.velocity.mul_(self.training.momentum).add_(gradient)
-            gradient = self.velocity
+            if self.velocity is None:  # -0.0 + x is x, even for -0.0
+                self.velocity = torch.full_like(gradient, -0.0)
+            gradient = self.velocity.mul_(self.training.momentum).add_(gradient)
         self.model.parameters.add_(gradient, alpha=-self.training.lr)
 
 

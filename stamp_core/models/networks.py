@@ -1,8 +1,9 @@
 """Networks as an encoder and a linear head over all classes, of images or of pixels."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,13 @@ class Classifier(nn.Module):
         self.pixels = pixels
         # the encoder's batch normalisations in order
         self.norms = tuple(m for m in encoder.modules() if isinstance(m, _BatchNorm))
+
+    def _apply(self, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Move Swin's constants to a device too, which are neither parameters nor buffers."""
+        for module in self.modules():
+            if isinstance(index := getattr(module, "relative_position_index", None), Tensor):
+                module.relative_position_index = change(index)
+        return super()._apply(change, recurse)  # type: ignore[no-untyped-call]
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits over all classes, of images [N, classes] or of pixels [N, classes, H, W]."""

@@ -1,36 +1,15 @@
 """Training on a device other than the CPU, on a pretend one: the same results, mistakes refused."""
 
-import json
-import os
 import re
-import subprocess
-import sys
-from functools import cache
-from pathlib import Path
-from typing import Any
+from functools import partial
 
+import child
 import pytest
 
 from stamp_core.coresets.selection.base import selection_rules
 from stamp_core.methods.base.registry import method_names
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@cache
-def results() -> dict[str, Any]:
-    """What device_cases.py prints: a process must register the device before it trains."""
-    folders = (ROOT, ROOT / "tests", *filter(None, [os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("device_cases.py")],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+results = partial(child.results, "device_cases.py")
 
 
 def test_every_method_has_the_results_of_the_cpu_on_a_device():

@@ -130,6 +130,23 @@ def test_new_sgd_starts_without_velocity() -> None:
     torch.testing.assert_close(model.parameters, torch.full_like(model.parameters, -2 - 1 - 1.9))
 
 
+def test_the_first_velocity_is_the_gradient_bit_by_bit() -> None:
+    """A velocity of 0.0 would make 0.0 of a gradient of -0.0, and then 0.0 of a weight of -0.0."""
+    model = FlatModel(network())
+    model.parameters.fill_(-0.0)
+    sgd = FlatSGD(model, Training(1, 1, 1, 1.0, momentum=0.9))
+    values = torch.tensor([-0.0, 0.0, 1.5, -2.5e-42, torch.inf])
+    model.gradients.copy_(values.repeat(len(model.gradients))[: len(model.gradients)])
+    sgd.step()
+    assert sgd.velocity is not None and to_bytes(sgd.velocity) == to_bytes(model.gradients)
+    address = sgd.velocity.data_ptr()
+    sgd.step()
+    sgd.restart()
+    sgd.step()
+    assert to_bytes(sgd.velocity) == to_bytes(model.gradients)
+    assert sgd.velocity.data_ptr() == address
+
+
 @settings(deadline=None)
 @given(st.lists(numbers, min_size=1, max_size=9), st.lists(weights, min_size=1, max_size=12))
 def test_the_mean_of_equal_vectors_is_bit_identical(

@@ -4,17 +4,19 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stamp_core.client.graphs import Inputs
 from stamp_core.client.workspace import RoundId, Workspace
 from stamp_core.config.decode import invalid, require_above
 from stamp_core.config.schema import Setting
 from stamp_core.data.split import Plan
-from stamp_core.models.flat import FlatModel, FlatSGD, weighted_average
+from stamp_core.models.flat import FlatModel, weighted_average
 
 State = dict[str, Any]  # what a client or the server remembers: a tree of tensors and plain values
 Group = Literal["federated", "personalised", "continual", "control"]  # of methods in a table
@@ -128,6 +130,17 @@ class Method:
     neutral: ClassVar[dict[str, Any] | None] = {}  # parameters that make it bit-identical to FedAvg
     group: ClassVar[Group] = "federated"
     masks: ClassVar[bool] = False  # whether it can learn masks of images instead of labels
+    # Whether a step depends only on its batch, the live model and `step_inputs`, so that a GPU may
+    # capture it. A class that overrides one of `step_parts` has to say so again.
+    captures: bool = True
+    step_inputs: ClassVar[tuple[str, ...]] = ()  # tensors in `scratch` that a step reads
+    step_parts: ClassVar[tuple[str, ...]] = ("train", "step", "loss", "correct_gradient")
+
+    def __init_subclass__(cls) -> None:
+        """Let no step be captured that may have become another."""
+        super().__init_subclass__()
+        if "captures" not in vars(cls) and not vars(cls).keys().isdisjoint(cls.step_parts):
+            cls.captures = False
 
     def __init__(self, params: Any, work: Workspace) -> None:
         if work.dataset.masks and not self.masks:
@@ -203,17 +216,38 @@ class Method:
 
     def train(self, client_round: ClientRound) -> list[Tensor]:
         """Local SGD on the live model; returns the loss of every step."""
-        sgd = FlatSGD(self.work.model, self.work.training)
-        losses = []
+        self.work.sgd.restart()
+        losses, graphs = [], self.work.graphs
         for images, labels in self.batches(client_round):
-            self.work.train_mode(len(labels))
-            self.work.model.gradients.zero_()
-            loss = self.loss(client_round, images, labels)
-            loss.backward()
-            self.correct_gradient(client_round)
-            sgd.step()
-            losses.append(loss.detach())
+            if self.captures and graphs.usable(len(labels)):
+                inputs = {"images": images, "labels": labels, **self.other_inputs(client_round)}
+                losses.append(graphs.take("train", self.step_on, inputs))
+            else:
+                losses.append(self.step(client_round, images, labels))
         return losses
+
+    def step(self, client_round: ClientRound, images: Tensor, labels: Tensor) -> Tensor:
+        """One SGD step on a batch; returns its loss."""
+        self.work.train_mode(len(labels))
+        self.work.model.gradients.zero_()
+        loss = self.loss(client_round, images, labels)
+        loss.backward()
+        self.correct_gradient(client_round)
+        self.work.sgd.step()
+        return loss.detach()
+
+    def step_on(self, inputs: Inputs) -> Tensor:
+        """The same step; of the client round it sees only `scratch`, and there only its inputs.
+
+        Anything else would be that of the one client whose step is captured.
+        """
+        visible = SimpleNamespace(scratch=MappingProxyType(inputs))
+        return self.step(cast(ClientRound, visible), inputs["images"], inputs["labels"])
+
+    def other_inputs(self, client_round: ClientRound) -> dict[str, Tensor]:
+        """What a step reads besides its batch, where the client round has it."""
+        scratch = client_round.scratch
+        return {name: scratch[name] for name in self.step_inputs if name in scratch}
 
     def batches(self, client_round: ClientRound) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of local training; a method with a memory adds its exemplars here."""

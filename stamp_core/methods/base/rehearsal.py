@@ -64,6 +64,9 @@ class Rehearsal(Method):
     Params: ClassVar = RehearsalParams
     neutral: ClassVar = {"memory": {"exemplars_per_class": 0}}
     group: ClassVar[Group] = "continual"
+    captures = True
+    step_inputs = ("soft", "anchors")
+    step_parts = (*Method.step_parts, "weighted_loss", "exemplar_loss")
 
     def __init__(self, params: Any, work: Workspace) -> None:
         super().__init__(params, work)
@@ -88,8 +91,14 @@ class Rehearsal(Method):
         return (memory["tasks"] != client_round.task).nonzero().flatten()
 
     def batches(self, client_round: ClientRound) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of the task, each followed by exemplars of other tasks."""
+        """The batches of the task, each followed by exemplars of other tasks.
+
+        `scratch` has the exemplars' soft labels, of which hard ones have no columns.
+        """
         memory, past = client_round.state["memory"], self.past_indices(client_round)
+        scratch, device = client_round.scratch, self.work.device
+        if self.params.anchor:
+            scratch["anchors"] = client_round.state["anchors"].to(device)
         generator, known = client_round.round_id.generator("replay"), memory["labels"][past]
         sizes = self.work.batch_sizes(len(client_round.indices))
         samples = self.work.draw(
@@ -97,9 +106,9 @@ class Rehearsal(Method):
         )
         read = self.work.reader(memory["images"], past)
         target = self.work.target_reader(memory["images"], memory["labels"], past)
-        past = past.to(self.work.device)
+        soft = memory["soft"][past].to(device)
         for (images, labels), drawn in zip(super().batches(client_round), samples, strict=True):
-            client_round.scratch["exemplars"] = past[drawn.places]
+            scratch["soft"] = soft[drawn.places]
             if len(drawn.places):
                 images = torch.cat([images, read(drawn)])
                 labels = torch.cat([labels, target(drawn)])
@@ -115,13 +124,6 @@ class Rehearsal(Method):
             return sample_balanced(labels, count, generator)
         return torch.randperm(len(labels), generator=generator)[:count]
 
-    def on_device(self, client_round: ClientRound, name: str, values: Tensor) -> Tensor:
-        """Values of the client's state on the device, where they are moved once in a round."""
-        moved: dict[str, Tensor] = client_round.scratch.setdefault("on device", {})
-        if name not in moved:
-            moved[name] = values.to(self.work.device)
-        return moved[name]
-
     def loss(self, client_round: ClientRound, images: Tensor, labels: Tensor) -> Tensor:
         """The loss of new images and exemplars."""
         return self.weighted_loss(client_round, self.work.model.module(images), labels)
@@ -131,14 +133,13 @@ class Rehearsal(Method):
 
         The weights sum to 1: otherwise steps would be longer than those without a memory.
         """
-        exemplars, weight = client_round.scratch.get("exemplars", ()), self.params.weight
-        if weight is None or not len(exemplars):
+        soft, weight = client_round.scratch.get("soft", ()), self.params.weight
+        if weight is None or not len(soft):
             return F.cross_entropy(logits, labels)
-        state, new = client_round.state, len(labels) - len(exemplars)
-        soft = self.on_device(client_round, "soft", state["memory"]["soft"])[exemplars]
+        new = len(labels) - len(soft)
         past = self.exemplar_loss(logits[new:], labels[new:], soft)
         if self.params.anchor:
-            anchors = self.on_device(client_round, "anchors", state["anchors"])[labels[new:]]
+            anchors = client_round.scratch["anchors"][labels[new:]]
             past = past + self.params.anchor * F.mse_loss(logits[new:], anchors)
         loss: Tensor = (F.cross_entropy(logits[:new], labels[:new]) + weight * past) / (1 + weight)
         return loss
