@@ -1,7 +1,7 @@
 """What one process works with: the images, the live model, batches and scores."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +11,12 @@ from torch import Tensor
 
 from stamp_core.client.by_class import class_means, first_per_class
 from stamp_core.client.graphs import Inputs, StepGraphs
+from stamp_core.client.pixels import (
+    check_masks,
+    count_pixels,
+    intersection_over_union,
+    predict_pixels,
+)
 from stamp_core.config.schema import Setting, Training
 from stamp_core.core.devices import free_memory, set_deterministic
 from stamp_core.core.seeding import generator
@@ -20,7 +26,7 @@ from stamp_core.matching.gram import layer_blocks
 from stamp_core.models.encoders import Shape
 from stamp_core.models.flat import FlatModel, FlatSGD
 from stamp_core.models.networks import Classifier, build_network, set_train_mode
-from stamp_core.results.records import SCORINGS
+from stamp_core.results.records import PIXEL_SCORINGS, SCORINGS
 
 # Images of up to 32 x 32 pixels per forward pass in evaluation; fewer of larger ones.
 EVALUATION_BATCH = 512
@@ -28,9 +34,9 @@ MEAN_IMAGES = 100  # of a class, at most, in its mean feature
 SHARE = 4  # training images are stored on the GPU if they take at most 1/4 of its free memory
 FLOATS = 2**22  # values of images that are normalised once, not in every batch
 
-Batches = Iterable[tuple[Tensor, Tensor]]  # images, float32 and normalised, and labels
+Batches = Iterable[tuple[Tensor, Tensor]]  # images, float32 and normalised, and targets
 
-
+Classes = tuple[int, ...]
 Changes = tuple[Tensor | None, Tensor | None]  # which images are mirrored, and their shifts
 
 
@@ -43,7 +49,7 @@ class Drawn(NamedTuple):
     shifts: Tensor | None  # [2, n, 1], on the device
 
 
-Reader = Callable[[Drawn], Tensor]  # the images of a batch, on the device
+Reader = Callable[[Drawn], Tensor]  # the images of a batch, or its targets, on the device
 
 
 @dataclass(frozen=True)
@@ -68,8 +74,10 @@ class Workspace:
         self.setting, self.dataset, self.device = setting, dataset, torch.device(device)
         self.training = setting.training
         set_deterministic(self.device, self.training.deterministic)
-        self.shape: Shape = tuple(dataset.x_train.shape[1:])
+        self.shape: Shape = dataset.shape
         self.classes = len(dataset.classes)
+        self.scorings = PIXEL_SCORINGS if dataset.masks else SCORINGS
+        check_masks(setting, dataset)
         self.classifier = self.network(seed=0).to(self.device)
         self.model = FlatModel(self.classifier)  # the same network as flat vectors
         self.sgd = FlatSGD(self.model, self.training)  # of local training, restarted for each
@@ -88,21 +96,31 @@ class Workspace:
 
     def network(self, seed: int) -> Classifier:
         """The setting's network with the initial weights of `seed`."""
-        return build_network(self.setting.network, self.shape, self.classes, seed)
+        outputs = self.classes + self.dataset.masks  # the last one for pixels of no class
+        return build_network(self.setting.network, self.shape, outputs, seed)
 
     def layers(self) -> list[int]:
         """The sizes of the parameter blocks for layer-wise matching."""
         return layer_blocks([p.numel() for p in self.model.module.parameters()])
 
     def normalise(self, images: Tensor) -> Tensor:
-        """uint8 images as float32 with mean 0 and deviation 1 per channel.  # [N, C, H, W]"""
+        """uint8 images as float32 with mean 0 and deviation 1 per channel.  # [N, C, H, W]
+
+        Without their masks: no network sees one.
+        """
+        images = images[:, : self.shape[0]]
         floats = images.to(self.device, torch.float32, memory_format=self.format)
         return floats.mul_(self.scale).sub_(self.offset)
 
     def train_images(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Training images and their labels, on the device.  # uint8 [n, C, H, W], [n]"""
+        """Training images and their targets, on the device.  # uint8 [n, C, H, W], [n]"""
         indices = indices.to(self.x_train.device)
-        return self.x_train[indices].to(self.device), self.y_train[indices].to(self.device)
+        images, labels = self.x_train[indices].to(self.device), self.y_train[indices]
+        return images, self.targets(images, labels.to(self.device))
+
+    def targets(self, images: Tensor, labels: Tensor) -> Tensor:
+        """What the network is to predict for uint8 images: labels [n], or masks [n, H, W]."""
+        return images[:, -1].long() if self.dataset.masks else labels
 
     # --- training
 
@@ -117,12 +135,11 @@ class Workspace:
         if not len(indices):  # `split` would return one empty batch
             return
         order, change = round_id.generator("order" + of), round_id.generator("augment" + of)
-        read = self.reader(images, indices)
-        labels = labels[indices.to(labels.device)].to(self.device)
+        read, target = self.reader(images, indices), self.target_reader(images, labels, indices)
         shuffled = (torch.randperm(len(indices), generator=order) for _ in self.each_epoch())
         batches = (batch for epoch in shuffled for batch in epoch.split(self.training.batch_size))
         for drawn in self.draw(batches, change):
-            yield read(drawn), labels[drawn.places]
+            yield read(drawn), target(drawn)
 
     def each_epoch(self) -> range:
         """The local epochs of a client round."""
@@ -178,6 +195,19 @@ class Workspace:
 
         return read
 
+    def target_reader(self, images: Tensor, labels: Tensor, indices: Tensor) -> Reader:
+        """How the targets of batches of images[indices] are read: masks move with their images."""
+        if not self.dataset.masks:
+            labels = labels[indices.to(labels.device)].to(self.device)
+            return lambda drawn: labels[drawn.places]
+        masks = images[indices.to(images.device)][:, -1:].to(self.device)
+
+        def read(drawn: Drawn) -> Tensor:
+            chosen = apply_changes(masks[drawn.places], drawn.mirrored, drawn.shifts)
+            return self.targets(chosen, labels)
+
+        return read
+
     def fit(self, batches: Batches) -> None:
         """Local SGD on the live model with cross-entropy."""
         self.sgd.restart()
@@ -220,6 +250,8 @@ class Workspace:
 
         Those by the nearest class mean of training features only if `nearest_mean`.
         """
+        if self.dataset.masks:
+            return self.mask_scores(plan, clients, experience)
         needed = self.test_images(plan, clients)
         means = self.class_means() if nearest_mean else None
         logits = torch.empty(len(self.dataset.y_test), self.classes)
@@ -257,6 +289,40 @@ class Workspace:
                     correct = nearest[test] == self.dataset.y_test[test]
                     scores[SCORINGS.index("nearest mean"), place, task] = correct.double().mean()
         return scores
+
+    def mask_scores(self, plan: Plan, clients: list[int], experience: int) -> Tensor:
+        """The live model's scores on masks.  # [PIXEL_SCORINGS, U, T], NaN where undefined
+
+        Intersection and union of a task's class are summed over the test images of all tasks of
+        the client; the accuracy of pixels, of any class, is that on the task's own.
+        """
+        every, needed = tuple(range(self.classes)), self.test_images(plan, clients)
+        seen = {client: plan.seen(client, experience) for client in clients}
+        each = {task.classes for client in clients for task in plan.clients[client]}
+        counts = self.pixel_counts(needed, {every, *seen.values(), *each})
+        scores = torch.full((len(self.scorings), len(clients), plan.tasks), torch.nan)
+        for place, client in enumerate(clients):
+            rows = torch.searchsorted(needed, self.test_images(plan, [client]))
+            for task in range(plan.tasks):
+                tests, own = self.tests(plan, client, task), plan.clients[client][task].classes
+                for scoring, allowed in enumerate((every, seen[client], own)):
+                    if len(tests) and set(own) <= set(allowed):
+                        shares = intersection_over_union(counts[allowed][rows].sum(0))
+                        scores[scoring, place, task] = shares[list(own)].mean()
+                right, _, true = counts[every][torch.searchsorted(needed, tests)].sum((0, 2))
+                scores[-1, place, task] = right / true
+        return scores
+
+    def pixel_counts(self, tests: Tensor, choices: Collection[Classes]) -> dict[Classes, Tensor]:
+        """Right, predicted and true pixels where some classes are predicted.  # [n, 3, L + 1]"""
+        parts: dict[Classes, list[Tensor]] = {choice: [] for choice in choices}
+        for part in tests.split(self.chunk):
+            images = self.dataset.x_test[part]
+            logits, masks = self.outputs(images), images[:, -1]
+            for choice, found in parts.items():
+                predicted = predict_pixels(logits, choice)
+                found.append(count_pixels(predicted, masks, self.classes + 1))
+        return {choice: torch.cat(found) for choice, found in parts.items()}
 
     def test_images(self, plan: Plan, clients: list[int]) -> Tensor:
         """Indices of the test images of some clients' tasks.  # [n]"""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from stamp_core.client.diagnostics import temporal_angles
 from stamp_core.client.workspace import RoundId, Workspace
-from stamp_core.config.decode import invalid
+from stamp_core.config.decode import invalid, unknown_name
 from stamp_core.config.schema import Setting
 from stamp_core.core.devices import device_peak, reset_device_peak
 from stamp_core.core.processes import follow_parent
@@ -35,7 +35,7 @@ from stamp_core.methods.base.method import ClientRound, Message, Method, Reply, 
 from stamp_core.models.networks import Classifier
 
 _T = TypeVar("_T")
-Kept = State | Stored  # a client's state, or where it is on disk
+Kept = State | Stored  # a client's state, or its name in a store
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "ALLOC_FAILED")  # in torch's errors
 
 
@@ -228,7 +228,7 @@ class Executor(Protocol):
     """Where clients run."""
 
     def map(self, calls: Iterable[Call[_T]]) -> list[_T]:
-        """The results of the calls, in order."""
+        """The results of the calls, in order; of client rounds those that were finished."""
         ...
 
     def close(self) -> None:
@@ -251,6 +251,10 @@ def start_executor(
     of_worker = experiment, plans, device, resume
     worker, name = Worker(*of_worker), os.environ.get("STAMP_EXECUTOR", "")
     if name:  # by name: its code changes no result, so no run's identity depends on it
+        modules = Path(__file__).parent.glob("*_executor.py")
+        known = [path.stem.removesuffix("_executor") for path in modules]
+        if name not in known:
+            raise unknown_name("$STAMP_EXECUTOR", name, known)
         module = importlib.import_module(f"{__package__}.{name}_executor")
         elsewhere: Executor = module.start(workers, *of_worker)
         return worker, elsewhere

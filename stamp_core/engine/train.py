@@ -8,7 +8,7 @@ import shutil
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,13 @@ from stamp_core.core.devices import device_name, resolve_device
 from stamp_core.core.progress import Progress
 from stamp_core.core.seeding import generator
 from stamp_core.data.split import Plan
-from stamp_core.engine.checkpoint import WORTH_A_FLUSH, Checkpoint, checkpoint_folder
+from stamp_core.engine.checkpoint import (
+    WORTH_A_FLUSH,
+    Checkpoint,
+    checkpoint_folder,
+    locked,
+    sole_user,
+)
 from stamp_core.engine.executor import (
     ClientResult,
     Executor,
@@ -41,7 +47,9 @@ from stamp_core.engine.trees import Stored
 from stamp_core.methods.base.method import Log, Message
 from stamp_core.models.flat import split_like
 from stamp_core.results.metrics import micro_average
-from stamp_core.results.records import SCORINGS, Record, tree_bytes
+from stamp_core.results.records import Record, tree_bytes
+
+Start = Callable[[Experiment, Mapping[int, Plan], int, str, Path | None], tuple[Worker, Executor]]
 
 
 def train(
@@ -50,21 +58,25 @@ def train(
     workers: int = 1,
     device: str = "auto",
     resume: Path | None = None,
+    start: Start = start_executor,
 ) -> dict[int, Record]:
     """The records of an experiment, one for each seed's plan.
 
     With a folder `resume` every round is saved there, and a killed training resumes from there
     when it is called again. `workers` 0 is one process per core; results never depend on it.
+    `start` returns this process's worker and where the clients run.
     """
     device = resolve_device(device)
     count = resolve_workers(workers, device)
-    worker, executor = start_executor(experiment, plans, count, device, resume)
-    try:
-        runs = [Run(experiment, plan, worker, executor, resume) for plan in plans.values()]
-        with Progress(sum(r.rounds for r in runs), sum(r.state["next"] for r in runs)) as progress:
-            return _train_side_by_side(runs, progress)
-    finally:
-        executor.close()
+    with sole_user(resume, experiment.name, plans) as folder:
+        worker, executor = start(experiment, plans, count, device, folder)
+        try:
+            runs = [Run(experiment, plan, worker, executor, folder) for plan in plans.values()]
+            total, done = sum(r.rounds for r in runs), sum(r.state["next"] for r in runs)
+            with Progress(total, done) as progress:
+                return _train_side_by_side(runs, progress)
+        finally:
+            executor.close()
 
 
 def save_records(records: Mapping[int, Record], folder: Path, resume: Path | None = None) -> None:
@@ -72,14 +84,18 @@ def save_records(records: Mapping[int, Record], folder: Path, resume: Path | Non
     for seed, record in records.items():
         record.save(folder / str(seed))
     for seed, record in records.items():
-        if resume and (checkpoint := checkpoint_folder(resume, record.name, seed)).exists():
-            remove_checkpoint(checkpoint)
+        if resume and checkpoint_folder(resume, record.name, seed).exists():
+            remove_checkpoint(resume, record.name, seed)
 
 
-def remove_checkpoint(folder: Path) -> None:
+def remove_checkpoint(resume: Path, name: str, seed: int) -> None:
     """Delete the folder of a finished run; if that fails, warn: its record is saved."""
+    folder = checkpoint_folder(resume, name, seed)
     try:
-        shutil.rmtree(folder)
+        with locked(resume, name, seed):
+            shutil.rmtree(folder)
+    except BlockingIOError:  # another process trains the same: it will delete the folder
+        pass
     except OSError as error:
         warnings.warn(f"checkpoint {folder} of a finished run stays: {error}", stacklevel=3)
 
@@ -102,9 +118,11 @@ class Run:
         self.identity = experiment.identity(plan, str(worker.work.device))
         self.checkpoint: Checkpoint | None = None
         if resume:
-            self.checkpoint = Checkpoint(resume, experiment.name, plan.seed, self.identity)
+            of_run = resume, experiment.name, plan.seed, self.identity
+            self.checkpoint = Checkpoint(*of_run, worker.stores[plan.seed])
         saved = self.checkpoint.load() if self.checkpoint else None
         self.state = saved or self.initial_state()
+        self.disk = [kept_bytes(kept) for kept in self.state["clients"]]
         self.saving, self.stop = 0.0, False
         if not saved:
             self.save(evaluated=True, flush=False)  # a warm-up is kept as well
@@ -116,7 +134,8 @@ class Run:
         start = time.perf_counter()
         server, clients, down, up = self.worker.run(partial(Worker.initial_states, seed=self.seed))
         setup = {"down": down, "up": up, "seconds": time.perf_counter() - start}
-        shape = (len(SCORINGS), self.plan.experiences, len(clients), self.plan.tasks)
+        scorings = len(self.worker.work.scorings)
+        shape = (scorings, self.plan.experiences, len(clients), self.plan.tasks)
         scores = {model: torch.full(shape, torch.nan) for model in ("global", "personal", "local")}
         scores["initial"] = self.worker.run(
             partial(Worker.evaluate, seed=self.seed, experience=0, message=global_model(server))
@@ -156,12 +175,13 @@ class Run:
         with self.worker.lock:  # one seed at a time uses this process's live model
             before, log = state["server"], Log()
             state["server"] = self.method.aggregate(before, [r.reply for r in results], log)
-        for client, result in zip(completing, results, strict=True):
-            state["clients"][client] = result.state
+        for result in results:
+            client = result.reply.client
+            state["clients"][client], self.disk[client] = result.state, kept_bytes(result.state)
         clock.append(time.perf_counter())
         angles = self.angles(before, results)
         if last:
-            self.evaluate(experience, completing, results)
+            self.evaluate(experience, results)
         clock.append(time.perf_counter())
         entry = self.history_entry(experience, round_, messages, results, clock)
         logs = [*(result.reply.log for result in results), log]
@@ -192,12 +212,12 @@ class Run:
             found.append(spatial_angles(before["parameters"], after, received))
         return mean_by_name(found)
 
-    def evaluate(self, experience: int, completing: list[int], results: list[ClientResult]) -> None:
+    def evaluate(self, experience: int, results: list[ClientResult]) -> None:
         """Fill in the accuracies after an experience, of all models that the method has."""
         scores, message = self.state["scores"], global_model(self.state["server"])
-        for client, result in zip(completing, results, strict=True):
+        for result in results:
             if result.scores is not None:
-                scores["local"][:, experience, client] = result.scores[:, 0]
+                scores["local"][:, experience, result.reply.client] = result.scores[:, 0]
         if "global" in self.models and self.has_local_buffers():
             scores["global"][:, experience] = self.evaluate_clients(experience, personal=False)
         elif "global" in self.models:
@@ -269,7 +289,7 @@ class Run:
                 "process": max([peak_memory(), *(result.memory for result in results)]),
                 "gpu": max([0, *(result.gpu for result in results)]),
             },
-            "disk": max(map(kept_bytes, self.state["clients"])),  # of the client that keeps most
+            "disk": max(self.disk),  # of the client that keeps most
         }
 
     def save(self, evaluated: bool, flush: bool) -> None:

@@ -42,12 +42,15 @@ class Stamp(Rehearsal):
     Params: ClassVar = StampParams
     neutral: ClassVar = {}
     captures = True
+    masks: ClassVar = True
 
     def __init__(self, params: StampParams, work: Workspace) -> None:
         super().__init__(params, work)
         if params.alternate and work.training.weight_decay:  # a batch takes two steps
             raise invalid("alternate", True, "false, as training.weight_decay is set")
         self.captures = not params.prototype  # whose classes and queries depend on the labels
+        if params.prototype and work.dataset.masks:
+            raise invalid("prototype", params.prototype, "0, as the data have masks")
 
     # --- the server
 

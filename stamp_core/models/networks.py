@@ -1,4 +1,4 @@
-"""Networks as an encoder and a linear head over all classes."""
+"""Networks as an encoder and a linear head over all classes, of images or of pixels."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stamp_core.config.schema import Network
 from stamp_core.core.seeding import address
-from stamp_core.models.encoders import ENCODERS, Shape
+from stamp_core.models.encoders import ENCODERS, Shape, double
 from stamp_core.models.pretrained import load_weights
 
 
@@ -28,11 +28,15 @@ class Classifier(nn.Module):
         classes: int,
         precision: str = "float32",
         micro_batch_size: int | None = None,
+        pixels: bool = False,  # whether the features are maps, with a head for each place
     ) -> None:
         super().__init__()
         self.precision, self.micro_batch_size = precision, micro_batch_size
         self.encoder: nn.Module = encoder
-        self.head: nn.Module = nn.Linear(features, classes)
+        self.head: nn.Module = (
+            nn.Conv2d(features, classes, 1) if pixels else nn.Linear(features, classes)
+        )
+        self.pixels = pixels
         # the encoder's batch normalisations in order
         self.norms = tuple(m for m in encoder.modules() if isinstance(m, _BatchNorm))
 
@@ -44,9 +48,9 @@ class Classifier(nn.Module):
         return super()._apply(change, recurse)  # type: ignore[no-untyped-call]
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits over all classes of the data."""  # [N, C, H, W] -> [N, classes]
+        """Logits over all classes, of images [N, classes] or of pixels [N, classes, H, W]."""
         logits: Tensor = self.head(self.encode(images))
-        return logits
+        return double(logits) if self.pixels else logits
 
     def encode(self, images: Tensor) -> Tensor:
         """Features, computed in micro-batches of at most `micro_batch_size`.  # float32 [N, D]
@@ -105,7 +109,7 @@ def build_network(network: Network, shape: Shape, classes: int, seed: int) -> Cl
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(address(seed, "weights"))
         encoder, features = ENCODERS[network.kind](network, shape)
-        options = network.precision, network.micro_batch_size
+        options = network.precision, network.micro_batch_size, network.kind == "fcn"
         classifier = Classifier(encoder, features, classes, *options)
     load_weights(network, classifier.encoder, classifier.head)
     return classifier

@@ -20,7 +20,7 @@ from stamp_core.models.networks import Classifier, build_network
 CODE = Network("cnn", features=512, channels=(32, 64))  # of the paper's public code
 RESNET = Network("resnet18", norm="batch")
 SMALL_STEM = Network("resnet18", norm="batch", stem="small")
-LENET, SWIN = Network("lenet"), Network("swin_t")
+LENET, SWIN, FCN = Network("lenet"), Network("swin_t"), Network("fcn")
 SMALL = [
     Network("mlp", features=8),
     Network("cnn", features=8, channels=(4, 6)),
@@ -101,6 +101,33 @@ def trained(request: pytest.FixtureRequest) -> Trained:
     before = torch.get_rng_state()
     model = after_a_step(*request.param)
     return Trained(*request.param, model, torch.equal(torch.get_rng_state(), before))
+
+
+# --- a class per pixel
+
+
+def test_a_network_for_pixels() -> None:
+    """With 16, 32 and 64 channels, and five classes and the background:
+
+    160 + 4,640 + 18,496 of three convolutions, 3 x 18,464 of those of three dilations, 8,256 of
+    the joined 128 channels and 64 x 6 + 6 of the head.
+    """
+    network = build_network(FCN, (1, 32, 32), 6, seed=0)
+    assert sum(weight.numel() for weight in network.parameters()) == 87_334
+    images = examples((1, 32, 32))[0]
+    assert network.encode(images).shape == (2, 64, 16, 16)
+    assert network(images).shape == (2, 6, 32, 32)
+
+
+def test_a_network_for_pixels_sees_far_on_all_sides() -> None:
+    """Every pixel's logits depend on pixels 15 away, and the encoder's features on all colours."""
+    network = build_network(FCN, (2, 32, 32), 6, seed=0)
+    images = examples((2, 32, 32), 1)[0].requires_grad_()
+    network(images)[0, :, 15, 15].sum().backward()
+    assert images.grad is not None
+    reach = images.grad[0].abs().amax((1, 2))
+    assert (reach > 0).all()
+    assert images.grad[0, 0, 15, 0] != 0 and images.grad[0, 0, 0, 15] != 0
 
 
 # --- sizes

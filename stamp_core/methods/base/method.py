@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stamp_core.client.graphs import Inputs
 from stamp_core.client.workspace import RoundId, Workspace
-from stamp_core.config.decode import require_above
+from stamp_core.config.decode import invalid, require_above
 from stamp_core.config.schema import Setting
 from stamp_core.data.split import Plan
 from stamp_core.models.flat import FlatModel, weighted_average
@@ -129,6 +129,7 @@ class Method:
     models: tuple[str, ...] = ("global", "local")  # the models whose accuracies are defined
     neutral: ClassVar[dict[str, Any] | None] = {}  # parameters that make it bit-identical to FedAvg
     group: ClassVar[Group] = "federated"
+    masks: ClassVar[bool] = False  # whether it can learn masks of images instead of labels
     # Whether a step depends only on its batch, the live model and `step_inputs`, so that a GPU may
     # capture it. A class that overrides one of `step_parts` has to say so again.
     captures: bool = True
@@ -142,6 +143,9 @@ class Method:
             cls.captures = False
 
     def __init__(self, params: Any, work: Workspace) -> None:
+        if work.dataset.masks and not self.masks:
+            name = type(self).__name__
+            raise invalid("method", name, "one that learns masks, as those of the data")
         self.params, self.work = params, work
 
     def initial_states(self, plan: Plan) -> InitialStates:

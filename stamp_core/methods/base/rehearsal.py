@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from stamp_core.client.by_class import class_means, first_per_class, sample_balanced
+from stamp_core.client.workspace import Workspace
 from stamp_core.config.decode import invalid, require_at_least
 from stamp_core.core.seeding import generator
 from stamp_core.coresets.learner import Learner
@@ -67,6 +68,14 @@ class Rehearsal(Method):
     step_inputs = ("soft", "anchors")
     step_parts = (*Method.step_parts, "weighted_loss", "exemplar_loss")
 
+    def __init__(self, params: Any, work: Workspace) -> None:
+        super().__init__(params, work)
+        rule = params.memory.selection
+        if work.dataset.masks and (params.anchor or proposes(rule)):
+            key = "anchor" if params.anchor else "memory.selection"
+            value = params.anchor or rule
+            raise invalid(key, value, "one that needs no labels of images, as the data have masks")
+
     def init_client(self, client: int, server: State) -> State:
         """An empty memory; `experiences` lists those whose tasks have been added to it."""
         soft = self.params.memory.soft
@@ -96,12 +105,13 @@ class Rehearsal(Method):
             (self.draw_exemplars(known, size, generator) for size in sizes), generator
         )
         read = self.work.reader(memory["images"], past)
-        soft, known = memory["soft"][past].to(device), known.to(device)
+        target = self.work.target_reader(memory["images"], memory["labels"], past)
+        soft = memory["soft"][past].to(device)
         for (images, labels), drawn in zip(super().batches(client_round), samples, strict=True):
             scratch["soft"] = soft[drawn.places]
             if len(drawn.places):
                 images = torch.cat([images, read(drawn)])
-                labels = torch.cat([labels, known[drawn.places]])
+                labels = torch.cat([labels, target(drawn)])
             yield images, labels
 
     def draw_exemplars(self, labels: Tensor, new: int, generator: torch.Generator) -> Tensor:
@@ -233,10 +243,14 @@ class Rehearsal(Method):
         return generator(client_round.seed, client_round.client, client_round.experience, purpose)
 
     def _features(self, images: Tensor) -> Tensor:
-        """Features by the encoder in evaluation mode, if the rule uses them.  # [N, D]"""
+        """Features by the encoder in evaluation mode, if the rule uses them.  # [N, D]
+
+        Of an image with a mask they are the means of its maps.
+        """
         if not needs_features(self.params.memory.selection):
             return torch.zeros(len(images), 0)
-        return self.work.outputs(images, self.work.classifier.encode)
+        features = self.work.outputs(images, self.work.classifier.encode)
+        return features.flatten(2).mean(2) if self.work.dataset.masks else features
 
     def memory_samples(self, server: State, client: State, count: int) -> dict[str, Tensor]:
         """The first `count` exemplars of each class in a client's memory, with their labels."""
