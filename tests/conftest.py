@@ -9,7 +9,14 @@ import pytest
 
 from stamp_core.pipeline.kernels import serve_kernels
 
-collect_ignore = [] if find_spec("ray") else ["cluster"]  # `make test-cluster` has it
+collect_ignore = [
+    folder
+    for folder, package in (
+        ("cluster", "ray"),
+        ("federation", "flwr"),
+    )  # `make test-cluster`, `-federation`
+    if not find_spec(package)
+]
 
 
 def pytest_configure(config: pytest.Config) -> None:
