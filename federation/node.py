@@ -19,7 +19,7 @@ from flwr.clientapp import ClientApp
 from torch import Tensor
 
 from federation.messages import pack, result_to_tree, unpack
-from federation.shares import Share, own_experiment, own_plan, read_share
+from federation.shares import own_experiment, own_plan, read_share
 from stamp_core.client.workspace import RoundId
 from stamp_core.config.decode import build
 from stamp_core.config.schema import Setting
@@ -45,7 +45,7 @@ class Node:
         torch.set_num_threads(1)
         self.clients = [int(client) for client in str(config["clients"]).split()]
         folder, device = Path(str(config["data"])), str(config.get("device", "cpu"))
-        share = own_share(folder)
+        share = read_share(folder)
         if set(header["shares"].get(share.digest, ())) != set(share.clients):
             raise RefusedError(f"its share {share.digest[:12]} is none of the plan's")
         if others := sorted({*self.clients} - {*share.clients}):
@@ -99,6 +99,8 @@ class Node:
     def arguments(self, call: Tree) -> tuple[RoundId, State]:
         """The address of a call and the state of its client, verified by its digest."""
         round_id, digest = RoundId(*call["round_id"]), call["state"][0]
+        if not re.fullmatch("[0-9a-f]{64}", digest):
+            raise RefusedError(f"{digest!r} is no name of a state")
         if round_id.client not in self.clients or round_id.seed != self.plan.seed:
             raise RefusedError(f"client {round_id.client} of seed {round_id.seed} is not here")
         try:
@@ -131,14 +133,6 @@ def _scores(client_round: ClientRound, personal: bool, worker: Worker) -> Tensor
     return worker.work.score(client_round.plan, [address.client], address.experience)
 
 
-def own_share(folder: Path) -> Share:
-    """The share in a folder; a damaged one is refused."""
-    try:
-        return read_share(folder)
-    except UNUSABLE as error:
-        raise RefusedError(f"its share is unusable: {error}") from None
-
-
 def read_experiment(resolved: Tree) -> Experiment:
     """The experiment of resolved parameters."""
     setting = build(Setting, resolved["setting"], "the setting in a message")
@@ -164,15 +158,18 @@ def require_identity(mine: Mapping[str, str], servers: Mapping[str, str]) -> Non
 
 
 def answer(message: Message, context: Context) -> Message:
-    """The reply to any message; what is refused, and errors, are told as text."""
+    """The reply to any message.
+
+    An error stops the server's run, as in a simulation; one before the work begins is a refusal.
+    """
+    node = None
     try:
         tree = unpack(message.content)
-        reply = Node(tree["header"], context.node_config).answer(tree)
-        content = pack(reply, "the reply of a node")
-    except RefusedError as error:
-        content = pack({"refused": [str(error)]}, "a refusal")
-    except Exception as error:  # any error stops the server's run, as in a simulation
-        content = pack({"error": f"{type(error).__name__}: {error}"}, "an error")
+        node = Node(tree["header"], context.node_config)
+        content = pack(node.answer(tree), "the reply of a node")
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        content = pack({"error": text} if node else {"refused": [text]}, "an error")
     return Message(content, reply_to=message)
 
 

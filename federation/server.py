@@ -86,21 +86,21 @@ class FederationExecutor:
             if own:
                 what = f"the message to the node of clients {clients}"
                 messages[node] = pack({"header": self.headers[seed], "calls": own}, what)
-        replies = self.exchange(messages, "train")
-        return {
-            int(client): result
-            for tree in replies.values()
-            for client, result in tree.get("results", {}).items()
-        }
+        results: dict[int, Tree] = {}
+        for node, tree in self.exchange(messages, "train").items():
+            found = tree.get("results", {})
+            results |= {c: found[str(c)] for c in self.nodes[node] if str(c) in found}
+        return results
 
     def find_nodes(self) -> dict[int, list[int]]:
         """The clients of each node that is there; who has come is asked once which it has."""
         there = set(self.grid.get_node_ids())
         self.nodes = {node: clients for node, clients in self.nodes.items() if node in there}
+        if not (new := there - self.nodes.keys()):
+            return self.nodes
         header = next(iter(self.headers.values()))
         question = pack({"header": header}, "the question for a node's clients")
-        replies = self.exchange(dict.fromkeys(there - self.nodes.keys(), question), "query")
-        for node, tree in sorted(replies.items()):
+        for node, tree in sorted(self.exchange(dict.fromkeys(new, question), "query").items()):
             clients = tree.get("clients", [])
             if both := set().union(*self.nodes.values()).intersection(clients):
                 self.refuse(node, f"clients {sorted(both)} are on another node too")
@@ -109,20 +109,20 @@ class FederationExecutor:
         return self.nodes
 
     def exchange(self, contents: Mapping[int, RecordDict], kind: str) -> dict[int, Tree]:
-        """The replies by node; warns of nodes that do not answer or refuse, raises their errors."""
-        messages = [
-            Message(content, node, kind, ttl=self.timeout) for node, content in contents.items()
-        ]
-        if not messages:
+        """The replies by node; names nodes that do not answer or refuse, raises their errors."""
+        if not contents:
             return {}
-        replies, reasons = {}, {}
+        given = contents.items()
+        messages = [Message(content, node, kind, ttl=self.timeout) for node, content in given]
+        replies, reasons = {}, set[str]()
         for reply in self.grid.send_and_receive(messages, timeout=self.timeout):
             if reply.has_error():
-                reasons[reply.metadata.src_node_id] = reply.error.reason
+                reasons.add(reply.error.reason)
             else:
                 replies[reply.metadata.src_node_id] = unpack(reply.content)
+        silent = ["; ".join(reasons) or "no answer"]
         for node in contents:
-            tree = replies.get(node, {"refused": [reasons.get(node, "no answer")]})
+            tree = replies.get(node, {"refused": silent})
             if "error" in tree:
                 raise RuntimeError(f"node {node}: {tree['error']}")
             for reason in tree.get("refused", ()):

@@ -9,14 +9,8 @@ import pytest
 
 from stamp_core.pipeline.kernels import serve_kernels
 
-collect_ignore = [
-    folder
-    for folder, package in (
-        ("cluster", "ray"),
-        ("federation", "flwr"),
-    )  # `make test-cluster`, `-federation`
-    if not find_spec(package)
-]
+NEEDED = {"cluster": "ray", "federation": "flwr"}  # `make test-cluster`, `make test-federation`
+collect_ignore = [folder for folder, package in NEEDED.items() if not find_spec(package)]
 
 
 def pytest_configure(config: pytest.Config) -> None:
