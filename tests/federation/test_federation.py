@@ -15,7 +15,7 @@ from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from loop import NODES, Federation, LoopGrid
 from small import whole
 
-from federation import messages, node, server
+from federation import messages, node, server, shares
 from federation.messages import pack, unpack
 from federation.shares import read_share, write_shares
 from stamp_core.engine import train as engine
@@ -141,6 +141,18 @@ def test_a_share_has_the_images_of_its_clients_only(tmp_path: Path) -> None:
     assert share.clients == (1,) and (share.images.y_train >= 0).nonzero().flatten().equal(own)
     assert share.images.x_train[own].equal(dataset.x_train[own])
     assert int(share.images.x_train.sum()) == int(dataset.x_train[own].sum())
+
+
+def test_shares_of_a_setting_are_written_by_a_command(tmp_path: Path) -> None:
+    """A client must be on one node."""
+    shares.main("tiny", "0to1", str(tmp_path), "0 3", "1", "2")
+    assert read_share(tmp_path / "node1").clients == (0, 3)
+    assert len(list((tmp_path / "server").glob("plan-*.json"))) == 2
+    server_share = read_share(tmp_path / "server")
+    assert not server_share.clients and len(server_share.images.y_test) == 450
+    for nodes in (("0 1", "2"), ("0 1", "1 2 3")):
+        with pytest.raises(SystemExit, match="tiny has clients 0 to 3, each on one node"):
+            shares.main("tiny", "0", str(tmp_path), *nodes)
 
 
 def test_equal_tensors_are_sent_once_and_come_back_as_they_were() -> None:
