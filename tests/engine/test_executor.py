@@ -1,6 +1,7 @@
 """The number of processes changes no bit, and whoever is killed leaves nothing hanging."""
 
 import concurrent.futures
+import importlib
 import os
 import signal
 import subprocess
@@ -321,6 +322,13 @@ def test_without_ray_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delitem(sys.modules, "stamp_core.engine.ray_executor", raising=False)
     with pytest.raises(RuntimeError, match=r"run `pip install -e \.\[cluster\]`"):
         engine.train(REPLAY, plans(REPLAY, 0), 1, "cpu")
+
+
+def test_without_flower_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flwr", None)
+    monkeypatch.delitem(sys.modules, "federation", raising=False)
+    with pytest.raises(RuntimeError, match=r"run `make \.venv-flower/\.ready`"):
+        importlib.import_module("federation")
 
 
 def test_an_unknown_executor_is_refused_with_the_known_ones(
