@@ -26,7 +26,7 @@ from stamp_core.engine.executor import Executor, Worker
 from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.engine.train import save_records, train
 from stamp_core.engine.trees import Store, Stored, Tree, take_apart, tree_digest
-from stamp_core.results.records import SCORINGS, Record, tree_bytes
+from stamp_core.results.records import Record, tree_bytes
 
 REMOTE = {Worker.train_client, Worker.evaluate_client}  # all other calls run at the server
 POLL = 1.0  # seconds between two looks at which nodes are there
@@ -74,7 +74,7 @@ class FederationExecutor:
         if asked[0].func is Worker.train_client:
             return [tree_to_result(results[client]) for client in clients if client in results]
         tasks = self.worker.plans[asked[0].keywords["round_id"].seed].tasks
-        unknown = {"scores": torch.full((len(SCORINGS), 1, tasks), torch.nan)}
+        unknown = {"scores": torch.full((len(self.worker.work.scorings), 1, tasks), torch.nan)}
         return [results.get(client, unknown)["scores"] for client in clients]
 
     def ask(self, calls: Sequence[Any]) -> dict[int, Tree]:
