@@ -64,8 +64,8 @@ lint: $(READY)  ## format the code, mend what ruff can mend, check types and imp
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-bench: $(READY)  ## measure speed and memory; writes benchmarks/results.md
-	$(VENV)/bin/python -m benchmarks.run
+bench: $(READY)  ## measure speed and memory; writes benchmarks/results.md (DEVICE=cuda: its own page)
+	$(VENV)/bin/python -m benchmarks.$(if $(DEVICE),device $(DEVICE),run)
 
 faults: $(READY)  ## try a thousand faults in 15 minutes; writes benchmarks/faults.md
 	$(VENV)/bin/python -m benchmarks.faults

@@ -15,7 +15,9 @@ import torch
 from device_cases import AUGMENTED, OPTIONS, Few, few, outcome
 from torch import Tensor
 
+from benchmarks.device import Case, Sizes, determinism, speeds
 from benchmarks.pretend import DEVICE, PretendGraphs, pretending, register
+from stamp_core.config.schema import Network
 from stamp_core.engine import train as engine
 from stamp_core.engine.experiment import Experiment
 from stamp_core.methods.base.method import ClientRound, Method
@@ -226,6 +228,15 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+def measured() -> list[list[str]]:
+    """Rows of the page of measurements, with what can be measured with graphs alone."""
+    case = Case("MLP", Network("mlp", features=8), side=8, batch_size=4, batches=6)
+    sizes = Sizes((case,), 20, 1, (2,), matrix=16, repeats=1, counted=())
+    with pretending(graphs=True):
+        rows = [speeds(case, "float32", DEVICE, sizes), *determinism(DEVICE, sizes)]
+    return [list(row) for row in rows]
+
+
 def main() -> None:
     """Print all results as JSON."""
     register()
@@ -236,6 +247,7 @@ def main() -> None:
         "runs": runs,
         "mistakes": {kind.__name__: mistaken(kind) for kind in MISTAKES},
         "captured": captured(),
+        "measured": measured(),
         "refused": {name: refused(step) for name, step in REFUSED.items()},
     }
     print(json.dumps(results))
