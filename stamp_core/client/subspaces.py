@@ -127,8 +127,8 @@ def grow(basis: Tensor, inputs: Tensor, epsilon: float) -> Tensor:
     new = columns_needed(squares / total, epsilon)
     if not new:
         return basis
-    # contiguous as on disk: the order of sums in a product depends on it
-    return torch.linalg.qr(torch.cat([basis, vectors[:, :new]], 1)).Q.contiguous()
+    grown: Tensor = torch.linalg.qr(torch.cat([basis, vectors[:, :new]], 1)).Q
+    return grown.contiguous()  # as on disk: the order of sums in a product depends on it
 
 
 def columns_needed(shares: Tensor, epsilon: float) -> int:

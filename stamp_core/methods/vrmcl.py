@@ -16,7 +16,7 @@ from stamp_core.methods.base.distillation import masked_cross_entropy
 from stamp_core.methods.base.method import ClientRound, State
 from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalParams
 from stamp_core.methods.base.task_server import class_mask
-from stamp_core.models.flat import split_like
+from stamp_core.models.flat import FlatSGD, split_like
 
 LONG = "look-ahead: first-order steps as long as the SGD steps, at which little is learnt"
 
@@ -71,56 +71,80 @@ class VrMcl(Rehearsal):
 
     def train(self, client_round: ClientRound) -> list[Tensor]:
         """Local SGD along d, which starts as the client left it if it is carried over."""
-        state, scratch, device = client_round.state, client_round.scratch, self.work.device
+        state, scratch, log = client_round.state, client_round.scratch, client_round.log
         scratch |= {"cosines": [], "ratios": [], "masks": self.masks(client_round)}
-        scratch |= {name: state[name].to(device) for name in ("d", "theta") if name in state}
-        losses = super().train(client_round)
-        log, params = client_round.log, self.params
+        carried = [name for name in ("d", "theta") if name in state]
+        scratch |= {name: state[name].to(self.work.device) for name in carried}
+        model, losses = self.work.model, list[Tensor]()
+        sgd = FlatSGD(model, self.work.training)
+        for images, labels in self.batches(client_round):
+            scratch["batch"] = images, labels
+            loss, h = self.meta_gradient(client_round, model.parameters, update_norms=True)
+            model.gradients.copy_(self.direction(client_round, h))
+            sgd.step()
+            losses.append(loss)
         if scratch["cosines"]:
             log.numbers["cosine"] = float(torch.stack(scratch["cosines"]).mean())
             log.numbers["length"] = float(torch.stack(scratch["ratios"]).mean())
-        first_order = params.inner_steps and not params.second_order
-        if losses and first_order and params.inner_lr >= self.work.training.lr:
+        first_order = self.params.inner_steps and not self.params.second_order
+        if losses and first_order and self.params.inner_lr >= self.work.training.lr:
             log.events.append(LONG)
         return losses
 
-    # --- the meta-loss
+    # --- the meta-gradient
 
-    def loss(self, client_round: ClientRound, images: Tensor, labels: Tensor) -> Tensor:
-        """The meta-loss at the live weights."""
-        client_round.scratch["batch"] = images, labels
-        tensors = [each.view_as(each) for each in self.work.model.tensors]  # no leaves
-        return self.meta_loss(client_round, tensors, update_norms=True)
+    def meta_gradient(
+        self, client_round: ClientRound, theta: Tensor, update_norms: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """The mean loss after each inner step from `theta`, and its clipped gradient h.  # [], [P]
 
-    def meta_loss(
-        self, client_round: ClientRound, tensors: Sequence[Tensor], update_norms: bool = False
-    ) -> Tensor:
-        """The mean of the losses of new images and exemplars after each inner step from `tensors`.
-
-        The first of these passes updates running statistics if it is told to.
+        Backwards step by step: in one backward pass through all steps the order of sums is not
+        the same on every device. The first loss updates running statistics if it is told to.
         """
-        scratch, inner_steps = client_round.scratch, self.params.inner_steps
-        images, labels = scratch["batch"]
-        new = len(labels) - len(scratch.get("exemplars", ()))
-        if not inner_steps:
-            return self.loss_at(client_round, tensors, update_norms)
-        losses = list[Tensor]()
-        parts = images[:new].chunk(inner_steps)  # a batch is in random order
-        for part, own in zip(parts, labels[:new].chunk(inner_steps), strict=True):
-            tensors = self.inner_step(client_round, tensors, part, own)
-            losses.append(self.loss_at(client_round, tensors, update_norms and not losses))
-        return torch.stack(losses).mean()
+        params, (images, labels) = self.params, client_round.scratch["batch"]
+        new = len(labels) - len(client_round.scratch.get("exemplars", ()))
+        parts = max(1, params.inner_steps)
+        steps, losses, slopes = list[tuple[Tensor, Tensor]](), list[Tensor](), list[Tensor]()
+        for part, own in zip(images[:new].chunk(parts), labels[:new].chunk(parts), strict=True):
+            if params.inner_steps:  # a batch is in random order
+                steps.append(self.inner_slope(client_round, theta, part, own))
+                theta = theta - params.inner_lr * steps[-1][1].detach()
+            loss, slope = self.slope(client_round, theta, update_norms and not losses)
+            losses.append(loss)
+            slopes.append(slope)
+        h = self.through(steps, slopes) if steps else slopes[0]
+        clip_norm(h, params.clip)
+        return torch.stack(losses).mean(), h
 
-    def inner_step(
-        self, client_round: ClientRound, tensors: Sequence[Tensor], images: Tensor, labels: Tensor
-    ) -> list[Tensor]:
-        """The tensors after one SGD step on new images."""
-        params, masks = self.params, client_round.scratch["masks"]
-        logits = self.look_ahead(tensors, images)
+    def inner_slope(
+        self, client_round: ClientRound, theta: Tensor, images: Tensor, labels: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`theta` as a leaf, and the gradient of new images there as its function.  # [P], [P]"""
+        masks, start = client_round.scratch["masks"], theta.detach().clone().requires_grad_()
+        logits = self.look_ahead(self.tensors(start), images)
         loss = masked_cross_entropy(logits, labels, masks["inner"] if masks else None)
-        gradients = grad(loss, tensors, create_graph=params.second_order)
-        steps = [params.inner_lr * clamped(each, params.clip) for each in gradients]
-        return [tensor - step for tensor, step in zip(tensors, steps, strict=True)]
+        (gradient,) = grad(loss, start, create_graph=self.params.second_order)
+        return start, clamped(gradient, self.params.clip)
+
+    def through(self, steps: list[tuple[Tensor, Tensor]], slopes: list[Tensor]) -> Tensor:
+        """The gradient of the mean loss, given the slopes after each inner step.  # [P]
+
+        A step maps x to x - inner_lr g(x): its transposed derivative is I - inner_lr H(x).
+        """
+        total = torch.zeros_like(slopes[0])
+        for (start, gradient), slope in zip(reversed(steps), reversed(slopes), strict=True):
+            total = total + slope
+            if self.params.second_order:
+                total = total - self.params.inner_lr * grad(gradient, start, total)[0]
+        return total / len(slopes)
+
+    def slope(
+        self, client_round: ClientRound, theta: Tensor, update_norms: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The loss of new images and exemplars at some weights, and its gradient.  # [], [P]"""
+        theta = theta.detach().clone().requires_grad_()
+        loss = self.loss_at(client_round, self.tensors(theta), update_norms)
+        return loss.detach(), grad(loss, theta)[0]
 
     def loss_at(
         self, client_round: ClientRound, tensors: Sequence[Tensor], update_norms: bool
@@ -133,6 +157,10 @@ class VrMcl(Rehearsal):
             rows = [masks["new"].expand(len(labels) - past, -1), masks["past"].expand(past, -1)]
             logits = logits.masked_fill(~torch.cat(rows), -torch.inf)
         return self.weighted_loss(client_round, logits, labels)
+
+    def tensors(self, theta: Tensor) -> list[Tensor]:
+        """The parameters as views of a vector."""
+        return list(split_like(theta, self.work.model.tensors))
 
     def masks(self, client_round: ClientRound) -> dict[str, Tensor]:
         """The classes that inner steps and both parts of the meta-loss compare; {}: all."""
@@ -148,29 +176,20 @@ class VrMcl(Rehearsal):
 
     # --- variance reduction
 
-    def correct_gradient(self, client_round: ClientRound) -> None:
-        """Replace the meta-gradient h by the direction d."""
-        model, scratch, r = self.work.model, client_round.scratch, self.params.r
-        clip_norm(model.gradients, self.params.clip)
+    def direction(self, client_round: ClientRound, h: Tensor) -> Tensor:
+        """d = h + r (d' - h(θ')), with d' and θ' of the step before, if there was one.  # [P]"""
+        scratch, r, d = client_round.scratch, self.params.r, h
         if not r:
-            return
+            return h
         if "d" in scratch:
-            h = model.gradients.clone()
-            earlier = (
-                self.meta_gradient(client_round, scratch["theta"]) if "theta" in scratch else h
-            )
-            model.gradients.add_(scratch["d"] - earlier, alpha=r)
-            scratch["cosines"].append(F.cosine_similarity(model.gradients, h, 0))
-            scratch["ratios"].append(model.gradients.norm() / h.norm())
-        scratch |= {"theta": model.parameters.clone(), "d": model.gradients.clone()}
-
-    def meta_gradient(self, client_round: ClientRound, theta: Tensor) -> Tensor:
-        """The clipped gradient of the batch's meta-loss at other weights.  # [P]"""
-        theta = theta.clone().requires_grad_()
-        tensors = list(split_like(theta, self.work.model.tensors))
-        (gradient,) = grad(self.meta_loss(client_round, tensors), theta)
-        clip_norm(gradient, self.params.clip)
-        return gradient
+            before = h
+            if "theta" in scratch:
+                before = self.meta_gradient(client_round, scratch["theta"])[1]
+            d = h + r * (scratch["d"] - before)
+            scratch["cosines"].append(F.cosine_similarity(d, h, 0))
+            scratch["ratios"].append(d.norm() / h.norm())
+        scratch |= {"theta": self.work.model.parameters.clone(), "d": d}
+        return d
 
     def update_state(self, client_round: ClientRound) -> State:
         """The state with the memory, and what the client takes to its next round."""
