@@ -44,6 +44,9 @@ EXPECTED: dict[str, tuple[int, int]] = {
     "glfc": (4 * P + 13, 4 * P + 13 + GRADIENT),  # classes as bits each way
     "gradma": MODEL,
     "gem": MODEL,
+    "gpm": MODEL,
+    "fsdgpm": MODEL,
+    "vrmcl": MODEL,
     "agem": MODEL,
     "refed": MODEL,
     "replay": MODEL,
