@@ -65,6 +65,7 @@ PARTS: dict[str, Some] = {
     "lander": {**SYNTHESIS, "anchor_features": 6},
     "refed": {"cache": 10, "steps": 2},
     "fedweit": {"lambda1": 0.0},  # the size of a message must not depend on rounding
+    "pfeddil": {"models": 2, "migration": 0.1, "threshold": 1.1},
     "stamp": {
         "memory": {"exemplars_per_class": 5},
         "ratio": 0.5,

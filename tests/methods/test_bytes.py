@@ -45,6 +45,7 @@ EXPECTED: dict[str, tuple[int, int]] = {
     "gradma": MODEL,
     "gem": MODEL,
     "agem": MODEL,
+    "pfeddil": MODEL,
     "refed": MODEL,
     "replay": MODEL,
     "stamp": MODEL,
