@@ -24,6 +24,7 @@ KEPT = 7_804_228  # weights of the channels that FedWeIT sends: 44, 89, 179, 358
 META = 38_944  # FedL2P's two networks and its learning rates
 FLOW = 6_397_952  # AF-FCL's normalising flow, as published
 ACGAN = 513 + 1_628_448  # FedCIL's adversarial head and generator
+FEATURES = 41_792 + 39_297  # SR-FDIL's generator and discriminator of features
 GRADIENT = 340_144  # of GLFC's encoder on one image
 MODEL = (4 * P, 4 * P)
 CLASSES = 100
@@ -47,6 +48,7 @@ EXPECTED: dict[str, tuple[int, int]] = {
     "agem": MODEL,
     "pfeddil": MODEL,
     "refed": MODEL,
+    "srfdil": (4 * (P + FEATURES), 4 * (P + FEATURES)),
     "replay": MODEL,
     "stamp": MODEL,
     "target": (4 * P + KNOWN, 4 * P + KNOWN),
