@@ -74,6 +74,7 @@ PARTS: dict[str, Some] = {
         "temporal": {"normalise": "current"},
         "prototype": 0.01,
     },
+    "tagfed": {"exchange": "weights", "keep": 0.3, "mask_lr": 0.01},
     "target": {**SYNTHESIS, "kd": 1.0},
 }
 

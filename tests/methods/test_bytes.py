@@ -51,6 +51,7 @@ EXPECTED: dict[str, tuple[int, int]] = {
     "srfdil": (4 * (P + FEATURES), 4 * (P + FEATURES)),
     "replay": MODEL,
     "stamp": MODEL,
+    "tagfed": (4 * P, 4 * P + 8),  # the first task trains all weights; the number of its group
     "target": (4 * P + KNOWN, 4 * P + KNOWN),
     "lander": (4 * (P + MAP) + KNOWN + 2 * 100 * 512, 4 * (P + MAP) + KNOWN),
     "joint": (4 * (P + B), 4 * (P + B)),  # one learner: its buffers are the server's
@@ -58,7 +59,10 @@ EXPECTED: dict[str, tuple[int, int]] = {
     "fedweit": (4 * P + KNOWN, 4 * (KEPT + P - CONVOLUTIONS) + 4800 // 8),
 }
 # A last round: FedWeIT also sends A where it is above lambda1, here nowhere.
-OPTIONS: dict[str, dict[str, Any]] = {"fedweit": {"lambda1": 1000.0}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "fedweit": {"lambda1": 1000.0},
+    "tagfed": {"exchange": "weights"},
+}
 
 
 @cache
