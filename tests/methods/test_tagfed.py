@@ -1,6 +1,7 @@
 """TagFed: pruning, masks and losses by hand; owners, groups, messages, returning tasks."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import small
 import torch
 import torch.nn.functional as F
-from small import P, plan, run, tiny
+from small import P, first, plan, run, tiny
 
 from stamp_core.client.workspace import RoundId
 from stamp_core.config.decode import ParameterError
@@ -199,13 +200,34 @@ def test_what_earlier_tasks_own_never_changes(exchange: str) -> None:
         assert not torch.equal(after["weights"][new], before["weights"][new])
 
 
+def test_fixed_weights_do_not_decay_from_step_to_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every step all weights but the task's own are those that the round started with."""
+    worker, plan_, method = tagfed_worker(training={"weight_decay": 1.0, "rounds": 1}, mask_lr=0.0)
+    state = after_experiences(worker, plan_)[1]
+    client_round = ClientRound(RoundId(0, 0, 2, 0, True), plan_, state, {})
+    corrected, live = TagFed.correct_gradient, worker.work.model.parameters
+    seen = []
+
+    def correct_gradient(self: TagFed, client_round: ClientRound) -> None:
+        trained = self.trained(client_round.scratch["own"])
+        seen.append((live[~trained].clone(), live[trained].clone()))
+        corrected(self, client_round)
+
+    monkeypatch.setattr(TagFed, "correct_gradient", correct_gradient)
+    method.train_client(client_round)
+    (fixed, own), *later = seen
+    assert len(later) == 2 and fixed.any()
+    for fixed_later, own_later in later:
+        assert torch.equal(fixed_later, fixed) and not torch.equal(own_later, own)
+
+
 @pytest.mark.parametrize("exchange", ["weights", "features"])
 def test_a_returning_task_is_trained_in_a_copy(exchange: str) -> None:
     """In a second cycle owners and all first weights stay; only its own copies change."""
     split = {**FEW, "tasks": 2, "cycles": 2}
     worker, plan_, method = tagfed_worker(exchange=exchange, split=split)
-    _, first, *later = after_experiences(worker, plan_)
-    for task, (before, after) in enumerate(pairwise([first, *later]), 1):
+    _, before_return, *later = after_experiences(worker, plan_)
+    for task, (before, after) in enumerate(pairwise([before_return, *later]), 1):
         assert after["task"] == task and len(after["keys"]) == 2
         for name in ("owners", "weights"):
             assert torch.equal(after[name], before[name])
@@ -244,8 +266,8 @@ def test_free_weights_do_not_count_and_earlier_ones_do_only_if_picked() -> None:
     kept = parameters[earlier] != 0
     assert torch.equal(parameters[earlier][kept], state["weights"][earlier][kept])
     assert 0 < kept.sum() < earlier.sum()
-    first, _ = method.sub_model(state, 1)
-    assert not first[owners == 2].any()
+    of_first, _ = method.sub_model(state, 1)
+    assert not of_first[owners == 2].any()
 
 
 # --- simpler methods
@@ -286,7 +308,7 @@ def test_clients_are_averaged_with_those_that_train_the_same_task_on_the_same_pa
     whole = plan(experiment)
     a, b, c = whole.clients[0]
     clients = ((a, b, c), (a, b, c), (b, a, c), whole.clients[3])
-    changed = type(whole)(whole.split, whole.seed, whole.data_digest, clients, whole.classes)
+    changed = replace(whole, clients=clients)
     worker = small.worker(experiment, changed)
     for _, server, replies in rounds(worker, changed):
         numbers = [int(reply.message["group"]) for reply in replies]
@@ -302,21 +324,35 @@ def test_clients_are_averaged_with_those_that_train_the_same_task_on_the_same_pa
         assert torch.equal(owners[0], owners[1])
 
 
+def test_equal_owners_with_another_past_are_another_group() -> None:
+    """The first task keeps all weights: after it both clients train none for one task."""
+    experiment = tiny("tagfed", split=FEW, exchange="weights", keep=1.0)
+    whole = plan(experiment)
+    a, b, c = whole.clients[0]
+    changed = replace(first(whole, 2), clients=((a, b, c), (c, b, a)))
+    worker = small.worker(experiment, changed)
+    last = [replies for experience, _, replies in rounds(worker, changed) if experience == 1][-1]
+    states = [reply.state for reply in last]
+    assert [state["keys"][1] for state in states] == [states[0]["keys"][1]] * 2
+    assert not any((state["owners"] == 2).any() for state in states)
+    assert len({int(reply.message["group"]) for reply in last}) == 2
+
+
 def test_features_are_pooled_by_task_whatever_was_learnt_before() -> None:
     """Clients that train one task in the same round share its tail; the others have their own."""
     experiment = tiny("tagfed", split=FEW)
     whole = plan(experiment)
     a, b, c = whole.clients[0]
     clients = ((a, b, c), (b, a, c), (c, b, a), (b, c, a))
-    changed = type(whole)(whole.split, whole.seed, whole.data_digest, clients, whole.classes)
+    changed = replace(whole, clients=clients)
     worker = small.worker(experiment, changed)
     numbers = {}
     for experience, _, replies in rounds(worker, changed):
         if "group" in replies[0].message:
             numbers[experience] = [int(reply.message["group"]) for reply in replies]
-    first, second, third = (numbers[experience] for experience in range(3))
-    key_a, key_b, key_c = first[0], first[1], first[2]
-    assert len({key_a, key_b, key_c}) == 3 and first[3] == key_b
+    start, second, third = (numbers[experience] for experience in range(3))
+    key_a, key_b, key_c = start[0], start[1], start[2]
+    assert len({key_a, key_b, key_c}) == 3 and start[3] == key_b
     assert second == [key_b, key_a, key_b, key_c] and third == [key_c, key_c, key_a, key_a]
 
 

@@ -169,7 +169,7 @@ def test_slow_steps_are_timed_on_part_of_a_batch(monkeypatch: pytest.MonkeyPatch
 METHODS = (
     *("fedavg", "stamp", "replay", "gem", "agem", "local", "joint", "fedala", "feddbe", "fedas"),
     *("fedl2p", "fedssi", "refed", "affcl", "fedweit", "target", "lander", "glfc", "fedcil"),
-    *("fedomg", "fedprox", "gradma", "fedavg_tuned"),
+    *("fedomg", "fedprox", "gradma", "fedavg_tuned", "pfeddil", "srfdil", "tagfed"),
 )
 
 
