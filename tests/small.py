@@ -64,7 +64,9 @@ PARTS: dict[str, Some] = {
     "glfc": {"exemplars": 12, "perturb_steps": 2, "recon_steps": 3},
     "lander": {**SYNTHESIS, "anchor_features": 6},
     "refed": {"cache": 10, "steps": 2},
+    "srfdil": {"cache": 10, "steps": 2, "gan_steps": 2, "selected": 0.75},
     "fedweit": {"lambda1": 0.0},  # the size of a message must not depend on rounding
+    "pfeddil": {"models": 2, "migration": 0.1, "threshold": 1.1},
     "stamp": {
         "memory": {"exemplars_per_class": 5},
         "ratio": 0.5,
@@ -72,6 +74,7 @@ PARTS: dict[str, Some] = {
         "temporal": {"normalise": "current"},
         "prototype": 0.01,
     },
+    "tagfed": {"exchange": "weights", "keep": 0.3, "mask_lr": 0.01},
     "target": {**SYNTHESIS, "kd": 1.0},
 }
 

@@ -133,7 +133,7 @@ class FsDgpm(Rehearsal):
             return super().loss(client_round, images, labels)
         params, scratch = self.params, client_round.scratch
         scratch["lambdas"] = scratch["lambdas"].detach().requires_grad_(params.soft != "off")
-        new = len(labels) - len(scratch.get("exemplars", ()))
+        new = len(labels) - len(scratch.get("soft", ()))
         offset, losses = torch.zeros_like(self.work.model.parameters), list[Tensor]()
         parts = images[:new].chunk(params.inner_steps)  # a batch is in random order
         for part, own in zip(parts, labels[:new].chunk(params.inner_steps), strict=True):

@@ -102,7 +102,7 @@ class VrMcl(Rehearsal):
         the same on every device. The first loss updates running statistics if it is told to.
         """
         params, (images, labels) = self.params, client_round.scratch["batch"]
-        new = len(labels) - len(client_round.scratch.get("exemplars", ()))
+        new = len(labels) - len(client_round.scratch.get("soft", ()))
         parts = max(1, params.inner_steps)
         steps, losses, slopes = list[tuple[Tensor, Tensor]](), list[Tensor](), list[Tensor]()
         for part, own in zip(images[:new].chunk(parts), labels[:new].chunk(parts), strict=True):
@@ -153,7 +153,7 @@ class VrMcl(Rehearsal):
         images, labels = client_round.scratch["batch"]
         logits = self.look_ahead(tensors, images, update_norms)
         if masks := client_round.scratch["masks"]:
-            past = len(client_round.scratch.get("exemplars", ()))
+            past = len(client_round.scratch.get("soft", ()))
             rows = [masks["new"].expand(len(labels) - past, -1), masks["past"].expand(past, -1)]
             logits = logits.masked_fill(~torch.cat(rows), -torch.inf)
         return self.weighted_loss(client_round, logits, labels)

@@ -170,6 +170,7 @@ METHODS = (
     *("fedavg", "stamp", "replay", "gem", "agem", "local", "joint", "fedala", "feddbe", "fedas"),
     *("fedl2p", "fedssi", "refed", "affcl", "fedweit", "target", "lander", "glfc", "fedcil"),
     *("fedomg", "fedprox", "gradma", "fedavg_tuned", "gpm", "fsdgpm", "vrmcl"),
+    *("pfeddil", "srfdil", "tagfed"),
 )
 
 
