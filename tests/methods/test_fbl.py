@@ -172,7 +172,7 @@ def test_the_loss_of_images_is_that_of_its_parts() -> None:
         divergence = (y[y > 0] * (y[y > 0] / mean[y > 0]).log()).sum()
         expected = expected + importance[c] / sum(importance.values()) * divergence
     loss = method.loss(client_round, pictures, labels)
-    assert loss.item() == pytest.approx(float(expected), rel=1e-5)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_a_model_that_is_its_own_teacher_has_no_relation_loss_on_old_samples() -> None:
@@ -331,9 +331,9 @@ def test_unsure_pixels_have_no_gradient_and_do_no_harm() -> None:
     assert logits.grad is not None
     assert (logits.grad.movedim(1, -1)[~own] == 0).all()
     expected = F.cross_entropy(samples(logits)[own.flatten()], masks[own]) * own.float().mean()
-    assert loss.item() == pytest.approx(float(expected), rel=1e-5)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     empty = method.loss(client_round, work.normalise(pictures), torch.full_like(masks, 3))
-    assert float(empty) == 0
+    assert empty.item() == 0
 
 
 def test_more_pseudo_labels_are_used_from_epoch_to_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
