@@ -58,6 +58,7 @@ SYNTHESIS: Some = MappingProxyType(
 )
 
 PARTS: dict[str, Some] = {
+    "fbl": {"memory": {"exemplars_per_class": 3}},
     "fedcil": {"width": 8, "noise": 4, "consolidation": 2, "every": 2},
     "feddbe": {"feddbe_kappa": 5.0, "refresh": "task"},
     "fedl2p": {"ft_epochs": 2},
@@ -77,6 +78,21 @@ PARTS: dict[str, Some] = {
     "tagfed": {"exchange": "weights", "keep": 0.3, "mask_lr": 0.01},
     "target": {**SYNTHESIS, "kd": 1.0},
 }
+
+# A few scenes with masks, and a network for pixels.
+SCENES: Some = MappingProxyType(
+    {
+        "source": {
+            "source": "scenes",
+            "classes": 3,
+            "train_per_class": 12,
+            "test_per_class": 4,
+            "size": 16,
+        },
+        "network": {"kind": "fcn", "channels": [4, 4], "features": 8},
+        "split": {"clients": 2, "tasks": 3, "classes_per_task": 1, "images_per_class": 8},
+    }
+)
 
 # A convolution with batch normalisation: 8 x 8 images become 4 channels of 4 x 4, then 2 x 2.
 BATCH_NORM = {"kind": "cnn", "channels": [4], "features": 8, "norm": "batch"}

@@ -16,16 +16,14 @@ from stamp_core.client.workspace import RoundId, Workspace
 from stamp_core.config.decode import ParameterError
 from stamp_core.engine.experiment import Experiment
 
-SOURCE = {"source": "scenes", "classes": 3, "train_per_class": 12, "test_per_class": 4, "size": 16}
-SPLIT = {"clients": 2, "tasks": 3, "classes_per_task": 1, "images_per_class": 8}
-FCN = {"kind": "fcn", "channels": [4, 4], "features": 8}
+SOURCE, FCN = small.SCENES["source"], small.SCENES["network"]
 HERE = RoundId(seed=0, client=1, experience=0, round=0)
 
 
 def scenes(kind: str = "fedavg", split: dict[str, Any] | None = None, **options: Any) -> Experiment:
     """A method on a few small scenes."""
-    blocks = {"source": SOURCE, "network": FCN, **options}
-    return tiny(kind, split={**SPLIT, **(split or {})}, **blocks)
+    split = {**small.SCENES["split"], **(split or {})}
+    return tiny(kind, **{**small.SCENES, **options, "split": split})
 
 
 def workspace(**training: Any) -> Workspace:

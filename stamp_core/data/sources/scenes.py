@@ -1,8 +1,9 @@
-"""Scenes: grey images of one or two drawn characters at random places, with masks of their strokes.
+"""Scenes: grey images of three drawn characters of different classes, with masks of their strokes.
 
-A scene is drawn for one class, its label, and may show a character of another one as well. As where
-tasks overlap, its mask for training shows its own class alone: other characters are background. A
-mask for testing shows all. All arithmetic is on integers, as in glyphs.
+A scene is drawn for one class, its label, and shows two others as well. As where tasks overlap, its
+mask for training shows its own class alone: the others are background. A mask for testing shows
+all. With a single character a network would learn that what is drawn is the class of the task.
+All arithmetic is on integers, as in glyphs.
 """
 
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from stamp_core.data.store.cache import Bytes, Numbers
 
 PACKAGES = ("numpy", "matplotlib")
 
+SHOWN = 3  # characters, each in a quarter of the scene
 NUMBERS = 8  # random ones of a character: its face, five of its shape, two of its place
 STROKE = 3 * ONE // 10  # a pixel that is covered more is part of a stroke
 REACH = 2  # pixels by which the mask of a stroke is wider: thin strokes are hardly learnt
@@ -40,14 +42,14 @@ class Options:
     classes: int = 5
     train_per_class: int = 150
     test_per_class: int = 30
-    size: int = 32  # pixels per side; a character is drawn in five eighths of it
+    size: int = 32  # pixels per side; a character is drawn in 7/16 of it
     seed: int = 0
 
     def __post_init__(self) -> None:
         """Refuse values that cannot be drawn."""
         require_at_least(self, 1, "train_per_class", "test_per_class")
         require_at_least(self, 0, "seed")
-        for name, (low, high) in {"classes": (2, len(CHARACTERS)), "size": (16, 64)}.items():
+        for name, (low, high) in {"classes": (SHOWN, len(CHARACTERS)), "size": (16, 64)}.items():
             if not low <= getattr(self, name) <= high:
                 raise invalid(name, getattr(self, name), f"between {low} and {high}")
 
@@ -63,7 +65,7 @@ def make(options: Options) -> ImageArrays:
 
 def _box(options: Options) -> int:
     """The side of the square in which a character is drawn."""
-    return 5 * options.size // 8
+    return 7 * options.size // 16
 
 
 def _draw_subset(shapes: Bytes, options: Options, subset: int, count: int) -> tuple[Bytes, Numbers]:
@@ -73,35 +75,40 @@ def _draw_subset(shapes: Bytes, options: Options, subset: int, count: int) -> tu
 
 
 def _draw_class(shapes: Bytes, options: Options, label: int, subset: int, count: int) -> Bytes:
-    """The scenes of one class with their masks: half of them show a second class.  # [n, 2, H, W]
+    """The scenes of one class with their masks.  # [n, 2, H, W]
 
-    Where strokes meet, that of the scene's own class is in front.
+    Where masks meet, that of the scene's own class is in front.
     """
     generator = np.random.Generator(np.random.PCG64([options.seed, label, subset]))
-    shape = (count, 2 + 2 * NUMBERS + options.size**2)
+    shape = (count, options.classes + 4 + SHOWN * NUMBERS + options.size**2)
     draws = generator.integers(0, ONE, shape, dtype=np.uint16).astype(np.int64)
-    others = (label + 1 + draws[:, 1] % (options.classes - 1)) % options.classes  # [n]
-    labels = np.full(count, label)
-    own = _place(shapes, labels, draws[:, 2 : 2 + NUMBERS], options)
-    second = _place(shapes, others, draws[:, 2 + NUMBERS : 2 + 2 * NUMBERS], options)
-    second *= (draws[:, 0] % 2)[:, None, None]
-    rest = draws[:, 2 + 2 * NUMBERS :].reshape(own.shape)
-    noise = (rest >> 8) + (rest & 255) - 255  # mostly small, as in glyphs
-    grey = DARK + (np.maximum(own, second) * LIGHT >> 16) + noise // NOISE
-    mask = np.where(_widen(own), label, options.classes)
-    if subset == TEST:
-        mask = np.where(_widen(second) & ~_widen(own), others[:, None, None], mask)
+    ends = np.cumsum([options.classes, 4, *[NUMBERS] * SHOWN])
+    order, quarters, *characters, noise = np.split(draws, ends, axis=1)
+    order[:, label] = -1  # the scene's own class comes first
+    labels, places = (np.argsort(each, 1, kind="stable") for each in (order, quarters))
+    grey = np.zeros((count, options.size, options.size), np.int64)
+    mask = np.full_like(grey, options.classes)
+    for k in reversed(range(SHOWN)):
+        cover = _place(shapes, labels[:, k], places[:, k], characters[k], options)
+        grey = np.maximum(grey, cover)
+        if k == 0 or subset == TEST:
+            mask = np.where(_widen(cover), labels[:, k, None, None], mask)
+    noise = ((noise >> 8) + (noise & 255) - 255).reshape(grey.shape)  # mostly small, as in glyphs
+    grey = DARK + (grey * LIGHT >> 16) + noise // NOISE
     return np.stack([np.clip(grey, 0, 255), mask], 1).astype(np.uint8)
 
 
-def _place(shapes: Bytes, labels: Numbers, draws: Numbers, options: Options) -> Numbers:
+def _place(
+    shapes: Bytes, labels: Numbers, quarters: Numbers, draws: Numbers, options: Options
+) -> Numbers:
     """How much of each pixel a character of each label covers, in 0..ONE.  # [n, size, size]"""
     box, size = _box(options), options.size
     flat = shapes.reshape(-1, *shapes.shape[2:])  # [classes * faces, side, side]
     faces = labels * len(FACES) + draws[:, 0] % len(FACES)
     cover = coverage(flat, faces, *positions(draws[:, 1:6].T, box, ONE))  # [n, box, box]
     scenes = np.zeros((len(labels), size, size), np.int64)
-    rows, columns = (draws[:, 6:] % (size - box + 1)).T
+    rows, columns = (draws[:, 6:] % (size // 2 - box + 1)).T
+    rows, columns = rows + quarters // 2 * (size // 2), columns + quarters % 2 * (size // 2)
     for scene, drawn, row, column in zip(scenes, cover, rows, columns, strict=True):
         scene[row : row + box, column : column + box] = drawn
     return scenes
