@@ -214,7 +214,7 @@ class FBL(Rehearsal):
             return labels.flatten()
         hidden = labels.flatten() == self.work.classes
         if not self.work.dataset.masks:
-            hidden[len(labels) - len(scratch["exemplars"]) :] = True
+            hidden[len(labels) - len(scratch["soft"]) :] = True
         predicted = scratch["columns"][teacher.argmax(1)]
         limits = scratch["thresholds"][scratch["epoch"]].to(predicted.device)
         sure = entropies(teacher) <= limits[predicted]

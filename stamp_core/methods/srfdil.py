@@ -222,9 +222,9 @@ class SRFDIL(SampleCache):
             generated = self.live["generator"].module(noise.to(self.work.device))
             against = F.softplus(self.discriminate(generated.detach(), asked)).mean()
             of_real = F.softplus(-self.discriminate(real, asked)).mean()
-            self.step("discriminator", of_real + against, adams)
+            self.descend("discriminator", of_real + against, adams)
             fooled = F.softplus(-self.discriminate(generated, asked)).mean()
-            self.step("generator", fooled, adams)
+            self.descend("generator", fooled, adams)
         if client_round.last and len(client_round.indices):
             self.note_overfitting(client_round)
 
@@ -235,7 +235,7 @@ class SRFDIL(SampleCache):
         taken = (self.correlations(fresh) > 0).float().mean()
         client_round.log.numbers["new samples taken for real"] = float(taken)
 
-    def step(self, name: str, loss: Tensor, adams: dict[str, FlatAdam]) -> None:
+    def descend(self, name: str, loss: Tensor, adams: dict[str, FlatAdam]) -> None:
         """One step of one of both networks."""
         network = self.live[name]
         network.gradients.zero_()

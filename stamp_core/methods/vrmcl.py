@@ -72,7 +72,7 @@ class VrMcl(Rehearsal):
     def train(self, client_round: ClientRound) -> list[Tensor]:
         """Local SGD along d, which starts as the client left it if it is carried over."""
         state, scratch, log = client_round.state, client_round.scratch, client_round.log
-        scratch |= {"cosines": [], "ratios": [], "masks": self.masks(client_round)}
+        scratch |= {"cosines": [], "ratios": [], "masks": self.class_masks(client_round)}
         carried = [name for name in ("d", "theta") if name in state]
         scratch |= {name: state[name].to(self.work.device) for name in carried}
         model, losses = self.work.model, list[Tensor]()
@@ -162,7 +162,7 @@ class VrMcl(Rehearsal):
         """The parameters as views of a vector."""
         return list(split_like(theta, self.work.model.tensors))
 
-    def masks(self, client_round: ClientRound) -> dict[str, Tensor]:
+    def class_masks(self, client_round: ClientRound) -> dict[str, Tensor]:
         """The classes that inner steps and both parts of the meta-loss compare; {}: all."""
         if self.params.mask == "none":
             return {}

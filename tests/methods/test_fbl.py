@@ -156,7 +156,7 @@ def test_the_loss_of_images_is_that_of_its_parts() -> None:
     work, method = worker.work, worker.method
     pictures = work.normalise(work.dataset.x_train[client_round.indices])
     labels = work.dataset.y_train[client_round.indices]
-    client_round.scratch["exemplars"] = torch.empty(0, dtype=torch.int64)
+    client_round.scratch["soft"] = torch.empty(0, dtype=torch.int64)
     logits = work.model.module(pictures)
     p, own = logits.softmax(1), torch.eye(10)[labels]
     old = client_round.scratch["columns"]
@@ -321,7 +321,7 @@ def test_unsure_pixels_have_no_gradient_and_do_no_harm() -> None:
     worker, client_round = begun(scenes(weights="none", relation=0.0))
     work, method = worker.work, worker.method
     client_round.scratch["thresholds"] = [torch.full((4,), -1.0)]
-    client_round.scratch["exemplars"] = torch.empty(0, dtype=torch.int64)
+    client_round.scratch["soft"] = torch.empty(0, dtype=torch.int64)
     pictures, masks = work.train_images(client_round.indices[:3])
     logits = work.classifier(work.normalise(pictures)).detach().requires_grad_()
     work.classifier.forward = lambda _: logits  # type: ignore[method-assign]

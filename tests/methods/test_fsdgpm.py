@@ -138,7 +138,7 @@ def test_the_slope_of_lambda_by_its_formula() -> None:
     """K = 1, nothing clipped: dL/dλ_i = η1 <g m_i, G m_i> over outputs, g the gradient of the new
     images at θ, G that of all at the moved θ; the loss's own slope in λ too, by differences."""
     method, client_round, images, labels = prepared(1, inner_steps=1, eta1=0.3, clip=None)
-    new = len(labels) - len(client_round.scratch["exemplars"])
+    new = len(labels) - len(client_round.scratch["soft"])
     theta, experiment = method.work.model.parameters.clone(), tiny("fsdgpm")
     net = small.network(experiment, theta)
     g = small.slope(net, F.cross_entropy(net(images[:new]), labels[:new]))

@@ -37,7 +37,7 @@ def prepared(experience: int = 1, **options: Any) -> tuple[VrMcl, ClientRound]:
     method: Any = worker.method
     method.receive(client_round)
     client_round.indices = method.train_indices(client_round)
-    client_round.scratch |= {"cosines": [], "ratios": [], "masks": method.masks(client_round)}
+    client_round.scratch |= {"cosines": [], "ratios": [], "masks": method.class_masks(client_round)}
     client_round.scratch["batch"] = next(iter(method.batches(client_round)))
     return method, client_round
 
@@ -74,7 +74,7 @@ def test_the_meta_gradient_is_the_slope_of_the_meta_loss(
     use_softmax_regression(monkeypatch)
     method, client_round = prepared(inner_steps=inner_steps, inner_lr=0.5)
     images, labels = client_round.scratch["batch"]
-    new = len(labels) - len(client_round.scratch["exemplars"])
+    new = len(labels) - len(client_round.scratch["soft"])
     assert 0 < new < len(labels)
     x = images.flatten(1).double().numpy()
     parts = np.array_split(np.arange(new), inner_steps)
@@ -274,7 +274,7 @@ def test_masked_classes_have_no_gradient_and_no_label(mask: str) -> None:
     seen = {label for task in own[:3] for label in task.classes}
     current, others = set(own[2].classes), set(range(10)) - seen
     images, labels = client_round.scratch["batch"]
-    new = len(labels) - len(client_round.scratch["exemplars"])
+    new = len(labels) - len(client_round.scratch["soft"])
     parameters = method.work.model.parameters
     _, slope = method.inner_slope(client_round, parameters, images[:new], labels[:new])
     moved = method.tensors(slope)[2].abs().amax(1).nonzero().flatten().tolist()
@@ -283,7 +283,7 @@ def test_masked_classes_have_no_gradient_and_no_label(mask: str) -> None:
     rows = method.tensors(slope)[2].abs().amax(1)
     hidden = set((rows == 0).nonzero().flatten().tolist())
     assert hidden == (set() if mask == "published" else others) and loss.isfinite()
-    client_round.scratch |= {"batch": (images[:new], labels[:new]), "exemplars": labels[:0]}
+    client_round.scratch |= {"batch": (images[:new], labels[:new]), "soft": labels[:0]}
     rows = method.tensors(method.slope(client_round, parameters, False)[1])[2].abs().amax(1)
     hidden = set((rows == 0).nonzero().flatten().tolist())
     assert hidden == (seen - current if mask == "published" else others)
@@ -292,7 +292,7 @@ def test_masked_classes_have_no_gradient_and_no_label(mask: str) -> None:
 def test_masks_are_the_softmax_over_fewer_classes() -> None:
     method, client_round = prepared(1, mask="published")
     images, labels = client_round.scratch["batch"]
-    new = len(labels) - len(client_round.scratch["exemplars"])
+    new = len(labels) - len(client_round.scratch["soft"])
     own = client_round.plan.clients[0]
     seen = torch.tensor(sorted({*own[0].classes, *own[1].classes}))
     future = torch.tensor(sorted(set(range(10)) - set(own[0].classes)))
