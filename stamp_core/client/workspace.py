@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stamp_core.client.by_class import class_means, first_per_class
 from stamp_core.config.schema import Setting, Training
-from stamp_core.core.devices import free_memory, set_deterministic
+from stamp_core.core.devices import free_memory, set_deterministic, weights_format
 from stamp_core.core.seeding import generator
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.split import Plan
@@ -84,8 +84,10 @@ class Workspace:
         self._tests: dict[tuple[str, int, int], Tensor] = {}  # by plan, client and task
 
     def network(self, seed: int) -> Classifier:
-        """The setting's network with the initial weights of `seed`."""
-        return build_network(self.setting.network, self.shape, self.classes, seed)
+        """The setting's network with the initial weights of `seed`, in memory as on the device."""
+        network = build_network(self.setting.network, self.shape, self.classes, seed)
+        network.to(memory_format=weights_format(self.device))  # type: ignore[call-overload]
+        return network
 
     def layers(self) -> list[int]:
         """The sizes of the parameter blocks for layer-wise matching."""

@@ -340,7 +340,10 @@ class Run:
         return [{**samples, "experiences": torch.full_like(samples["labels"], experience)}]
 
     def weights(self) -> dict[str, Any]:
-        """The final global model's tensors by name; none where there is no global model."""
+        """The final global model's tensors by name; none where there is no global model.
+
+        As torch has them, on any device: a convolution's are O, I, H, W.
+        """
         if "global" not in self.models:
             return {}
         module, server = self.worker.work.model.module, self.state["server"]
@@ -350,7 +353,9 @@ class Run:
             (dict(module.named_buffers()), server["buffers"]),
         ):
             values = split_like(vector, list(named.values()))
-            weights.update({name: v.numpy() for name, v in zip(named, values, strict=True)})
+            weights.update(
+                {name: v.contiguous().numpy() for name, v in zip(named, values, strict=True)}
+            )
         return weights
 
 

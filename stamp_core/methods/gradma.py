@@ -12,7 +12,7 @@ from stamp_core.matching.gram import Difference, Vector
 from stamp_core.matching.projection import project_gradient
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Log, Method, Reply, State
 from stamp_core.methods.base.projection import apply_projection, log_projection
-from stamp_core.models.flat import flatten, weighted_average
+from stamp_core.models.flat import flatten_like, weighted_average
 
 
 @dataclass(frozen=True)
@@ -135,5 +135,6 @@ class GradMA(Method):
         """
         self.work.model.parameters.copy_(point)
         loss = self.loss(client_round, *client_round.scratch["batch"])
-        gradient = flatten(torch.autograd.grad(loss, self.work.model.tensors))
+        tensors = self.work.model.tensors
+        gradient = flatten_like(torch.autograd.grad(loss, tensors), tensors)
         return gradient.add_(point, alpha=self.work.training.weight_decay)

@@ -40,6 +40,21 @@ def test_every_method_has_the_results_of_the_cpu_on_a_device():
     assert {name: problem for name, problem in runs.items() if problem} == {}
 
 
+def test_channels_last_has_the_results_of_the_cpu_on_a_device():
+    """Convolutions may add up in another order: both have channels last."""
+    found = results()["layouts"]
+    assert set(method_names()) < set(found)
+    assert {name: problem for name, problem in found.items() if problem} == {}
+
+
+def test_channels_last_changes_numbers_by_rounding_alone():
+    """Where one is misread, by far more than the limit: no method would hide a wrong order."""
+    moved, misread = results()["moved"], results()["misread"]
+    assert {name: share for name, share in moved.items() if not share < 1e-4} == {}
+    assert {kind: share for kind, share in misread.items() if not share > 1e-2} == {}
+    assert len(misread) == 5
+
+
 @pytest.mark.parametrize(
     ("mistake", "error"),
     [
