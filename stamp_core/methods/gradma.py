@@ -57,6 +57,15 @@ class GradMA(Method):
         momentum = torch.zeros_like(server["parameters"])
         return {**server, "momentum": momentum, "memory": {}, "counts": {}}
 
+    def gather(self, replies: list[Reply]) -> list[Reply]:
+        """The replies as they are: the updates that the server remembers are on the CPU."""
+        return replies
+
+    def averaged_vectors(self) -> tuple[str, ...]:
+        """The buffers alone where the parameters move along the momentum."""
+        names = super().averaged_vectors()
+        return names[1:] if self.params.server else names
+
     def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
         """The server's model moved along the corrected momentum; buffers are averaged."""
         averaged = super().aggregate(server, replies, log)

@@ -35,7 +35,7 @@ class FlatModel:
     def load(self, parameters: Tensor, buffers: Tensor | None = None) -> None:
         """Copy a vector of parameters, and one of buffers if given, into the module."""
         self.parameters.copy_(parameters)
-        if buffers is not None:
+        if buffers is not None and len(buffers):
             self.buffers.copy_(buffers)
 
 
@@ -91,9 +91,10 @@ def _has_channels_last(tensor: Tensor) -> bool:
 def weighted_average(vectors: list[Tensor], weights: list[float]) -> Tensor:
     """The weighted mean, added up in float64 in the given order and rounded once.
 
-    So the mean of equal vectors is bit-identical to them, whatever the weights.
+    So the mean of equal vectors is bit-identical to them, whatever the weights. It is computed
+    where the first vector is: the others need not be there all at once.
     """
     total = torch.full_like(vectors[0], -0.0, dtype=torch.float64)  # -0.0 + x is x, even for -0.0
     for vector, weight in zip(vectors, weights, strict=True):
-        total.add_(vector, alpha=weight)
+        total.add_(vector.to(total.device), alpha=weight)
     return total.div_(sum(weights)).to(vectors[0].dtype)

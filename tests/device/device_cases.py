@@ -22,9 +22,11 @@ from benchmarks.pretend import DEVICE, pretending, register
 from benchmarks.transfers import Counted, cost, per_epoch, per_step
 from stamp_core.client import personalisation, workspace
 from stamp_core.client.by_class import first_per_class
+from stamp_core.client.workspace import Workspace
 from stamp_core.coresets import learner
 from stamp_core.coresets.selection.base import selection_rules
 from stamp_core.data.dataset import ImageDataset
+from stamp_core.data.split import Plan
 from stamp_core.engine import experiment as experiments
 from stamp_core.engine import train as engine
 from stamp_core.engine.experiment import Experiment
@@ -33,6 +35,7 @@ from stamp_core.methods.base import projection
 from stamp_core.methods.base.distillation import masked_cross_entropy
 from stamp_core.methods.base.method import ClientRound, Message, Method
 from stamp_core.methods.base.registry import method_names
+from stamp_core.models.flat import weighted_average
 from stamp_core.results.records import Record
 
 BY_POSITION: dict[str, small.Some] = {  # the parameters with which methods do so
@@ -128,6 +131,13 @@ def difference(experiment: Experiment, counted: list[Counted] | None = None) -> 
     except AssertionError as error:
         return str(error) or "other numbers"
     return ""
+
+
+def different_without_room(experiment: Experiment) -> str:
+    """How a run differs on a device that has no memory for images, exemplars and all models."""
+    with MonkeyPatch.context() as patch:
+        patch.setattr(workspace, "free_memory", lambda device: 0)
+        return difference(experiment)
 
 
 # --- channels last
@@ -243,6 +253,20 @@ def pickle_of_the_device(self: Method, client_round: ClientRound) -> None:
     pickle.dumps(self.work.model.gradients)
 
 
+def average_on_device(self: Workspace, vectors: list[Tensor], weights: list[float]) -> Tensor:
+    return weighted_average([each.to(self.device) for each in vectors], weights)
+
+
+def labels_of_tests_on_cpu(self: Workspace, plan: Plan, *args: Any) -> Tensor:
+    self.y_test = self.dataset.y_test
+    return ACCURACIES(self, plan, *args)
+
+
+ACCURACIES = Workspace.accuracies
+OF_WORKSPACE = {
+    "a mean on the device": ("average", average_on_device),
+    "labels of test images on the CPU": ("accuracies", labels_of_tests_on_cpu),
+}
 MISTAKES = {
     "labels on the CPU": ("loss", labels_on_cpu),
     "a mask on the CPU": ("loss", mask_on_cpu),
@@ -253,10 +277,10 @@ MISTAKES = {
 }
 
 
-def mistaken(name: str, mistake: Callable[..., Any]) -> str:
+def mistaken(name: str, mistake: Callable[..., Any], kind: type = Method) -> str:
     """The outcome of FedAvg with a mistake in one of its steps."""
     with MonkeyPatch.context() as patch:
-        patch.setattr(Method, name, mistake)
+        patch.setattr(kind, name, mistake)
         return outcome(partial(difference, few("fedavg")))
 
 
@@ -285,6 +309,15 @@ def counted() -> dict[str, tuple[int, int, int]]:
     return found
 
 
+def crossed(chunk: int) -> tuple[int, int, int]:
+    """What crosses in a run of FedAvg that evaluates so many images at a time."""
+    experiment = few("fedavg")
+    with MonkeyPatch.context() as patch, pretending() as counts:
+        patch.setattr(workspace, "evaluation_batch_size", lambda *_: chunk)
+        engine.train(experiment, small.plans(experiment, 0), device=DEVICE)
+    return counts.up, counts.down, counts.reads
+
+
 def main() -> None:
     """Print all results as JSON."""
     register()
@@ -301,15 +334,23 @@ def main() -> None:
     }
     results = {
         "runs": runs,
+        "no room": {
+            kind: outcome(partial(different_without_room, few(kind, network=small.BATCH_NORM)))
+            for kind in method_names()
+        },
         "layouts": {
             name: outcome(partial(different_with_channels_last, each)) for name, each in layouts()
         },
         "moved": {name: moved(each) for name, each in layouts()},
         "misread": {kind: misread(kind) for kind in MISREADINGS},
         "counted": counted(),
+        "chunks": [crossed(512), crossed(4)],
         "steps": steps,
         "epochs": epochs,
-        "mistakes": {name: mistaken(*mistake) for name, mistake in MISTAKES.items()},
+        "mistakes": {
+            **{name: mistaken(*mistake) for name, mistake in MISTAKES.items()},
+            **{name: mistaken(*each, Workspace) for name, each in OF_WORKSPACE.items()},
+        },
     }
     print(json.dumps(results))
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stamp_core.client.by_class import class_means, first_per_class, sample_balanced
+from stamp_core.client.workspace import storage_device
 from stamp_core.config.decode import invalid, require_at_least
 from stamp_core.core.seeding import generator
 from stamp_core.coresets.learner import Learner
@@ -86,8 +87,9 @@ class Rehearsal(Method):
         samples = self.work.draw(
             (self.draw_exemplars(known, size, generator) for size in sizes), generator
         )
-        read = self.work.reader(memory["images"], past)
         past, known = past.to(self.work.device), known.to(self.work.device)
+        images, _ = self.remembered(client_round)
+        read = self.work.reader(images, past.to(images.device))
         for (images, labels), drawn in zip(super().batches(client_round), samples, strict=True):
             client_round.scratch["exemplars"] = past[drawn.places]
             if len(drawn.places):
@@ -104,6 +106,15 @@ class Rehearsal(Method):
         if self.params.balanced:
             return sample_balanced(labels, count, generator)
         return torch.randperm(len(labels), generator=generator)[:count]
+
+    def remembered(self, client_round: ClientRound) -> tuple[Tensor, Tensor]:
+        """Images and labels of the memory, on the device in a client round if there is room."""
+        images, labels = (client_round.state["memory"][name] for name in ("images", "labels"))
+        if storage_device(images, self.work.device) != self.work.device:
+            return images, labels
+        pairs = {"images": images, "labels": labels}.items()
+        moved, stored = (self.on_device(client_round, name, values) for name, values in pairs)
+        return moved, stored
 
     def on_device(self, client_round: ClientRound, name: str, values: Tensor) -> Tensor:
         """Values of the client's state on the device, where they are moved once in a round."""
@@ -163,7 +174,7 @@ class Rehearsal(Method):
     def updated_anchors(self, client_round: ClientRound) -> Tensor:
         """The mean logits of every class, those of the task's by the trained model.  # [L, L]"""
         indices, data = client_round.indices, self.work.dataset
-        logits = self.work.outputs(data.x_train[indices])
+        logits = self.work.outputs(self.work.train_images(indices)[0])
         means, classes = class_means(logits, data.y_train[indices])
         anchors: Tensor = client_round.state["anchors"].index_copy(0, classes, means)
         return anchors
