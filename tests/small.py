@@ -1,7 +1,7 @@
 """Experiments that take a fraction of a second, and comparisons of their records."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -100,6 +100,10 @@ BN_P = (25 * 4 + 4) + (4 + 4) + (16 * 8 + 8) + (8 * 10 + 10)
 BN_B = 4 + 4  # running means and variances
 
 
+# Two convolutions of more than one channel, for `coloured` images.
+CONVOLUTIONS = {"kind": "cnn", "channels": [4, 6], "features": 8, "norm": "batch"}
+
+
 class Quick(Experiment):
     """An experiment that reads its images, and the fingerprint of its code, once per process."""
 
@@ -110,6 +114,18 @@ class Quick(Experiment):
     def code(self) -> str:
         """The fingerprint of the code."""
         return code(*self.files())
+
+
+def coloured(images: ImageDataset) -> ImageDataset:
+    """The digits in three colours and twice as large."""
+
+    def larger(x: Tensor) -> Tensor:
+        x = x.repeat_interleave(2, 2).repeat_interleave(2, 3)  # [N, 1, 16, 16]
+        return torch.cat([x, x.flip(2), x // 2], 1)
+
+    moments = {name: getattr(images, name).repeat(3) for name in ("mean", "std")}
+    x_train, x_test = larger(images.x_train), larger(images.x_test)
+    return replace(images, x_train=x_train, x_test=x_test, **moments)
 
 
 @cache
@@ -231,6 +247,11 @@ def normalised(experiment: Experiment, images: Tensor) -> Tensor:
     """uint8 images with mean 0 and deviation 1."""
     dataset = experiment.dataset()
     return (images.float() / 255 - dataset.mean) / dataset.std
+
+
+def flat(tensors: Sequence[Tensor]) -> Tensor:
+    """All values of some tensors, each as torch counts them."""
+    return torch.cat([torch.zeros(0), *(each.detach().flatten() for each in tensors)])
 
 
 def slope(net: nn.Module, loss: Tensor) -> Tensor:

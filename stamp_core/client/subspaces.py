@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from stamp_core.client.workspace import Workspace
 from stamp_core.config.decode import invalid
+from stamp_core.models.flat import in_flat_order
 
 NOISE = 1e-10  # a smaller share of the squares is rounding, whose directions are not orthogonal
 IMAGES = 16  # whose layers' inputs are held at a time
@@ -50,7 +51,8 @@ class Layer:
             conv = self.module
             assert not isinstance(conv.padding, str)
             patches = F.unfold(x, conv.kernel_size, conv.dilation, conv.padding, conv.stride)
-            columns = patches.transpose(0, 1).flatten(1)
+            inputs = patches.transpose(1, 2).reshape(-1, *conv.weight.shape[1:])  # [n L, I, h, w]
+            columns = in_flat_order(inputs, conv.weight).flatten(1).T
         else:
             columns = x.flatten(0, -2).T
         if self.bias is not None:

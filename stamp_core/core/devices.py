@@ -45,6 +45,15 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def weights_format(device: torch.device) -> torch.memory_format:
+    """How a network's weights are in memory, also in flat vectors: on a GPU channels come last.
+
+    There cuDNN would transpose them at every call. On a CPU a small network gains 2 % of a step:
+    too little for results with other last digits.
+    """
+    return torch.channels_last if device.type == _GPU else torch.contiguous_format
+
+
 def cache_size(device: torch.device) -> int:
     """The number of bytes to work on at a time: on a CPU what its cache holds."""
     return 2**22 if device.type == "cpu" else 2**25

@@ -100,6 +100,7 @@ class Worker:
         reset_device_peak(self.work.device)
         start, before = time.perf_counter(), Classifier.differentiated
         reply = self.method.train_client(client_round)
+        require_on_cpu(reply.message)
         seconds, images = time.perf_counter() - start, Classifier.differentiated - before
         peak = device_peak(self.work.device)
         scores, angles = self.diagnose(round_id) if round_id.last else (None, {})
@@ -129,7 +130,7 @@ class Worker:
     def extract_features(self, message: Message, indices: Tensor) -> Tensor:
         """Features of some test images under the model in `message`.  # float16 [n, D]"""
         self.work.model.load(message["parameters"], message["buffers"])
-        images = self.work.dataset.x_test[indices]
+        images = self.work.test_images(indices)
         return self.work.outputs(images, self.work.classifier.encode).half()
 
     def evaluate_client(
@@ -144,6 +145,13 @@ class Worker:
         return self.work.score(  # [scorings, 1, T]
             plan, [round_id.client], round_id.experience, nearest_mean=True
         )
+
+
+def require_on_cpu(message: Message) -> None:
+    """Refuse a message that is on a device: in another process there is no such tensor."""
+    for name, tensor in message.items():
+        if tensor.device.type != "cpu":
+            raise TypeError(f"message.{name} is on {tensor.device}; it must be on the CPU: .cpu()")
 
 
 Call = Callable[[Worker], _T]  # partial(Worker.evaluate, seed=0, ...): checked by mypy

@@ -44,7 +44,7 @@ from stamp_core.engine.executor import (
 )
 from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.trees import Stored
-from stamp_core.methods.base.method import Log, Message
+from stamp_core.methods.base.method import Log, Message, Reply
 from stamp_core.models.flat import split_like
 from stamp_core.results.metrics import micro_average
 from stamp_core.results.records import Record, tree_bytes
@@ -174,12 +174,14 @@ class Run:
         clock.append(time.perf_counter())
         with self.worker.lock:  # one seed at a time uses this process's live model
             before, log = state["server"], Log()
-            state["server"] = self.method.aggregate(before, [r.reply for r in results], log)
+            replies = self.method.gather([result.reply for result in results])
+            state["server"] = self.method.aggregate(before, replies, log)
         for result in results:
             client = result.reply.client
             state["clients"][client], self.disk[client] = result.state, kept_bytes(result.state)
         clock.append(time.perf_counter())
-        angles = self.angles(before, results)
+        angles = self.angles(before, replies, [result.angles for result in results])
+        del replies  # they may fill the device
         if last:
             self.evaluate(experience, results)
         clock.append(time.perf_counter())
@@ -202,15 +204,18 @@ class Run:
         server, method = self.state["server"], self.method
         return method.participants(selected, server), method.participants(completing, server)
 
-    def angles(self, before: Mapping[str, Any], results: list[ClientResult]) -> dict[str, float]:
+    def angles(
+        self, before: Mapping[str, Any], replies: list[Reply], temporal: list[dict[str, float]]
+    ) -> dict[str, float]:
         """Angles between the clients' updates and, where recorded, between each client's tasks."""
-        found = [result.angles for result in results]
-        messages = [result.reply.message for result in results if result.reply.sgd_steps]
+        messages = [reply.message for reply in replies if reply.sgd_steps]
         received = [message["parameters"] for message in messages if "parameters" in message]
-        if received and "global" in self.models:
-            after = self.state["server"]["parameters"]
-            found.append(spatial_angles(before["parameters"], after, received))
-        return mean_by_name(found)
+        if not received or "global" not in self.models:
+            return mean_by_name(temporal)
+        start, end = (
+            server["parameters"].to(received[0].device) for server in (before, self.state["server"])
+        )
+        return mean_by_name([*temporal, spatial_angles(start, end, received)])
 
     def evaluate(self, experience: int, results: list[ClientResult]) -> None:
         """Fill in the accuracies after an experience, of all models that the method has."""
@@ -363,7 +368,10 @@ class Run:
         return [{**samples, "experiences": torch.full_like(samples["labels"], experience)}]
 
     def weights(self) -> dict[str, Any]:
-        """The final global model's tensors by name; none where there is no global model."""
+        """The final global model's tensors by name; none where there is no global model.
+
+        As torch has them, on any device: a convolution's are O, I, H, W.
+        """
         if "global" not in self.models:
             return {}
         module, server = self.worker.work.model.module, self.state["server"]
@@ -373,7 +381,9 @@ class Run:
             (dict(module.named_buffers()), server["buffers"]),
         ):
             values = split_like(vector, list(named.values()))
-            weights.update({name: v.numpy() for name, v in zip(named, values, strict=True)})
+            weights.update(
+                {name: v.contiguous().numpy() for name, v in zip(named, values, strict=True)}
+            )
         return weights
 
 

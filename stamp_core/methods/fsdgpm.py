@@ -16,7 +16,7 @@ from stamp_core.config.decode import require_above, require_at_least
 from stamp_core.methods.base.drift import log_drift, received
 from stamp_core.methods.base.method import ClientRound, State
 from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalParams
-from stamp_core.models.flat import flatten, split_like
+from stamp_core.models.flat import flatten_like, split_like
 
 TAU = 10.0  # of the released sigmoid
 
@@ -134,11 +134,13 @@ class FsDgpm(Rehearsal):
         params, scratch = self.params, client_round.scratch
         scratch["lambdas"] = scratch["lambdas"].detach().requires_grad_(params.soft != "off")
         new = len(labels) - len(scratch.get("soft", ()))
-        offset, losses = torch.zeros_like(self.work.model.parameters), list[Tensor]()
+        tensors, losses = self.work.model.tensors, list[Tensor]()
+        offset = torch.zeros_like(self.work.model.parameters)
         parts = images[:new].chunk(params.inner_steps)  # a batch is in random order
         for part, own in zip(parts, labels[:new].chunk(params.inner_steps), strict=True):
             logits = self.outputs_at(offset.detach(), part, update_norms=not losses)
-            gradient = flatten(grad(F.cross_entropy(logits, own), self.work.model.tensors))
+            slopes = grad(F.cross_entropy(logits, own), tensors)
+            gradient = flatten_like(slopes, tensors)
             allowed = self.component(client_round, gradient, others=gradient)
             offset = offset + params.eta1 * clamped(allowed, params.clip)
             logits = self.outputs_at(offset, images)

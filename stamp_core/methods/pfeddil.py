@@ -165,7 +165,7 @@ class PFedDIL(Method):
         if not models:
             super().receive(client_round)
             return work.score(plan, [client], experience)
-        needed = work.test_images(plan, [client])
+        needed = work.tests_of(plan, [client])
         votes = torch.empty(len(work.dataset.y_test), work.classes)
         votes[needed] = self.vote(models, work.dataset.x_test[needed])
         return work.accuracies(plan, [client], experience, votes)

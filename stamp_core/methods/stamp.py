@@ -59,6 +59,11 @@ class Stamp(Rehearsal):
         averaged = super().aggregate(server, replies, log)
         return match_server(self, averaged, server, replies, log)
 
+    def averaged_vectors(self) -> tuple[str, ...]:
+        """The buffers alone where the parameters are matched."""
+        names = super().averaged_vectors()
+        return names if self.params.spatial is None else names[1:]
+
     # --- a client
 
     def train(self, client_round: ClientRound) -> list[Tensor]:
@@ -99,8 +104,8 @@ class Stamp(Rehearsal):
         if self.params.temporal.source == "all data":
             indices = client_round.plan.train_indices(self.work.dataset, client_round.client, task)
             return self.work.x_train, self.work.y_train, indices
-        memory = client_round.state["memory"]
-        return memory["images"], memory["labels"], task_indices(memory, task)
+        indices = task_indices(client_round.state["memory"], task)
+        return *self.remembered(client_round), indices
 
     def loss(self, client_round: ClientRound, images: Tensor, labels: Tensor) -> Tensor:
         """The rehearsal loss and the prototypical loss."""

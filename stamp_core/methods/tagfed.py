@@ -396,7 +396,7 @@ class TagFed(Method):
         if not state["task"]:
             self.receive(client_round)
             return work.score(plan, [place], client_round.experience)
-        needed = work.test_images(plan, [place])
+        needed = work.tests_of(plan, [place])
         outputs = [
             self.probabilities(state, task + 1, needed) for task in range(len(state["keys"]))
         ]

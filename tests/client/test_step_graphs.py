@@ -18,7 +18,7 @@ from stamp_core.models.networks import Classifier
 CPU = torch.device("cpu")
 CAPTURING = {
     "fedala", "fedas", "fedavg", "fedavg_tuned", "fedl2p", "fedomg", "fedprox", "fedssi", "joint",
-    "local", "refed", "replay", "stamp",
+    "local", "refed", "replay", "srfdil", "stamp",
 }  # fmt: skip
 
 

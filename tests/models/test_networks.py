@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from small import flat
 from torch import Tensor, nn
 
 from stamp_core.config.decode import ParameterError
@@ -14,7 +15,7 @@ from stamp_core.config.schema import Network, Training
 from stamp_core.core import vision
 from stamp_core.coresets.learner import Learner, per_sample_gradients
 from stamp_core.models.encoders import Shape
-from stamp_core.models.flat import FlatModel, FlatSGD, flatten
+from stamp_core.models.flat import FlatModel, FlatSGD
 from stamp_core.models.networks import Classifier, build_network
 
 CODE = Network("cnn", features=512, channels=(32, 64))  # of the paper's public code
@@ -56,7 +57,7 @@ def on_meta(network: Network, shape: Shape, classes: int) -> Classifier:
 
 
 def weights(network: Network, seed: int) -> torch.Tensor:
-    return flatten(list(build_network(network, (3, 20, 20), 5, seed).parameters()))
+    return flat(list(build_network(network, (3, 20, 20), 5, seed).parameters()))
 
 
 def examples(shape: Shape, count: int = 2) -> tuple[Tensor, Tensor]:
@@ -211,7 +212,7 @@ def test_the_stem_is_initialised_like_the_other_convolutions() -> None:
     assert published.conv1.weight.std().item() == pytest.approx((2 / 49 / 64) ** 0.5, rel=0.03)
     assert small.conv1.weight.std().item() == pytest.approx((2 / 9 / 64) ** 0.5, rel=0.06)
     assert published.conv1.bias is small.conv1.bias is None
-    rest = [flatten(list(net.layer1.parameters())) for net in (published, small)]
+    rest = [flat(list(net.layer1.parameters())) for net in (published, small)]
     assert torch.equal(*rest) and published.layer1[0].conv1.weight.std() > 0.05
 
 
@@ -284,7 +285,7 @@ def test_the_mean_of_per_sample_gradients_is_that_of_the_batch(network: Network)
     net = model.module.eval()
     each = per_sample_gradients(net, images, labels)
     whole = torch.autograd.grad(F.cross_entropy(net(images), labels), list(net.parameters()))
-    torch.testing.assert_close(each.mean(0), flatten(whole), rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(each.mean(0), flat(whole), rtol=1e-3, atol=1e-5)
 
 
 def test_swin_t_has_no_random_depth() -> None:

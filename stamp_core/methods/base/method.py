@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stamp_core.client.graphs import Inputs
-from stamp_core.client.workspace import RoundId, Workspace
+from stamp_core.client.workspace import RoundId, Workspace, has_room
 from stamp_core.config.decode import invalid, require_above
 from stamp_core.config.schema import Setting
 from stamp_core.data.split import Plan
-from stamp_core.models.flat import FlatModel, weighted_average
+from stamp_core.models.flat import FlatModel
+from stamp_core.results.records import tree_bytes
 
 State = dict[str, Any]  # what a client or the server remembers: a tree of tensors and plain values
 Group = Literal["federated", "personalised", "continual", "control"]  # of methods in a table
@@ -169,17 +170,27 @@ class Method:
         """The message from the server to a client."""
         return {name: server[name] for name in self.shared_vectors()}
 
+    def gather(self, replies: list[Reply]) -> list[Reply]:
+        """The replies with the models' vectors on the device, where there is room for all."""
+        names, device = self.shared_vectors(), self.work.device
+        sent = [{n: r.message[n] for n in names if n in r.message} for r in replies]
+        if not has_room(tree_bytes(sent), device):
+            return replies
+        moved = [{name: vector.to(device) for name, vector in each.items()} for each in sent]
+        pairs = zip(replies, moved, strict=True)
+        return [replace(r, message={**r.message, **vectors}) for r, vectors in pairs]
+
     def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
-        """The server's next state from the replies, in the order of clients."""
+        """The server's next state from the replies, in the order of clients; on the CPU."""
         replies = [reply for reply in replies if reply.samples]
         if not replies:
             return server
         weights = [float(reply.samples) for reply in replies]
         mean = {
-            name: weighted_average([reply.message[name] for reply in replies], weights)
-            for name in self.shared_vectors()
+            name: self.work.average([reply.message[name] for reply in replies], weights)
+            for name in self.averaged_vectors()
         }
-        if self.params.server_lr != 1:
+        if self.params.server_lr != 1 and "parameters" in mean:
             mean["parameters"] = torch.lerp(
                 server["parameters"], mean["parameters"], self.params.server_lr
             )
@@ -291,6 +302,10 @@ class Method:
     def shares_buffers(self) -> bool:
         """Whether the buffers of batch normalisation are sent and averaged."""
         return self.work.training.buffers == "shared" and len(self.work.model.buffers) > 0
+
+    def averaged_vectors(self) -> tuple[str, ...]:
+        """The names of those that `aggregate` averages; the others are the server's own."""
+        return self.shared_vectors()
 
     def shared_vectors(self) -> tuple[str, ...]:
         """The names of the model's vectors that are sent and averaged."""

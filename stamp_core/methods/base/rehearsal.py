@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stamp_core.client.by_class import class_means, first_per_class, sample_balanced
-from stamp_core.client.workspace import Workspace
+from stamp_core.client.workspace import Workspace, storage_device
 from stamp_core.config.decode import invalid, require_at_least
 from stamp_core.core.seeding import generator
 from stamp_core.coresets.learner import Learner
@@ -104,8 +104,10 @@ class Rehearsal(Method):
         samples = self.work.draw(
             (self.draw_exemplars(known, size, generator) for size in sizes), generator
         )
-        read = self.work.reader(memory["images"], past)
-        target = self.work.target_reader(memory["images"], memory["labels"], past)
+        remembered = self.remembered(client_round)
+        places = past.to(remembered[0].device)
+        read = self.work.reader(remembered[0], places)
+        target = self.work.target_reader(*remembered, places)
         soft = memory["soft"][past].to(device)
         for (images, labels), drawn in zip(super().batches(client_round), samples, strict=True):
             scratch["soft"] = soft[drawn.places]
@@ -123,6 +125,22 @@ class Rehearsal(Method):
         if self.params.balanced:
             return sample_balanced(labels, count, generator)
         return torch.randperm(len(labels), generator=generator)[:count]
+
+    def remembered(self, client_round: ClientRound) -> tuple[Tensor, Tensor]:
+        """Images and labels of the memory, on the device in a client round if there is room."""
+        images, labels = (client_round.state["memory"][name] for name in ("images", "labels"))
+        if storage_device(images, self.work.device) != self.work.device:
+            return images, labels
+        pairs = {"images": images, "labels": labels}.items()
+        moved, stored = (self.on_device(client_round, name, values) for name, values in pairs)
+        return moved, stored
+
+    def on_device(self, client_round: ClientRound, name: str, values: Tensor) -> Tensor:
+        """Values of the client's state on the device, where they are moved once in a round."""
+        moved: dict[str, Tensor] = client_round.scratch.setdefault("on device", {})
+        if name not in moved:
+            moved[name] = values.to(self.work.device)
+        return moved[name]
 
     def loss(self, client_round: ClientRound, images: Tensor, labels: Tensor) -> Tensor:
         """The loss of new images and exemplars."""
@@ -174,7 +192,7 @@ class Rehearsal(Method):
     def updated_anchors(self, client_round: ClientRound) -> Tensor:
         """The mean logits of every class, those of the task's by the trained model.  # [L, L]"""
         indices, data = client_round.indices, self.work.dataset
-        logits = self.work.outputs(data.x_train[indices])
+        logits = self.work.outputs(self.work.train_images(indices)[0])
         means, classes = class_means(logits, data.y_train[indices])
         anchors: Tensor = client_round.state["anchors"].index_copy(0, classes, means)
         return anchors
