@@ -91,6 +91,8 @@ def _run_papermill(folder: Path) -> None:
     follow_parent()
     job = json.loads((folder / "job.json").read_text())
     os.environ.update(job["environment"])
+    paths = [str(folder / "view"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # this project's code first
     os.chdir(folder / "view")
     output = (folder / "output").open("w", buffering=1)
     os.dup2(output.fileno(), 1)

@@ -8,6 +8,7 @@ so a job has its own view of the project, a folder of links, and its outputs are
 import fcntl
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -50,7 +51,7 @@ def send_stages() -> Iterator[dict[str, str]]:
 def main() -> None:
     """Send the stage that DVC runs unless it was sent before; ends with the stage's status."""
     stage, identity, outs = read_stage(os.environ["DVC_STAGE"])
-    home = SUBMITTED / stage.replace("/", "-")
+    home = SUBMITTED / re.sub(r"[^\w@.-]", "-", stage)  # a colon would end a path in PYTHONPATH
     try:
         cluster = chosen_cluster()
         folder = find_job(home, identity, cluster) or send_job(home, identity, outs, cluster)
