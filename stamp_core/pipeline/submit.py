@@ -179,3 +179,16 @@ def driver_lives() -> bool:
     except FileNotFoundError:
         pass
     return False
+
+
+def cancel_jobs(cluster: Cluster) -> None:
+    """End all jobs of this project that wait or run, and forget what has ended."""
+    for folder in SUBMITTED.glob("*/*"):
+        if read_status(folder) is None and (folder / "id").exists():
+            cluster.cancel(folder, (folder / "id").read_text())
+            print(f"cancelled {folder.parent.name}")
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    cancel_jobs(chosen_cluster())

@@ -1,5 +1,7 @@
 """Stages on a Ray cluster of two nodes on this machine, and through submitit's local executor.
 
+SLURM's own commands are four shell scripts.
+
 The tests of a project run in this order, each on what the one before has left.
 """
 
@@ -174,11 +176,56 @@ def test_a_driver_that_was_stopped_finds_its_stage_again(
     assert (project.root / "figures/paper/tables/paper.md").exists()
 
 
-@pytest.fixture(params=["ray", "slurm"])
-def some_cluster(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[AnyCluster]:
+# What submitit asks of SLURM, for one job on this machine.
+SLURM = {
+    "sbatch": """
+cp "$1" "$PRETENDED/script"
+SLURM_JOB_ID=7 setsid sh "$1" > /dev/null 2>&1 &
+echo $! > "$PRETENDED/group"
+echo Submitted batch job 7
+""",
+    "srun": """
+while [ "${1#--}" != "$1" ]; do
+    case $1 in
+        --error) errors=$(echo "$2" | sed "s/%j/7/; s/%t/0/"); shift ;;
+        --output) shift ;;
+    esac
+    shift
+done
+exec "$@" 2> "$errors"
+""",
+    "sacct": """
+kill -0 -$(cat "$PRETENDED/group") && state=RUNNING || state=CANCELLED
+printf "JobID|State|NodeList\\n7|$state|here\\n"
+""",
+    "scancel": 'kill -KILL -$(cat "$PRETENDED/group")',
+}
+
+
+@pytest.fixture(params=["ray", "local", "slurm"])
+def some_cluster(
+    request: pytest.FixtureRequest,
+    cluster: Cluster,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[AnyCluster]:
     """Each kind of cluster as a driver sees it."""
-    yield RayCluster(cluster.address) if request.param == "ray" else SlurmCluster("local")
-    ray.shutdown()
+    if request.param == "ray":
+        yield RayCluster(cluster.address)
+        ray.shutdown()
+    elif request.param == "local":
+        yield SlurmCluster("local")
+    else:
+        folder = tmp_path_factory.mktemp("slurm")
+        for name, script in SLURM.items():
+            (folder / name).write_text(f"#!/bin/sh{os.linesep}{script}")
+            (folder / name).chmod(0o755)
+        monkeypatch.setenv("PRETENDED", str(folder))
+        monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+        yield SlurmCluster("--partition=gpu --gpus-per-node=1 --time=2-00:00:00")
+        script = (folder / "script").read_text()
+        for option in ("partition=gpu", "gpus-per-node=1", "time=2-00:00:00", "cpus-per-task=1"):
+            assert script.count(f"#SBATCH --{option}\n") == 1
 
 
 def test_a_folder_that_a_node_does_not_see_is_named(
