@@ -2,6 +2,7 @@
 VENV   := .venv
 DOCS   := .venv-docs
 CLUSTER := .venv-cluster
+FLOWER := .venv-flower
 PYTHON ?= python3
 READY  := $(VENV)/.ready
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)# dvc -> papermill -> kernel all resolve here
@@ -9,9 +10,10 @@ export STAMP_DATA ?= $(CURDIR)/data/raw
 unexport PYTHONDONTWRITEBYTECODE  # with it every process compiles the package again: a second each
 
 .DEFAULT_GOAL := help
-.PHONY: tour repro tune test test-device test-cluster paper cancel estimate lab notebooks docs lint bench faults clean help
+.PHONY: tour repro tune test test-device test-cluster test-federation federation paper cancel estimate lab notebooks docs lint bench faults clean help
 
 tour: $(READY) .dvc/config.local  ## two minutes: a first table and figures, in figures/tour
+	$(VENV)/bin/python -m stamp_core.config.names default
 	$(VENV)/bin/dvc repro tour
 
 repro: $(READY) .dvc/config.local  ## regenerate what is out of date (JOBS=n at a time; RAY=address, SLURM=partition)
@@ -34,6 +36,12 @@ test-device: $(READY)  ## every method on a pretend device with the rules of a G
 
 test-cluster: $(READY) $(CLUSTER)/.ready  ## clients and stages on a Ray cluster of two nodes on this machine
 	PYTHONPATH=$(CURDIR)/$(CLUSTER) OMP_NUM_THREADS=1 $(VENV)/bin/pytest tests/cluster
+
+test-federation: $(FLOWER)/.ready  ## a federation in one process, then one of four programs
+	OMP_NUM_THREADS=1 $(FLOWER)/bin/python -m pytest tests/federation
+
+federation: $(FLOWER)/.ready  ## STAMP on three nodes with TLS, compared with the simulation
+	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(FLOWER)/bin/python -m federation.local
 
 paper: $(READY) .dvc/config.local  ## one of the paper's settings: SETTING=cifar100_c2; estimates first
 	$(VENV)/bin/python -m stamp_core.pipeline.repro $(SETTING)
@@ -59,8 +67,8 @@ lint: $(READY)  ## format the code, mend what ruff can mend, check types and imp
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-bench: $(READY)  ## measure speed and memory; writes benchmarks/results.md
-	$(VENV)/bin/python -m benchmarks.run
+bench: $(READY)  ## measure speed and memory; writes benchmarks/results.md (DEVICE=cuda: its own page)
+	$(VENV)/bin/python -m benchmarks.$(if $(DEVICE),device $(DEVICE),run)
 
 faults: $(READY)  ## try a thousand faults in 15 minutes; writes benchmarks/faults.md
 	$(VENV)/bin/python -m benchmarks.faults
@@ -79,6 +87,12 @@ $(READY): requirements.txt pyproject.toml
 
 $(CLUSTER)/.ready: requirements-cluster.txt $(READY)  # beside the packages of $(VENV), not among them
 	$(VENV)/bin/pip install --quiet --target $(CLUSTER) -r requirements-cluster.txt
+	touch $@
+
+$(FLOWER)/.ready: requirements-flower.txt $(READY)  # sees the packages of $(VENV), some newer than its own
+	$(PYTHON) -m venv --clear $(FLOWER)
+	$(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(FLOWER)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth
+	$(FLOWER)/bin/pip install --quiet -r requirements-flower.txt
 	touch $@
 
 $(DOCS)/.ready: requirements-docs.txt

@@ -10,9 +10,12 @@ from stamp_core.client.workspace import RoundId, Workspace
 def fedavg_round(
     work: Workspace, module: nn.Module, round_ids: list[RoundId], data: list[Tensor]
 ) -> None:
-    """One round of FedAvg on `module`: torch.optim.SGD, state dictionaries, their mean."""
-    training = work.training
-    mean, std = (value.view(-1, 1, 1) for value in (work.dataset.mean, work.dataset.std))
+    """One round of FedAvg on `module`: torch.optim.SGD, state dictionaries, their mean.
+
+    The module, the images and the indices are on the device.
+    """
+    training, moments = work.training, (work.dataset.mean, work.dataset.std)
+    mean, std = (value.view(-1, 1, 1).to(work.device) for value in moments)
     start = {name: value.clone() for name, value in module.state_dict().items()}
     total = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in start.items()}
     samples = sum(map(len, data))
@@ -21,7 +24,8 @@ def fedavg_round(
         optimiser = torch.optim.SGD(module.parameters(), lr=training.lr)
         order = round_id.generator("order")
         for _ in range(training.epochs):
-            shuffled = indices[torch.randperm(len(indices), generator=order)]
+            places = torch.randperm(len(indices), generator=order)
+            shuffled = indices[places.to(work.device)]
             for batch in shuffled.split(training.batch_size):
                 optimiser.zero_grad()
                 images = (work.x_train[batch].float() / 255 - mean) / std

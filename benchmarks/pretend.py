@@ -1,17 +1,18 @@
 """A pretend device: the rules of a GPU on tensors of the CPU, and counts of what crosses.
 
 An operation on the device unwraps its operands, runs on the CPU and wraps its results: they are
-bit-identical to those of the CPU. What CUDA refuses is refused here.
+bit-identical to those of the CPU. What CUDA refuses is refused here, while a graph is captured too.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from dataclasses import astuple, dataclass
+from functools import cache, partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.library import Library, fallthrough_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.backend_registration import (
@@ -19,11 +20,17 @@ from torch.utils.backend_registration import (
     _setup_privateuseone_for_python_backend,
 )
 
+from benchmarks.tape import Tape
+from stamp_core.core.devices import GRAPHS
+
 NAME = "pretend"
 DEVICE = f"{NAME}:0"
 _aten = torch.ops.aten
 _INDEXING = (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_)
 _JOINING = (_aten.cat, _aten.stack)  # alone in refusing scalars of the CPU too
+_AUTOCAST = "AutocastPrivateUse1"
+_AUTOCAST_KEY = getattr(torch._C.DispatchKey, _AUTOCAST)
+_FALLBACK, _KERNELS = Library("_", "IMPL"), Library("aten", "IMPL")
 _WAITING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -92,7 +99,9 @@ class PretendTensor(Tensor):
 
 
 class _Pretending(TorchDispatchMode):
-    """Runs every operation on the device, checks its rules, counts."""
+    """Runs every operation on the device, checks its rules, counts, and records a graph."""
+
+    tape: ClassVar[Tape | None] = None  # of the graph that is being captured
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,18 +117,26 @@ class _Pretending(TorchDispatchMode):
         wrappers = {id(each.host): each for each in tensors if isinstance(each, PretendTensor)}
         on_device = _makes_on_device(operation, args, kwargs, bool(wrappers))
         if not wrappers and not on_device:
+            if self.tape:  # CUDA would run it once, unnoticed
+                raise RuntimeError(f"{operation}: a graph of {DEVICE} has no operation of the CPU")
             return operation(*args, **kwargs)
+        before = astuple(self.counts)
         if operation.overloadpacket in (_aten._to_copy, _aten.copy_):
             source = isinstance(args[operation.overloadpacket is _aten.copy_], PretendTensor)
             self.counts.up += on_device and not source
             self.counts.down += source and not on_device
         else:
             self.check(operation, args, flat, tensors)
+        if self.tape and before != astuple(self.counts):
+            raise RuntimeError(f"{operation}: not permitted while a graph of {DEVICE} is captured")
         real = [each.host if isinstance(each, PretendTensor) else each for each in flat]
         real_args, real_kwargs = tree_unflatten(real, structure)
         if kwargs.get("device") is not None:
             real_kwargs["device"] = torch.device("cpu")
-        result = operation(*real_args, **real_kwargs)
+        if self.tape:
+            result = self.tape.run(operation, real_args, real_kwargs)
+        else:
+            result = operation(*real_args, **real_kwargs)
         if not on_device:
             return result
         return tree_map_only(Tensor, lambda t: _wrapper(t, wrappers), result)
@@ -162,11 +179,18 @@ def _wrapper(real: Tensor, wrappers: Mapping[int, PretendTensor]) -> PretendTens
 
 
 class _Module(_DummyBackendModule):
-    """What torch asks of a device's module where a micro-batch is computed again."""
+    """What torch asks of a device's module for automatic mixed precision."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         """The types of automatic mixed precision."""
         return [torch.bfloat16]
+
+
+def _in_half(operation: Any, *args: Any, **kwargs: Any) -> Any:
+    """The result of an operation on operands in bfloat16, as automatic mixed precision has it."""
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_AUTOCAST_KEY)):
+        halved = tree_map_only(Tensor, lambda t: t.to(torch.bfloat16), (args, kwargs))
+        return operation(*halved[0], **halved[1])
 
 
 @cache
@@ -176,11 +200,44 @@ def register() -> None:
     Before the first backward pass, which starts a thread for each device that there is.
     """
     _setup_privateuseone_for_python_backend(NAME, _Module())
+    _FALLBACK.fallback(fallthrough_kernel, _AUTOCAST)
+    for operation in (_aten.conv2d.default, _aten.linear.default):
+        _KERNELS.impl(operation, partial(_in_half, operation), _AUTOCAST)
+
+
+class PretendGraphs:
+    """The graphs of the device."""
+
+    replayed: ClassVar[int] = 0  # graphs in this process
+
+    def warm_up(self, step: Callable[[], Tensor]) -> Tensor:
+        """The result of `step`."""
+        return step()
+
+    def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """What replays `step`, and the tensor in which each replay leaves the result."""
+        tape = _Pretending.tape = Tape()
+        try:
+            result = step()
+        finally:
+            _Pretending.tape = None
+            tape.restore()
+
+        def replay() -> None:
+            PretendGraphs.replayed += 1
+            tape.replay()
+
+        return replay, result
 
 
 @contextmanager
-def pretending() -> Iterator[Counts]:
-    """A context in which the device exists; gives its counts."""
+def pretending(graphs: bool = False) -> Iterator[Counts]:
+    """A context in which the device exists, with or without graphs; gives its counts."""
     register()
     with _Pretending() as mode:
-        yield mode.counts
+        if graphs:
+            GRAPHS[NAME] = PretendGraphs
+        try:
+            yield mode.counts
+        finally:
+            GRAPHS.pop(NAME, None)

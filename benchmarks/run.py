@@ -117,9 +117,9 @@ def no_op() -> Row:
     return "dvc repro again", f"{time:.1f} s ({state})"
 
 
-def transfers() -> list[str]:
-    """The section of benchmarks/transfers.py, which needs a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.transfers"]
+def transfers(*methods: str) -> list[str]:
+    """The section of benchmarks/transfers.py on all or some methods, from a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.transfers", *methods]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     table = done.stdout.partition("\n## ")[2]
     return ["", *f"## {table}".splitlines()] if table else done.stderr[-300:].splitlines()

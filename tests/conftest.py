@@ -9,7 +9,8 @@ import pytest
 
 from stamp_core.pipeline.kernels import serve_kernels
 
-collect_ignore = [] if find_spec("ray") else ["cluster"]  # `make test-cluster` has it
+NEEDED = {"cluster": "ray", "federation": "flwr"}  # `make test-cluster`, `make test-federation`
+collect_ignore = [folder for folder, package in NEEDED.items() if not find_spec(package)]
 
 
 def pytest_configure(config: pytest.Config) -> None:

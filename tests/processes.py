@@ -8,11 +8,11 @@ import psutil
 PATIENCE = 120  # seconds until something that must happen is given up
 
 
-def wait_until(happened: Callable[[], object], what: str) -> None:
+def wait_until(happened: Callable[[], object], what: str, patience: float = PATIENCE) -> None:
     """Look again and again until something has happened."""
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + patience
     while not happened():
-        assert time.monotonic() < end, f"{what}: not within {PATIENCE} s"
+        assert time.monotonic() < end, f"{what}: not within {patience} s"
         time.sleep(0.02)
 
 

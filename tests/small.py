@@ -1,7 +1,7 @@
 """Experiments that take a fraction of a second, and comparisons of their records."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -58,13 +58,16 @@ SYNTHESIS: Some = MappingProxyType(
 )
 
 PARTS: dict[str, Some] = {
+    "fbl": {"memory": {"exemplars_per_class": 3}},
     "fedcil": {"width": 8, "noise": 4, "consolidation": 2, "every": 2},
     "feddbe": {"feddbe_kappa": 5.0, "refresh": "task"},
     "fedl2p": {"ft_epochs": 2},
     "glfc": {"exemplars": 12, "perturb_steps": 2, "recon_steps": 3},
     "lander": {**SYNTHESIS, "anchor_features": 6},
     "refed": {"cache": 10, "steps": 2},
+    "srfdil": {"cache": 10, "steps": 2, "gan_steps": 2, "selected": 0.75},
     "fedweit": {"lambda1": 0.0},  # the size of a message must not depend on rounding
+    "pfeddil": {"models": 2, "migration": 0.1, "threshold": 1.1},
     "stamp": {
         "memory": {"exemplars_per_class": 5},
         "ratio": 0.5,
@@ -72,13 +75,33 @@ PARTS: dict[str, Some] = {
         "temporal": {"normalise": "current"},
         "prototype": 0.01,
     },
+    "tagfed": {"exchange": "weights", "keep": 0.3, "mask_lr": 0.01},
     "target": {**SYNTHESIS, "kd": 1.0},
 }
+
+# A few scenes with masks, and a network for pixels.
+SCENES: Some = MappingProxyType(
+    {
+        "source": {
+            "source": "scenes",
+            "classes": 3,
+            "train_per_class": 12,
+            "test_per_class": 4,
+            "size": 16,
+        },
+        "network": {"kind": "fcn", "channels": [4, 4], "features": 8},
+        "split": {"clients": 2, "tasks": 3, "classes_per_task": 1, "images_per_class": 8},
+    }
+)
 
 # A convolution with batch normalisation: 8 x 8 images become 4 channels of 4 x 4, then 2 x 2.
 BATCH_NORM = {"kind": "cnn", "channels": [4], "features": 8, "norm": "batch"}
 BN_P = (25 * 4 + 4) + (4 + 4) + (16 * 8 + 8) + (8 * 10 + 10)
 BN_B = 4 + 4  # running means and variances
+
+
+# Two convolutions of more than one channel, for `coloured` images.
+CONVOLUTIONS = {"kind": "cnn", "channels": [4, 6], "features": 8, "norm": "batch"}
 
 
 class Quick(Experiment):
@@ -91,6 +114,18 @@ class Quick(Experiment):
     def code(self) -> str:
         """The fingerprint of the code."""
         return code(*self.files())
+
+
+def coloured(images: ImageDataset) -> ImageDataset:
+    """The digits in three colours and twice as large."""
+
+    def larger(x: Tensor) -> Tensor:
+        x = x.repeat_interleave(2, 2).repeat_interleave(2, 3)  # [N, 1, 16, 16]
+        return torch.cat([x, x.flip(2), x // 2], 1)
+
+    moments = {name: getattr(images, name).repeat(3) for name in ("mean", "std")}
+    x_train, x_test = larger(images.x_train), larger(images.x_test)
+    return replace(images, x_train=x_train, x_test=x_test, **moments)
 
 
 @cache
@@ -212,6 +247,11 @@ def normalised(experiment: Experiment, images: Tensor) -> Tensor:
     """uint8 images with mean 0 and deviation 1."""
     dataset = experiment.dataset()
     return (images.float() / 255 - dataset.mean) / dataset.std
+
+
+def flat(tensors: Sequence[Tensor]) -> Tensor:
+    """All values of some tensors, each as torch counts them."""
+    return torch.cat([torch.zeros(0), *(each.detach().flatten() for each in tensors)])
 
 
 def slope(net: nn.Module, loss: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from benchmarks.faults import Kind, Outcome, judge_error
-from benchmarks.faults.project import Answer, Place, judge_output, remove
+from benchmarks.faults.project import DRIVER, Answer, Place, judge_output, remove
 
 TRAINED_AT_MOST = 5  # seconds of CPU in which a training with an accepted slip shows an error
 MEMORY = 4 << 30  # bytes that such a training may take
@@ -216,6 +216,7 @@ def name_first_stage(place: Place, draw: random.Random, number: int) -> list[Out
 
 # A stage alone is what the driver runs after the first one; `exp run` changes values as `-S` does.
 COMMANDS = {
+    "make repro": DRIVER,
     "dvc repro": ("dvc", "repro", "-k"),
     "dvc repro -s of the split": ("dvc", "repro", "-k", "-s", "-f", "split"),
     "dvc repro -s of trainings and sweeps": ("dvc", "repro", "-k", "-s", "-f", "train", "sweep"),
@@ -236,7 +237,7 @@ def name_pipeline(place: Place, draw: random.Random, number: int) -> list[Outcom
     remove(pipeline.root)
     if sprung or new:
         return [Outcome(what, "executed", ", ".join([*sprung, *new]))]
-    if command != "dvc repro":  # such a stage need not use the name
+    if "-s" in COMMANDS[command]:  # such a stage need not use the name
         return [Outcome(what, "refused" if status else "survived")]
     if not status:
         return [Outcome(what, "silently wrong", "the pipeline ended well")]
@@ -258,9 +259,10 @@ KINDS = {
         len(HOLDERS) * len(NAMES),
     ),
     "names, DVC": Kind(
-        "the same with `dvc repro`, and with stages alone, for which the first stage does not run",
+        "the same with `make repro` and `dvc repro`, and with stages alone, for which the first "
+        "stage does not run",
         name_pipeline,
-        14,
+        len(HOLDERS) * len(COMMANDS),
         whole=True,
     ),
 }

@@ -30,7 +30,12 @@ def sample_balanced(labels: Tensor, count: int, generator: torch.Generator) -> T
 
 def class_means(values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """The mean of each class present, and these classes, ascending.  # [L, ...], [L]"""
+    matrix, classes = averaging_matrix(labels, values.dtype)
+    return (matrix @ values.flatten(1)).view(-1, *values.shape[1:]), classes
+
+
+def averaging_matrix(labels: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """What makes class means of values, and the classes present, ascending.  # [L, N], [L]"""
     classes, own = labels.unique(return_inverse=True)
-    members = F.one_hot(own).to(values.dtype).T  # [L, N]
-    means = (members / members.sum(1, keepdim=True)) @ values.flatten(1)
-    return means.view(-1, *values.shape[1:]), classes
+    members = F.one_hot(own).to(dtype).T
+    return members / members.sum(1, keepdim=True), classes

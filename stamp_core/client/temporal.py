@@ -86,8 +86,9 @@ class TemporalMatcher:
         model = self.work.model
         model.module.eval()
         model.gradients.zero_()
+        targets = self.work.targets(images[indices], labels[indices]).to(self.work.device)
         logits = self.work.classifier(self.work.normalise(images[indices]))
-        F.cross_entropy(logits, labels[indices].to(self.work.device)).backward()
+        F.cross_entropy(logits, targets).backward()
         return model.gradients.clone()
 
 

@@ -1,7 +1,7 @@
 """What one process works with: the images, the live model, batches and scores."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,27 +9,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stamp_core.client.by_class import class_means, first_per_class
+from stamp_core.client.by_class import averaging_matrix, first_per_class
+from stamp_core.client.graphs import Inputs, StepGraphs
+from stamp_core.client.pixels import (
+    check_masks,
+    count_pixels,
+    intersection_over_union,
+    predict_pixels,
+)
 from stamp_core.config.schema import Setting, Training
-from stamp_core.core.devices import free_memory, set_deterministic
+from stamp_core.core.devices import free_memory, set_deterministic, weights_format
 from stamp_core.core.seeding import generator
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.split import Plan
 from stamp_core.matching.gram import layer_blocks
 from stamp_core.models.encoders import Shape
-from stamp_core.models.flat import FlatModel, FlatSGD
+from stamp_core.models.flat import FlatModel, FlatSGD, weighted_average
 from stamp_core.models.networks import Classifier, build_network, set_train_mode
-from stamp_core.results.records import SCORINGS
+from stamp_core.results.records import PIXEL_SCORINGS, SCORINGS
 
 # Images of up to 32 x 32 pixels per forward pass in evaluation; fewer of larger ones.
 EVALUATION_BATCH = 512
 MEAN_IMAGES = 100  # of a class, at most, in its mean feature
-SHARE = 4  # training images are stored on the GPU if they take at most 1/4 of its free memory
+SHARE = 4  # what is stored on the GPU takes at most 1/4 of its free memory
 FLOATS = 2**22  # values of images that are normalised once, not in every batch
 
-Batches = Iterable[tuple[Tensor, Tensor]]  # images, float32 and normalised, and labels
+Batches = Iterable[tuple[Tensor, Tensor]]  # images, float32 and normalised, and targets
 
-
+Classes = tuple[int, ...]
 Changes = tuple[Tensor | None, Tensor | None]  # which images are mirrored, and their shifts
 
 
@@ -42,7 +49,7 @@ class Drawn(NamedTuple):
     shifts: Tensor | None  # [2, n, 1], on the device
 
 
-Reader = Callable[[Drawn], Tensor]  # the images of a batch, on the device
+Reader = Callable[[Drawn], Tensor]  # the images of a batch, or its targets, on the device
 
 
 @dataclass(frozen=True)
@@ -67,10 +74,14 @@ class Workspace:
         self.setting, self.dataset, self.device = setting, dataset, torch.device(device)
         self.training = setting.training
         set_deterministic(self.device, self.training.deterministic)
-        self.shape: Shape = tuple(dataset.x_train.shape[1:])
+        self.shape: Shape = dataset.shape
         self.classes = len(dataset.classes)
+        self.scorings = PIXEL_SCORINGS if dataset.masks else SCORINGS
+        check_masks(setting, dataset)
         self.classifier = self.network(seed=0).to(self.device)
         self.model = FlatModel(self.classifier)  # the same network as flat vectors
+        self.sgd = FlatSGD(self.model, self.training)  # of local training, restarted for each
+        self.graphs = StepGraphs(self.device, self.classifier)
         # The encoder's parameters come first in the flat vector, then the head's.
         self.encoder_size = sum(p.numel() for p in self.classifier.encoder.parameters())
         self.untrained = self.model.buffers.clone()  # batch normalisation's initial statistics
@@ -81,25 +92,49 @@ class Workspace:
         self.x_train, self.y_train = dataset.x_train.to(storage), dataset.y_train.to(storage)
         self.scale = (1 / (255 * dataset.std)).view(-1, 1, 1).to(self.device)
         self.offset = (dataset.mean / dataset.std).view(-1, 1, 1).to(self.device)
+        self.x_test = dataset.x_test.to(storage_device(dataset.x_test, self.device))
+        self.y_test = dataset.y_test.to(self.device)
         self._tests: dict[tuple[str, int, int], Tensor] = {}  # by plan, client and task
+        self._means: tuple[Tensor, Tensor, Tensor] | None = None  # what `class_means` needs
 
     def network(self, seed: int) -> Classifier:
-        """The setting's network with the initial weights of `seed`."""
-        return build_network(self.setting.network, self.shape, self.classes, seed)
+        """The setting's network with the initial weights of `seed`, in memory as on the device."""
+        outputs = self.classes + self.dataset.masks  # the last one for pixels of no class
+        network = build_network(self.setting.network, self.shape, outputs, seed)
+        network.to(memory_format=weights_format(self.device))  # type: ignore[call-overload]
+        return network
 
     def layers(self) -> list[int]:
         """The sizes of the parameter blocks for layer-wise matching."""
         return layer_blocks([p.numel() for p in self.model.module.parameters()])
 
     def normalise(self, images: Tensor) -> Tensor:
-        """uint8 images as float32 with mean 0 and deviation 1 per channel.  # [N, C, H, W]"""
+        """uint8 images as float32 with mean 0 and deviation 1 per channel.  # [N, C, H, W]
+
+        Without their masks: no network sees one.
+        """
+        images = images[:, : self.shape[0]]
         floats = images.to(self.device, torch.float32, memory_format=self.format)
         return floats.mul_(self.scale).sub_(self.offset)
 
     def train_images(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Training images and their labels, on the device.  # uint8 [n, C, H, W], [n]"""
+        """Training images and their targets, on the device.  # uint8 [n, C, H, W], [n]"""
         indices = indices.to(self.x_train.device)
-        return self.x_train[indices].to(self.device), self.y_train[indices].to(self.device)
+        images, labels = self.x_train[indices].to(self.device), self.y_train[indices]
+        return images, self.targets(images, labels.to(self.device))
+
+    def targets(self, images: Tensor, labels: Tensor) -> Tensor:
+        """What the network is to predict for uint8 images: labels [n], or masks [n, H, W]."""
+        return images[:, -1].long() if self.dataset.masks else labels
+
+    def test_images(self, indices: Tensor) -> Tensor:
+        """Test images, where they are stored.  # uint8 [n, C, H, W]"""
+        return self.x_test[indices.to(self.x_test.device)]
+
+    def average(self, vectors: list[Tensor], weights: list[float]) -> Tensor:
+        """The weighted mean of vectors, computed on the device one after the other; on the CPU."""
+        first, *others = vectors
+        return weighted_average([first.to(self.device), *others], weights).cpu()
 
     # --- training
 
@@ -114,12 +149,12 @@ class Workspace:
         if not len(indices):  # `split` would return one empty batch
             return
         order, change = round_id.generator("order" + of), round_id.generator("augment" + of)
-        read = self.reader(images, indices)
-        labels = labels[indices.to(labels.device)].to(self.device)
+        indices = indices.to(labels.device)  # once for both where they are in one place
+        read, target = self.reader(images, indices), self.target_reader(images, labels, indices)
         shuffled = (torch.randperm(len(indices), generator=order) for _ in self.each_epoch())
         batches = (batch for epoch in shuffled for batch in epoch.split(self.training.batch_size))
         for drawn in self.draw(batches, change):
-            yield read(drawn), labels[drawn.places]
+            yield read(drawn), target(drawn)
 
     def each_epoch(self) -> range:
         """The local epochs of a client round."""
@@ -175,14 +210,34 @@ class Workspace:
 
         return read
 
+    def target_reader(self, images: Tensor, labels: Tensor, indices: Tensor) -> Reader:
+        """How the targets of batches of images[indices] are read: masks move with their images."""
+        if not self.dataset.masks:
+            labels = labels[indices.to(labels.device)].to(self.device)
+            return lambda drawn: labels[drawn.places]
+        masks = images[indices.to(images.device)][:, -1:].to(self.device)
+
+        def read(drawn: Drawn) -> Tensor:
+            chosen = apply_changes(masks[drawn.places], drawn.mirrored, drawn.shifts)
+            return self.targets(chosen, labels)
+
+        return read
+
     def fit(self, batches: Batches) -> None:
         """Local SGD on the live model with cross-entropy."""
-        sgd = FlatSGD(self.model, self.training)
+        self.sgd.restart()
         for images, labels in batches:
-            self.train_mode(len(labels))
-            self.model.gradients.zero_()
-            F.cross_entropy(self.model.module(images), labels).backward()
-            sgd.step()
+            self.graphs.take("fit", self.fit_step, {"images": images, "labels": labels})
+
+    def fit_step(self, batch: Inputs) -> Tensor:
+        """One SGD step with cross-entropy; returns the loss."""
+        images, labels = batch["images"], batch["labels"]
+        self.train_mode(len(labels))
+        self.model.gradients.zero_()
+        loss = F.cross_entropy(self.model.module(images), labels)
+        loss.backward()
+        self.sgd.step()
+        return loss.detach()
 
     def train_mode(self, images: int) -> None:
         """Prepare the live module for a training step on a batch of this many images.
@@ -197,10 +252,17 @@ class Workspace:
 
     @torch.no_grad()
     def outputs(self, images: Tensor, layer: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """The outputs of the live model (or of `layer`) for uint8 images, in evaluation mode."""
+        """The outputs of the live model (or of `layer`) for uint8 images, on the CPU."""
+        return self.outputs_there(images, layer).cpu()  # [N, classes]
+
+    @torch.no_grad()
+    def outputs_there(
+        self, images: Tensor, layer: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """The same on the device, in evaluation mode."""
         module = self.model.module.eval()
         chunks = [(layer or module)(self.normalise(part)) for part in images.split(self.chunk)]
-        return torch.cat(chunks).cpu()  # [N, classes]
+        return torch.cat(chunks)
 
     @torch.no_grad()
     def score(
@@ -210,13 +272,15 @@ class Workspace:
 
         Those by the nearest class mean of training features only if `nearest_mean`.
         """
-        needed = self.test_images(plan, clients)
+        if self.dataset.masks:
+            return self.mask_scores(plan, clients, experience)
+        needed = self.tests_of(plan, clients).to(self.device)
         means = self.class_means() if nearest_mean else None
-        logits = torch.empty(len(self.dataset.y_test), self.classes)
-        nearest = torch.empty(len(self.dataset.y_test), dtype=torch.int64) if means else None
+        logits = self.scale.new_empty(len(self.y_test), self.classes)
+        nearest = torch.empty_like(self.y_test) if means else None
         for part in needed.split(self.chunk):  # never all images of a large data set at once
-            features = self.outputs(self.dataset.x_test[part], self.classifier.encode)
-            logits[part] = self.classifier.head(features.to(self.device)).cpu()
+            features = self.outputs_there(self.test_images(part), self.classifier.encode)
+            logits[part] = self.classifier.head(features)
             if means and nearest is not None:
                 nearest[part] = means[1][torch.cdist(features, means[0]).argmin(1)]
         return self.accuracies(plan, clients, experience, logits, nearest)
@@ -231,24 +295,81 @@ class Workspace:
     ) -> Tensor:
         """Accuracies of predictions for all test images.  # [scorings, U, T], NaN where undefined
 
-        By the logits, and by the class of the nearest mean feature if it is given.
+        By the logits, and by the class of the nearest mean feature if it is given; on the CPU.
         """
-        scores = torch.full((len(SCORINGS), len(clients), plan.tasks), torch.nan)
+        logits = logits.to(self.device)
+        shape = len(SCORINGS), len(clients), plan.tasks
+        scores = logits.new_full(shape, torch.nan, dtype=torch.float32)
+        for place, task, (test, *allowed) in self._test_sets(plan, clients, experience):
+            labels, of_test = self.y_test[test], logits[test]
+            for scoring, classes in enumerate(allowed):  # as SCORINGS
+                if len(classes):
+                    predicted = classes[of_test[:, classes].argmax(1)]
+                    scores[scoring, place, task] = (predicted == labels).double().mean()
+            if nearest is not None:
+                correct = nearest.to(self.device)[test] == labels
+                scores[SCORINGS.index("nearest mean"), place, task] = correct.double().mean()
+        return scores.cpu()
+
+    def _test_sets(
+        self, plan: Plan, clients: list[int], experience: int
+    ) -> Iterator[tuple[int, int, list[Tensor]]]:
+        """The place of a client and a task, its test images, and what may be predicted.
+
+        That is all classes, those seen and those of the task; none where the task's are not among
+        them. All tensors go to the device at once.
+        """
+        places, parts = [], list[Tensor]()
         for place, client in enumerate(clients):
             seen = plan.seen(client, experience)
             for task in range(plan.tasks):
                 test, own = self.tests(plan, client, task), plan.clients[client][task].classes
                 if not len(test):
                     continue
-                for scoring, allowed in enumerate((range(self.classes), seen, own)):  # as SCORINGS
-                    if set(own) <= set(allowed):  # a future task's classes are not seen
-                        scores[scoring, place, task] = self._accuracy(logits, test, allowed)
-                if nearest is not None:
-                    correct = nearest[test] == self.dataset.y_test[test]
-                    scores[SCORINGS.index("nearest mean"), place, task] = correct.double().mean()
+                scored = [c if set(own) <= set(c) else () for c in (range(self.classes), seen, own)]
+                places.append((place, task))
+                parts += [test, *(torch.tensor(list(c), dtype=torch.int64) for c in scored)]
+        if not parts:
+            return
+        moved = iter(torch.cat(parts).to(self.device).split([len(part) for part in parts]))
+        for place, task in places:
+            yield place, task, [next(moved) for _ in range(4)]
+
+    def mask_scores(self, plan: Plan, clients: list[int], experience: int) -> Tensor:
+        """The live model's scores on masks.  # [PIXEL_SCORINGS, U, T], NaN where undefined
+
+        Intersection and union of a task's class are summed over the test images of all tasks of
+        the client; the accuracy of pixels, of any class, is that on the task's own.
+        """
+        every, needed = tuple(range(self.classes)), self.tests_of(plan, clients)
+        seen = {client: plan.seen(client, experience) for client in clients}
+        each = {task.classes for client in clients for task in plan.clients[client]}
+        counts = self.pixel_counts(needed, {every, *seen.values(), *each})
+        scores = torch.full((len(self.scorings), len(clients), plan.tasks), torch.nan)
+        for place, client in enumerate(clients):
+            rows = torch.searchsorted(needed, self.tests_of(plan, [client]))
+            for task in range(plan.tasks):
+                tests, own = self.tests(plan, client, task), plan.clients[client][task].classes
+                for scoring, allowed in enumerate((every, seen[client], own)):
+                    if len(tests) and set(own) <= set(allowed):
+                        shares = intersection_over_union(counts[allowed][rows].sum(0))
+                        scores[scoring, place, task] = shares[list(own)].mean()
+                right, _, true = counts[every][torch.searchsorted(needed, tests)].sum((0, 2))
+                scores[-1, place, task] = right / true
         return scores
 
-    def test_images(self, plan: Plan, clients: list[int]) -> Tensor:
+    def pixel_counts(self, tests: Tensor, choices: Collection[Classes]) -> dict[Classes, Tensor]:
+        """Right, predicted and true pixels where some classes are predicted.  # [n, 3, L + 1]"""
+        parts: dict[Classes, list[Tensor]] = {choice: [] for choice in choices}
+        for part in tests.split(self.chunk):
+            images = self.test_images(part)
+            logits, masks = self.outputs(images), images[:, -1].cpu()
+            for choice, found in parts.items():
+                predicted = predict_pixels(logits, choice)
+                found.append(count_pixels(predicted, masks, self.classes + 1))
+        return {choice: torch.cat(found) for choice, found in parts.items()}
+
+    def tests_of(self, plan: Plan, clients: list[int]) -> Tensor:
         """Indices of the test images of some clients' tasks.  # [n]"""
         tasks = range(plan.tasks)
         tests = torch.cat([self.tests(plan, c, task) for c in clients for task in tasks])
@@ -257,9 +378,14 @@ class Workspace:
 
     def class_means(self) -> tuple[Tensor, Tensor]:
         """Mean features of each class's first training images, and the classes.  # [L, D], [L]"""
-        indices = first_per_class(self.dataset.y_train, MEAN_IMAGES)
-        features = self.outputs(self.dataset.x_train[indices], self.classifier.encode)
-        return class_means(features, self.dataset.y_train[indices])
+        if self._means is None:
+            indices = first_per_class(self.dataset.y_train, MEAN_IMAGES)
+            matrix, classes = averaging_matrix(self.dataset.y_train[indices])
+            stored = indices.to(self.x_train.device)
+            self._means = stored, matrix.to(self.device), classes.to(self.device)
+        stored, matrix, classes = self._means
+        features = self.outputs_there(self.x_train[stored], self.classifier.encode)
+        return matrix @ features, classes
 
     def tests(self, plan: Plan, client: int, task: int) -> Tensor:
         """Indices of the test images of a client's task, computed once.  # [n]"""
@@ -267,12 +393,6 @@ class Workspace:
         if key not in self._tests:
             self._tests[key] = plan.test_indices(self.dataset, client, task)
         return self._tests[key]
-
-    def _accuracy(self, logits: Tensor, test: Tensor, classes: Sequence[int]) -> float:
-        """The accuracy on `test` where only `classes` may be predicted."""
-        allowed = torch.tensor(classes)
-        predicted = allowed[logits[test][:, allowed].argmax(1)]
-        return float((predicted == self.dataset.y_test[test]).double().mean())
 
 
 def evaluation_batch_size(shape: Shape, micro_batch_size: int | None) -> int:
@@ -282,9 +402,14 @@ def evaluation_batch_size(shape: Shape, micro_batch_size: int | None) -> int:
 
 
 def storage_device(images: Tensor, device: torch.device) -> torch.device:
-    """Where training images are stored: on the GPU if there is room, else where they are."""
+    """Where images or vectors are stored: on the GPU if there is room, else where they are."""
+    return device if has_room(images.nbytes, device) else images.device
+
+
+def has_room(size: int, device: torch.device) -> bool:
+    """Whether so many bytes may be stored on a device."""
     free = free_memory(device)
-    return device if free is None or SHARE * images.numel() <= free else images.device
+    return free is None or SHARE * size <= free
 
 
 def augment(images: Tensor, training: Training, generator: torch.Generator) -> Tensor:

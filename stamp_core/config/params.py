@@ -57,6 +57,22 @@ def read_params(profile: str = DEFAULT, root: Path = PARAMS.parent) -> dict[str,
     return {**blocks, **shared, "file": file}
 
 
+def check_names(params: Params) -> None:
+    """Refuse names and seeds of grids that are more than one word of a command.
+
+    `read_params` has refused such names of settings, methods and sweeps.
+    """
+    for grid in ("tour", *GRIDS):
+        if grid not in params:
+            continue
+        axes, where = _check_axes(params, grid, AXES), f"{params['file']}: {grid}"
+        for axis in ("setting", "method"):
+            for name in axes[axis]:
+                require_name(f"{where}.{axis}", name)
+        for seeds in axes["seeds"]:
+            parse_seeds(seeds)
+
+
 def require_name(where: str, name: object) -> None:
     """Refuse a name with other characters than letters, digits and underscores."""
     if not (isinstance(name, str) and re.fullmatch("[A-Za-z0-9_]+", name)):

@@ -56,9 +56,10 @@ class Split:
 class Network:
     """An encoder and a linear head over all classes of the data."""
 
-    kind: Literal["mlp", "cnn", "lenet", "resnet18", "swin_t"]
-    features: int = 64  # width of the last hidden layer (mlp, cnn)
-    channels: tuple[int, ...] = (16, 32)  # cnn: one 5 x 5 convolution with pooling each
+    kind: Literal["mlp", "cnn", "lenet", "resnet18", "swin_t", "fcn"]  # fcn: a class per pixel
+    features: int = 64  # width of the last hidden layer (mlp, cnn, fcn)
+    # cnn: one 5 x 5 convolution with pooling each; fcn: at the full and at half the size
+    channels: tuple[int, ...] = (16, 32)
     norm: Literal["none", "batch", "group"] = "none"
     stem: Literal["published", "small"] = "published"  # resnet18: 7 x 7 / 2 and pooling, or 3 x 3
     pretrained: str | None = None  # a file of weights, in the folder of downloads or absolute
@@ -72,7 +73,7 @@ class Network:
             require_at_least(self, 1, "micro_batch_size")
         if not self.channels or min(self.channels) < 1:
             raise invalid("channels", list(self.channels), "at least one number above 0")
-        if self.kind in ("mlp", "lenet", "swin_t") and self.norm != "none":
+        if self.kind in ("mlp", "lenet", "swin_t", "fcn") and self.norm != "none":
             raise invalid("norm", self.norm, f"'none', as kind is {self.kind!r}")
         if self.kind == "resnet18" and self.norm == "none":
             raise invalid("norm", self.norm, "'batch' or 'group', as kind is 'resnet18'")

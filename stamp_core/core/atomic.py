@@ -1,10 +1,14 @@
 """Files and folders that are replaced whole: a reader finds the old or the new, never a part."""
 
+import errno
 import os
 import shutil
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import psutil
 
 
 @contextmanager
@@ -13,7 +17,7 @@ def replacing(path: Path, flush: bool = True) -> Iterator[Path]:
 
     Without `flush`, which takes milliseconds, a power failure soon after may leave it damaged.
     """
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part = _scratch(path)
     try:
         with naming(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -42,9 +46,10 @@ def naming(path: Path) -> Iterator[None]:
 @contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
     """A scratch folder beside `folder` that takes its place when the context ends without error."""
-    for left in folder.parent.glob(f"{folder.name}.*.part"):  # by a process that was killed
-        shutil.rmtree(left)
-    part = folder.with_name(f"{folder.name}.{os.getpid()}.part")
+    for left in folder.parent.glob(f"{folder.name}.*.part"):
+        if not psutil.pid_exists(int(left.name.split(".")[-3])):  # it was killed
+            shutil.rmtree(left)
+    part = _scratch(folder)
     try:
         with naming(folder):
             part.mkdir(parents=True)
@@ -52,11 +57,29 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
             for path in part.iterdir():
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
-            if folder.exists():
-                shutil.rmtree(folder)
-            part.rename(folder)
+            _rename_over(part, folder)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _scratch(path: Path) -> Path:
+    """A name beside `path` that no other thread of any process uses."""
+    return path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.part")
+
+
+def _rename_over(part: Path, folder: Path) -> None:
+    """Give a folder the name of another one, which is deleted; others may do so meanwhile."""
+    before = part.with_name(f"{part.stem}-before.part")
+    while True:
+        try:
+            part.rename(folder)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        with suppress(FileNotFoundError):  # another process was first
+            folder.rename(before)
+            shutil.rmtree(before)
 
 
 def set_aside(path: Path, aside: Path) -> Path:

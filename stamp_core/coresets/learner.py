@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 from torch.func import functional_call, grad, vmap
 
-from stamp_core.models.flat import FlatModel
+from stamp_core.models.flat import FlatModel, in_flat_order
 from stamp_core.models.networks import Classifier, set_train_mode
 
 Normalise = Callable[[Tensor], Tensor]  # uint8 images -> inputs of the network
@@ -82,6 +82,7 @@ class Learner:
 def per_sample_gradients(network: Classifier, images: Tensor, labels: Tensor) -> Tensor:
     """The gradient of each image's cross-entropy with respect to all parameters.  # [N, P]
 
+    In the order of the flat vector.
     In evaluation mode: with the statistics of a batch no image has a gradient of its own.
     In float32 whatever the network's precision: vmap does not mix types.
     """
@@ -96,7 +97,8 @@ def per_sample_gradients(network: Classifier, images: Tensor, labels: Tensor) ->
 
     gradients = vmap(grad(loss), in_dims=(None, 0, 0), chunk_size=CHUNK)(values, images, labels)
     Classifier.differentiated = counted + len(images)  # vmap passes many images as one
-    return torch.cat([gradients[name].flatten(1) for name in values], dim=1)
+    pairs = ((gradients[name], value) for name, value in values.items())
+    return torch.cat([in_flat_order(*pair).flatten(1) for pair in pairs], dim=1)
 
 
 @torch.no_grad()

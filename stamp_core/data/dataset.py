@@ -43,6 +43,7 @@ class ImageArrays:
     domains: tuple[str, ...] = ("all",)
     domain_train: Numbers | None = None  # [N], indices into `domains`
     domain_test: Numbers | None = None
+    masks: bool = False  # whether the last channel is the mask of an image, as in ImageDataset
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +60,17 @@ class ImageDataset:
     domain_train: Tensor  # int64 [N]
     domain_test: Tensor
     digest: str  # sha256 over all arrays and names
-    mean: Tensor  # float32 [C], of the training pixels in 0..1
+    mean: Tensor  # float32 [C], of the training pixels in 0..1, masks left out
     std: Tensor  # 1 for a constant channel, so that dividing by it is safe
+    # Whether the last channel is no colour but the class of each pixel, or their number L where
+    # there is none. Masks for training show the class of an image alone, those for testing all.
+    masks: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of an image without its mask."""
+        channels, height, width = self.x_train.shape[1:]
+        return channels - self.masks, height, width
 
     def __repr__(self) -> str:
         """The numbers of images, their shape, the classes and domains."""
@@ -150,9 +160,10 @@ def _make_arrays(module: ModuleType, options: object, name: str) -> tuple[NamedA
         if arrays[f"domain_{subset}"] is None:
             arrays[f"domain_{subset}"] = np.zeros(len(arrays[f"x_{subset}"]), np.int64)
     _check_arrays(arrays, images, name)
-    x = images.x_train
+    x = images.x_train[:, :-1] if images.masks else images.x_train
     arrays |= cache.channel_moments(cache.channel_sums(x), x[:, 0].size)
-    return arrays, [list(images.classes), list(images.domains)]
+    names = [list(images.classes), list(images.domains)]
+    return arrays, [*names, ["mask"]] if images.masks else names
 
 
 def _check_arrays(arrays: NamedArrays, images: ImageArrays, name: str) -> None:
@@ -167,6 +178,9 @@ def _check_arrays(arrays: NamedArrays, images: ImageArrays, name: str) -> None:
                 raise array_error(name, key, y, f"int64 [{len(x)}]")
             if y.min() < 0 or y.max() >= len(names):
                 raise ValueError(f"{name}: {key} must be in 0..{len(names) - 1}, as for its names")
+        if images.masks and x[:, -1].max() > len(images.classes):
+            right = f"0..{len(images.classes)}, the last one for pixels of no class"
+            raise ValueError(f"{name}: the masks in x_{subset} must be in {right}")
     if images.x_train.shape[1:] != images.x_test.shape[1:]:
         raise array_error(name, "x_test", images.x_test, f"like x_train {images.x_train.shape}")
 
@@ -176,6 +190,6 @@ def _open(folder: Path, name: str) -> ImageDataset:
     arrays, meta = cache.read_arrays(folder)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-        tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
-    classes, domains = tuple(meta["classes"]), tuple(meta["domains"])
-    return ImageDataset(name, classes=classes, domains=domains, digest=meta["digest"], **tensors)
+        parts: dict[str, Any] = {key: torch.from_numpy(array) for key, array in arrays.items()}
+    parts |= {key: tuple(meta[key]) for key in ("classes", "domains")}
+    return ImageDataset(name, digest=meta["digest"], masks="channels" in meta, **parts)

@@ -2,21 +2,25 @@
 
     run.safetensors  the server's state, the progress, and how much of the journal counts
     journal.jsonl    a line per round: its entry in the history, and where changed states are
-    states/          the clients' states and the results
+    states/          the clients' states, unless they are kept elsewhere, and the results
 
 A round writes what has changed in it, whatever the number of clients and of earlier rounds. A
 process that is killed at any moment leaves it whole. What takes less than WORTH_A_FLUSH is not
 flushed to the disk: after a power failure a run of such short rounds may have to start afresh.
+One process at a time uses the folder, by a lock beside it that ends with the process.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import astuple, dataclass
+from operator import is_not
 from pathlib import Path
 
 from stamp_core.core.atomic import set_aside
@@ -42,12 +46,23 @@ class Journal:
 
 
 class Checkpoint:
-    """The folder of one run, which after any failure holds its complete old or new state."""
+    """The folder of one run, which after any failure holds its complete old or new state.
 
-    def __init__(self, resume: Path, name: str, seed: int, identity: Mapping[str, str]) -> None:
+    `client_states` is the store of the clients' states, if it is not the folder's own.
+    """
+
+    def __init__(
+        self,
+        resume: Path,
+        name: str,
+        seed: int,
+        identity: Mapping[str, str],
+        client_states: Store | None = None,
+    ) -> None:
         self.folder, self.identity = checkpoint_folder(resume, name, seed), dict(identity)
         self.file, self.lines = self.folder / "run.safetensors", self.folder / "journal.jsonl"
         self.store = state_store(resume, name, seed)
+        self.client_states = client_states or self.store
         self.journal, self.evaluated = Journal(), True
         self.saved: dict[int, Stored] = {}  # clients' states and results
         self.named = Counter[str]()  # how many of them have a digest
@@ -56,10 +71,11 @@ class Checkpoint:
         """Write what has changed; the results only if there was an evaluation."""
         self.evaluated |= evaluated  # or one whose results could not be written
         changed, clients = {}, state["clients"]
-        for client, kept in enumerate(clients):
-            if kept is not self.saved.get(client):
-                stored = kept if isinstance(kept, Stored) else self.store.put(kept, flush)
-                changed[client] = clients[client] = stored
+        differ = map(is_not, clients, map(self.saved.get, range(len(clients))))
+        for client in [client for client, differs in enumerate(differ) if differs]:
+            kept = clients[client]
+            stored = kept if isinstance(kept, Stored) else self.store.put(kept, flush)
+            changed[client] = clients[client] = stored
         if self.evaluated:
             results = {name: state[name] for name in RESULTS}
             changed[OF_RESULTS] = self.store.put(results, flush)
@@ -103,7 +119,7 @@ class Checkpoint:
         return self.journal.extended(line, len(history))
 
     def _read_parts(self, tree: Tree) -> Tree:
-        """The whole state of a saved tree; every file is verified."""
+        """The whole state of a saved tree; every part is verified."""
         expected, history = Journal(*tree.pop("journal")), list[Tree]()
         for line in self.lines.read_bytes()[: expected.size].splitlines(keepends=True):
             content = json.loads(line)
@@ -112,10 +128,10 @@ class Checkpoint:
             self.journal = self.journal.extended(line, len(content["history"]))
         if self.journal != expected:
             raise ValueError(f"the digest of {self.lines.name} does not fit its content")
-        for digest in self.named:
-            self.store.get(digest)
         results = self.store.get(self.saved[OF_RESULTS].digest)
         clients = [self.saved[client] for client in range(len(self.saved) - 1)]
+        for digest in {kept.digest for kept in clients}:
+            self.client_states.verify(digest)
         self.evaluated = False
         return {**tree, **results, "clients": clients, "history": history}
 
@@ -138,6 +154,38 @@ class Checkpoint:
         self.named.clear()
         text = f"checkpoint {self.folder} {why}; kept as {aside.name}, starting afresh"
         warnings.warn(text, stacklevel=3)
+
+
+@contextmanager
+def sole_user(resume: Path | None, name: str, seeds: Iterable[int]) -> Iterator[Path | None]:
+    """A context in which no other process uses the checkpoints of these runs: their folder.
+
+    None if another one does: this one trains without checkpoints, with a warning.
+    """
+    with ExitStack() as locks:
+        try:
+            for seed in seeds:
+                locks.enter_context(locked(resume, name, seed) if resume else nullcontext())
+        except BlockingIOError:
+            text = f"another process trains {name}: this one trains it without checkpoints"
+            warnings.warn(text, stacklevel=4)
+            resume = None
+        yield resume
+
+
+@contextmanager
+def locked(resume: Path, name: str, seed: int) -> Iterator[None]:
+    """A context with the lock of a run's checkpoint; BlockingIOError if a process has it."""
+    resume.mkdir(parents=True, exist_ok=True)
+    path = resume / f".{name}-{seed}.lock"
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not path.exists() or path.stat().st_ino != os.fstat(file.fileno()).st_ino:
+            raise BlockingIOError  # who had it has just deleted the file
+        try:
+            yield
+        finally:
+            path.unlink()
 
 
 def checkpoint_folder(resume: Path, name: str, seed: int) -> Path:

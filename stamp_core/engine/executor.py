@@ -23,7 +23,7 @@ from torch import Tensor
 
 from stamp_core.client.diagnostics import temporal_angles
 from stamp_core.client.workspace import RoundId, Workspace
-from stamp_core.config.decode import invalid
+from stamp_core.config.decode import invalid, unknown_name
 from stamp_core.config.schema import Setting
 from stamp_core.core.devices import device_peak, reset_device_peak
 from stamp_core.core.processes import follow_parent
@@ -35,7 +35,7 @@ from stamp_core.methods.base.method import ClientRound, Message, Method, Reply, 
 from stamp_core.models.networks import Classifier
 
 _T = TypeVar("_T")
-Kept = State | Stored  # a client's state, or where it is on disk
+Kept = State | Stored  # a client's state, or its name in a store
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "ALLOC_FAILED")  # in torch's errors
 
 
@@ -100,6 +100,7 @@ class Worker:
         reset_device_peak(self.work.device)
         start, before = time.perf_counter(), Classifier.differentiated
         reply = self.method.train_client(client_round)
+        require_on_cpu(reply.message)
         seconds, images = time.perf_counter() - start, Classifier.differentiated - before
         peak = device_peak(self.work.device)
         scores, angles = self.diagnose(round_id) if round_id.last else (None, {})
@@ -129,7 +130,7 @@ class Worker:
     def extract_features(self, message: Message, indices: Tensor) -> Tensor:
         """Features of some test images under the model in `message`.  # float16 [n, D]"""
         self.work.model.load(message["parameters"], message["buffers"])
-        images = self.work.dataset.x_test[indices]
+        images = self.work.test_images(indices)
         return self.work.outputs(images, self.work.classifier.encode).half()
 
     def evaluate_client(
@@ -144,6 +145,13 @@ class Worker:
         return self.work.score(  # [scorings, 1, T]
             plan, [round_id.client], round_id.experience, nearest_mean=True
         )
+
+
+def require_on_cpu(message: Message) -> None:
+    """Refuse a message that is on a device: in another process there is no such tensor."""
+    for name, tensor in message.items():
+        if tensor.device.type != "cpu":
+            raise TypeError(f"message.{name} is on {tensor.device}; it must be on the CPU: .cpu()")
 
 
 Call = Callable[[Worker], _T]  # partial(Worker.evaluate, seed=0, ...): checked by mypy
@@ -228,7 +236,7 @@ class Executor(Protocol):
     """Where clients run."""
 
     def map(self, calls: Iterable[Call[_T]]) -> list[_T]:
-        """The results of the calls, in order."""
+        """The results of the calls, in order; of client rounds those that were finished."""
         ...
 
     def close(self) -> None:
@@ -251,6 +259,10 @@ def start_executor(
     of_worker = experiment, plans, device, resume
     worker, name = Worker(*of_worker), os.environ.get("STAMP_EXECUTOR", "")
     if name:  # by name: its code changes no result, so no run's identity depends on it
+        modules = Path(__file__).parent.glob("*_executor.py")
+        known = [path.stem.removesuffix("_executor") for path in modules]
+        if name not in known:
+            raise unknown_name("$STAMP_EXECUTOR", name, known)
         module = importlib.import_module(f"{__package__}.{name}_executor")
         elsewhere: Executor = module.start(workers, *of_worker)
         return worker, elsewhere

@@ -20,6 +20,7 @@ from stamp_core.config.params import (
     read_setting,
 )
 from stamp_core.config.schema import Setting
+from stamp_core.core.devices import weights_format
 from stamp_core.core.fingerprint import PACKAGE, combined_fingerprint
 from stamp_core.data.dataset import ImageDataset, load_dataset, source_options
 from stamp_core.data.split import Plan, make_plan
@@ -65,6 +66,7 @@ class Experiment:
             "code": self.code(),
             "torch": torch.__version__,
             "device": f"{torch.device(device).type} {platform.machine()}",
+            "layout": str(weights_format(torch.device(device))),  # of flat vectors
             **({} if weights is None else {"pretrained": weights}),
             **getattr(self.params, "file_digests", dict)(),  # of files that the method reads
         }

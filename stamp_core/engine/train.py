@@ -8,7 +8,7 @@ import shutil
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,13 @@ from stamp_core.core.devices import device_name, resolve_device
 from stamp_core.core.progress import Progress
 from stamp_core.core.seeding import generator
 from stamp_core.data.split import Plan
-from stamp_core.engine.checkpoint import WORTH_A_FLUSH, Checkpoint, checkpoint_folder
+from stamp_core.engine.checkpoint import (
+    WORTH_A_FLUSH,
+    Checkpoint,
+    checkpoint_folder,
+    locked,
+    sole_user,
+)
 from stamp_core.engine.executor import (
     ClientResult,
     Executor,
@@ -38,10 +44,12 @@ from stamp_core.engine.executor import (
 )
 from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.trees import Stored
-from stamp_core.methods.base.method import Log, Message
+from stamp_core.methods.base.method import Log, Message, Reply
 from stamp_core.models.flat import split_like
 from stamp_core.results.metrics import micro_average
-from stamp_core.results.records import SCORINGS, Record, tree_bytes
+from stamp_core.results.records import Record, tree_bytes
+
+Start = Callable[[Experiment, Mapping[int, Plan], int, str, Path | None], tuple[Worker, Executor]]
 
 
 def train(
@@ -50,21 +58,25 @@ def train(
     workers: int = 1,
     device: str = "auto",
     resume: Path | None = None,
+    start: Start = start_executor,
 ) -> dict[int, Record]:
     """The records of an experiment, one for each seed's plan.
 
     With a folder `resume` every round is saved there, and a killed training resumes from there
     when it is called again. `workers` 0 is one process per core; results never depend on it.
+    `start` returns this process's worker and where the clients run.
     """
     device = resolve_device(device)
     count = resolve_workers(workers, device)
-    worker, executor = start_executor(experiment, plans, count, device, resume)
-    try:
-        runs = [Run(experiment, plan, worker, executor, resume) for plan in plans.values()]
-        with Progress(sum(r.rounds for r in runs), sum(r.state["next"] for r in runs)) as progress:
-            return _train_side_by_side(runs, progress)
-    finally:
-        executor.close()
+    with sole_user(resume, experiment.name, plans) as folder:
+        worker, executor = start(experiment, plans, count, device, folder)
+        try:
+            runs = [Run(experiment, plan, worker, executor, folder) for plan in plans.values()]
+            total, done = sum(r.rounds for r in runs), sum(r.state["next"] for r in runs)
+            with Progress(total, done) as progress:
+                return _train_side_by_side(runs, progress)
+        finally:
+            executor.close()
 
 
 def save_records(records: Mapping[int, Record], folder: Path, resume: Path | None = None) -> None:
@@ -72,14 +84,18 @@ def save_records(records: Mapping[int, Record], folder: Path, resume: Path | Non
     for seed, record in records.items():
         record.save(folder / str(seed))
     for seed, record in records.items():
-        if resume and (checkpoint := checkpoint_folder(resume, record.name, seed)).exists():
-            remove_checkpoint(checkpoint)
+        if resume and checkpoint_folder(resume, record.name, seed).exists():
+            remove_checkpoint(resume, record.name, seed)
 
 
-def remove_checkpoint(folder: Path) -> None:
+def remove_checkpoint(resume: Path, name: str, seed: int) -> None:
     """Delete the folder of a finished run; if that fails, warn: its record is saved."""
+    folder = checkpoint_folder(resume, name, seed)
     try:
-        shutil.rmtree(folder)
+        with locked(resume, name, seed):
+            shutil.rmtree(folder)
+    except BlockingIOError:  # another process trains the same: it will delete the folder
+        pass
     except OSError as error:
         warnings.warn(f"checkpoint {folder} of a finished run stays: {error}", stacklevel=3)
 
@@ -102,9 +118,11 @@ class Run:
         self.identity = experiment.identity(plan, str(worker.work.device))
         self.checkpoint: Checkpoint | None = None
         if resume:
-            self.checkpoint = Checkpoint(resume, experiment.name, plan.seed, self.identity)
+            of_run = resume, experiment.name, plan.seed, self.identity
+            self.checkpoint = Checkpoint(*of_run, worker.stores[plan.seed])
         saved = self.checkpoint.load() if self.checkpoint else None
         self.state = saved or self.initial_state()
+        self.disk = [kept_bytes(kept) for kept in self.state["clients"]]
         self.saving, self.stop = 0.0, False
         if not saved:
             self.save(evaluated=True, flush=False)  # a warm-up is kept as well
@@ -116,7 +134,8 @@ class Run:
         start = time.perf_counter()
         server, clients, down, up = self.worker.run(partial(Worker.initial_states, seed=self.seed))
         setup = {"down": down, "up": up, "seconds": time.perf_counter() - start}
-        shape = (len(SCORINGS), self.plan.experiences, len(clients), self.plan.tasks)
+        scorings = len(self.worker.work.scorings)
+        shape = (scorings, self.plan.experiences, len(clients), self.plan.tasks)
         scores = {model: torch.full(shape, torch.nan) for model in ("global", "personal", "local")}
         scores["initial"] = self.worker.run(
             partial(Worker.evaluate, seed=self.seed, experience=0, message=global_model(server))
@@ -155,13 +174,16 @@ class Run:
         clock.append(time.perf_counter())
         with self.worker.lock:  # one seed at a time uses this process's live model
             before, log = state["server"], Log()
-            state["server"] = self.method.aggregate(before, [r.reply for r in results], log)
-        for client, result in zip(completing, results, strict=True):
-            state["clients"][client] = result.state
+            replies = self.method.gather([result.reply for result in results])
+            state["server"] = self.method.aggregate(before, replies, log)
+        for result in results:
+            client = result.reply.client
+            state["clients"][client], self.disk[client] = result.state, kept_bytes(result.state)
         clock.append(time.perf_counter())
-        angles = self.angles(before, results)
+        angles = self.angles(before, replies, [result.angles for result in results])
+        del replies  # they may fill the device
         if last:
-            self.evaluate(experience, completing, results)
+            self.evaluate(experience, results)
         clock.append(time.perf_counter())
         entry = self.history_entry(experience, round_, messages, results, clock)
         logs = [*(result.reply.log for result in results), log]
@@ -182,22 +204,25 @@ class Run:
         server, method = self.state["server"], self.method
         return method.participants(selected, server), method.participants(completing, server)
 
-    def angles(self, before: Mapping[str, Any], results: list[ClientResult]) -> dict[str, float]:
+    def angles(
+        self, before: Mapping[str, Any], replies: list[Reply], temporal: list[dict[str, float]]
+    ) -> dict[str, float]:
         """Angles between the clients' updates and, where recorded, between each client's tasks."""
-        found = [result.angles for result in results]
-        messages = [result.reply.message for result in results if result.reply.sgd_steps]
+        messages = [reply.message for reply in replies if reply.sgd_steps]
         received = [message["parameters"] for message in messages if "parameters" in message]
-        if received and "global" in self.models:
-            after = self.state["server"]["parameters"]
-            found.append(spatial_angles(before["parameters"], after, received))
-        return mean_by_name(found)
+        if not received or "global" not in self.models:
+            return mean_by_name(temporal)
+        start, end = (
+            server["parameters"].to(received[0].device) for server in (before, self.state["server"])
+        )
+        return mean_by_name([*temporal, spatial_angles(start, end, received)])
 
-    def evaluate(self, experience: int, completing: list[int], results: list[ClientResult]) -> None:
+    def evaluate(self, experience: int, results: list[ClientResult]) -> None:
         """Fill in the accuracies after an experience, of all models that the method has."""
         scores, message = self.state["scores"], global_model(self.state["server"])
-        for client, result in zip(completing, results, strict=True):
+        for result in results:
             if result.scores is not None:
-                scores["local"][:, experience, client] = result.scores[:, 0]
+                scores["local"][:, experience, result.reply.client] = result.scores[:, 0]
         if "global" in self.models and self.has_local_buffers():
             scores["global"][:, experience] = self.evaluate_clients(experience, personal=False)
         elif "global" in self.models:
@@ -269,7 +294,7 @@ class Run:
                 "process": max([peak_memory(), *(result.memory for result in results)]),
                 "gpu": max([0, *(result.gpu for result in results)]),
             },
-            "disk": max(map(kept_bytes, self.state["clients"])),  # of the client that keeps most
+            "disk": max(self.disk),  # of the client that keeps most
         }
 
     def save(self, evaluated: bool, flush: bool) -> None:
@@ -297,6 +322,8 @@ class Run:
 
     def record(self) -> Record:
         """The record of the finished run."""
+        work = self.worker.work
+        graphs = self.method.captures and work.graphs.usable(self.training.batch_size)
         about = {
             **self.experiment.resolved(),
             "group": self.experiment.kind.group,
@@ -306,7 +333,8 @@ class Run:
             "identity": self.identity,
             "environment": {
                 "python": platform.python_version(),
-                "device": device_name(self.worker.work.device),
+                "device": device_name(work.device),
+                "steps": "graphs" if graphs else "eager",  # of local training, on whole batches
                 "cores": os.cpu_count(),
             },
         }
@@ -340,7 +368,10 @@ class Run:
         return [{**samples, "experiences": torch.full_like(samples["labels"], experience)}]
 
     def weights(self) -> dict[str, Any]:
-        """The final global model's tensors by name; none where there is no global model."""
+        """The final global model's tensors by name; none where there is no global model.
+
+        As torch has them, on any device: a convolution's are O, I, H, W.
+        """
         if "global" not in self.models:
             return {}
         module, server = self.worker.work.model.module, self.state["server"]
@@ -350,7 +381,9 @@ class Run:
             (dict(module.named_buffers()), server["buffers"]),
         ):
             values = split_like(vector, list(named.values()))
-            weights.update({name: v.numpy() for name, v in zip(named, values, strict=True)})
+            weights.update(
+                {name: v.contiguous().numpy() for name, v in zip(named, values, strict=True)}
+            )
         return weights
 
 

@@ -38,8 +38,8 @@ class Store:
 
     def put(self, tree: Tree, flush: bool = True) -> Stored:
         """Write a tree, unless an equal one is there."""
-        text, arrays = _take_apart(tree)
-        digest = _digest(text, arrays)
+        text, arrays = take_apart(tree)
+        digest = tree_digest(text, arrays)
         if not self.path(digest).exists():
             _write(self.path(digest), arrays, {"tree": text, "digest": digest}, flush)
         return Stored(digest, tree_bytes(tree))
@@ -51,6 +51,10 @@ class Store:
         if header["digest"] != digest:
             raise ValueError(f"{path.name} holds another tree")
         return tree
+
+    def verify(self, digest: str) -> None:
+        """Refuse a tree that is absent or altered."""
+        self.get(digest)
 
     def path(self, digest: str) -> Path:
         """The file of a tree."""
@@ -65,8 +69,12 @@ class Store:
 
 def write_tree(path: Path, tree: Tree, identity: Mapping[str, str], flush: bool = True) -> None:
     """Write a tree; after any failure `path` holds the complete old or new one."""
-    text, arrays = _take_apart(tree)
-    header = {"tree": text, "identity": json.dumps(dict(identity)), "digest": _digest(text, arrays)}
+    text, arrays = take_apart(tree)
+    header = {
+        "tree": text,
+        "identity": json.dumps(dict(identity)),
+        "digest": tree_digest(text, arrays),
+    }
     _write(path, arrays, header, flush)
 
 
@@ -75,9 +83,9 @@ def read_tree(path: Path) -> tuple[Tree, dict[str, str]]:
     with safe_open(path, framework="numpy") as file:
         header = file.metadata() or {}
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    if _digest(header["tree"], arrays) != header["digest"]:
+    if tree_digest(header["tree"], arrays) != header["digest"]:
         raise ValueError(f"the digest of {path.name} does not fit its content")
-    return _unflatten(json.loads(header["tree"]), arrays), header
+    return put_together(header["tree"], arrays), header
 
 
 def _write(path: Path, arrays: Arrays, header: dict[str, str], flush: bool) -> None:
@@ -85,10 +93,24 @@ def _write(path: Path, arrays: Arrays, header: dict[str, str], flush: bool) -> N
         scratch.write_bytes(to_bytes(arrays, header))
 
 
-def _take_apart(tree: Tree) -> tuple[str, Arrays]:
+def take_apart(tree: Tree) -> tuple[str, Arrays]:
     """A tree as JSON and its tensors."""
     arrays: Arrays = {}
     return json.dumps(_flatten(tree, arrays, "state")), arrays
+
+
+def put_together(text: str, arrays: Arrays) -> Any:
+    """The inverse of `take_apart`."""
+    return _unflatten(json.loads(text), arrays)
+
+
+def tree_digest(text: str, arrays: Arrays) -> str:
+    """The sha256 over the whole content of a tree that was taken apart."""
+    total = hashlib.sha256(text.encode())
+    for name in sorted(arrays):
+        total.update(f"{name} {arrays[name].dtype} {arrays[name].shape}".encode())
+        total.update(np.ascontiguousarray(arrays[name]).data if arrays[name].size else b"")
+    return total.hexdigest()
 
 
 def _flatten(tree: object, arrays: Arrays, where: str) -> Any:
@@ -115,12 +137,3 @@ def _unflatten(tree: Any, arrays: Arrays) -> Any:
             return torch.from_numpy(arrays[tree["tensor"]])
         return {key: _unflatten(item, arrays) for key, item in tree.items()}
     return [_unflatten(item, arrays) for item in tree] if isinstance(tree, list) else tree
-
-
-def _digest(text: str, arrays: Arrays) -> str:
-    """The sha256 over the whole content of a checkpoint."""
-    total = hashlib.sha256(text.encode())
-    for name in sorted(arrays):
-        total.update(f"{name} {arrays[name].dtype} {arrays[name].shape}".encode())
-        total.update(np.ascontiguousarray(arrays[name]).data if arrays[name].size else b"")
-    return total.hexdigest()

@@ -14,7 +14,7 @@ from stamp_core.methods.base.distillation import soft_cross_entropy
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Log, Message, Reply, State
 from stamp_core.methods.base.task_server import PREFIX, TaskServer, pack_bits, unpack_bits
 from stamp_core.models.adam import FlatAdam
-from stamp_core.models.flat import FlatModel, FlatSGD, weighted_average
+from stamp_core.models.flat import FlatModel, FlatSGD
 from stamp_core.models.flow import Flow, Scale, build_flow
 from stamp_core.models.networks import set_train_mode
 
@@ -118,7 +118,7 @@ class AFFCL(TaskServer):
         if not self.params.k_loss_flow or not trained:
             return state
         weights = [float(reply.samples) for reply in trained]
-        return {**state, "flow": weighted_average([r.message["flow"] for r in trained], weights)}
+        return {**state, "flow": self.work.average([r.message["flow"] for r in trained], weights)}
 
     # --- a client
 

@@ -42,10 +42,11 @@ class AGem(Rehearsal):
         """Remove the conflict with the gradient on a sample of exemplars of other tasks."""
         if not len(client_round.scratch["past"]):
             return
-        memory, sample = client_round.state["memory"], self.sample(client_round)
+        images, labels = self.remembered(client_round)
+        sample = self.sample(client_round).to(images.device)
         with client_round.log.clock("agem"):
-            images = self.work.normalise(memory["images"][sample])
-            reference = exemplar_gradient(self.work, images, memory["labels"][sample])
+            inputs = self.work.normalise(images[sample])
+            reference = exemplar_gradient(self.work, inputs, labels[sample])
             projection = remove_conflict(self.work.model.gradients, reference)
         apply_projection(self, client_round, projection, "agem")
 

@@ -13,7 +13,7 @@ from stamp_core.client.personalisation import plain_batches
 from stamp_core.client.workspace import Workspace
 from stamp_core.config.decode import invalid, require_above, require_at_least
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Method, State
-from stamp_core.models.flat import flatten
+from stamp_core.models.flat import flatten_like
 
 RECENT = 10  # epochs whose losses decide whether the weights have converged
 NOT_CONVERGED = "aggregation weights: not converged within max_epochs"
@@ -104,7 +104,8 @@ class FedALA(Method):
         lr = self.params.lr_product / training.lr  # not 0: then own and received model are equal
         for images, labels in plain_batches(work, window, training.batch_size):
             loss = F.cross_entropy(work.model.module.eval()(images), labels)  # fixed statistics
-            gradient = flatten(torch.autograd.grad(loss, self.tensors))  # [M]
+            slopes = torch.autograd.grad(loss, self.tensors)
+            gradient = flatten_like(slopes, self.tensors)  # [M]
             weights.sub_(lr * gradient * (received - own)).clamp_(0, 1)
             work.model.parameters[-self.size :] = torch.lerp(own, received, weights)
         return float(loss.detach())

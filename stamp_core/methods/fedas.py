@@ -20,7 +20,6 @@ from stamp_core.methods.base.method import (
     Reply,
     State,
 )
-from stamp_core.models.flat import weighted_average
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class FedAS(Method):
             return server
         weights = self.client_weights(replies, log)
         names = [name for name in replies[0].message if name != "trace"]
-        mean = {n: weighted_average([r.message[n] for r in replies], weights) for n in names}
+        mean = {n: self.work.average([r.message[n] for r in replies], weights) for n in names}
         if "base" in mean:
             head = server["parameters"][self.work.encoder_size :]
             mean["parameters"] = torch.cat([mean.pop("base"), head])
@@ -134,7 +133,7 @@ class FedAS(Method):
         work, indices = self.work, self.train_indices(client_round)
         work.model.parameters[: work.encoder_size] = client_round.state["base"]
         work.model.buffers.copy_(client_round.state["base buffers"])
-        features = work.outputs(work.dataset.x_train[indices], work.classifier.encode)
+        features = work.outputs(work.train_images(indices)[0], work.classifier.encode)
         means, present = class_means(features, work.dataset.y_train[indices])
         table = torch.zeros(work.classes, means.shape[1])
         return table.index_copy(0, present, means).to(work.device)

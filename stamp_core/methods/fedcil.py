@@ -33,7 +33,7 @@ from stamp_core.models.acgan import (
     unchanged_statistics,
 )
 from stamp_core.models.adam import FlatAdam
-from stamp_core.models.flat import FlatModel, FlatSGD, weighted_average
+from stamp_core.models.flat import FlatModel, FlatSGD
 from stamp_core.models.generators import build_seeded
 
 Batch = tuple[Tensor, Tensor]  # normalised images and their labels, on the device
@@ -165,7 +165,7 @@ class FedCIL(TaskServer):
             return state
         weights = [float(reply.samples) for reply in replies]
         mean = {
-            name: weighted_average([reply.message[name] for reply in replies], weights)
+            name: self.work.average([reply.message[name] for reply in replies], weights)
             for name in NETWORKS
         }
         state = {**state, **mean}

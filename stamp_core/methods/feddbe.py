@@ -20,7 +20,6 @@ from stamp_core.methods.base.method import (
     Reply,
     State,
 )
-from stamp_core.models.flat import weighted_average
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class FedDBE(Method):
         if not rounds:
             return initial
         means = [client_round.scratch["mean"].cpu() for client_round in rounds]
-        mean = weighted_average(means, [float(len(r.indices)) for r in rounds])
+        mean = self.work.average(means, [float(len(r.indices)) for r in rounds])
         clients = [{**state, "shared": mean.clone()} for state in initial.clients]
         down, up = mean.nbytes * len(clients), mean.nbytes * len(rounds)
         return InitialStates(initial.server, clients, down, up)
@@ -90,7 +89,7 @@ class FedDBE(Method):
         senders = [reply for reply in replies if "mean" in reply.message]
         if senders:
             samples = [float(reply.samples) for reply in senders]
-            mean = weighted_average([reply.message["mean"] for reply in senders], samples)
+            mean = self.work.average([reply.message["mean"] for reply in senders], samples)
             return {**averaged, "mean": mean, "informed": []}
         if "mean" not in server:
             return averaged

@@ -24,7 +24,6 @@ from stamp_core.methods.base.method import (
     Reply,
     State,
 )
-from stamp_core.models.flat import weighted_average
 from stamp_core.results.records import tree_bytes
 
 
@@ -70,6 +69,7 @@ class FedL2P(Method):
     models: tuple[str, ...] = ("global", "personal", "local")
     neutral: ClassVar[dict[str, Any]] = {"outer_steps": 0}
     group = "personalised"
+    captures = True
 
     def __init__(self, params: FedL2PParams, work: Workspace) -> None:
         super().__init__(params, work)
@@ -119,7 +119,7 @@ class FedL2P(Method):
         if not replies:
             return averaged
         weights = [float(self.held_out(reply.samples)) for reply in replies]
-        meta = weighted_average([reply.message["meta"] for reply in replies], weights)
+        meta = self.work.average([reply.message["meta"] for reply in replies], weights)
         return {**averaged, "meta": meta}
 
     def held_out(self, samples: int) -> int:

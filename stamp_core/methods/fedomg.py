@@ -24,3 +24,8 @@ class FedOMG(Method):
         """The server's model moved along the matched update; buffers are averaged."""
         averaged = super().aggregate(server, replies, log)
         return match_server(self, averaged, server, replies, log)
+
+    def averaged_vectors(self) -> tuple[str, ...]:
+        """The buffers alone where the parameters are matched."""
+        names = super().averaged_vectors()
+        return names if self.params.spatial is None else names[1:]

@@ -25,6 +25,7 @@ class FedProx(Method):
 
     Params: ClassVar = FedProxParams
     neutral: ClassVar = {"mu": 0.0}
+    captures, step_inputs = True, ("received",)
 
     def __init__(self, params: FedProxParams, work: Workspace) -> None:
         super().__init__(params, work)

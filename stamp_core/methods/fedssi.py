@@ -51,6 +51,7 @@ class FedSSI(Method):
     Params: ClassVar = FedSSIParams
     neutral: ClassVar[dict[str, Any]] = {"fedssi_alpha": 0.0}
     group = "continual"
+    captures, step_inputs = True, ("omega", "anchor")
 
     def __init__(self, params: FedSSIParams, work: Workspace) -> None:
         super().__init__(params, work)

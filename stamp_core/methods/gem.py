@@ -41,11 +41,11 @@ class Gem(Rehearsal):
 
     def train(self, client_round: ClientRound) -> list[Tensor]:
         """Local SGD with the exemplars of each past task, which are normalised only once."""
-        memory, device = client_round.state["memory"], self.work.device
-        past = [task_indices(memory, task) for task in past_tasks(memory, client_round.task)]
+        memory, (images, labels) = client_round.state["memory"], self.remembered(client_round)
+        tasks = past_tasks(memory, client_round.task)
+        past = [task_indices(memory, task).to(images.device) for task in tasks]
         client_round.scratch["past"] = [
-            (self.work.normalise(memory["images"][task]), memory["labels"][task].to(device))
-            for task in past
+            (self.work.normalise(images[task]), labels[task].to(self.work.device)) for task in past
         ]
         return super().train(client_round)
 

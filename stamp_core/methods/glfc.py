@@ -111,7 +111,7 @@ class GLFC(ProxyServer):
         """Whether the received model's entropy on the task's images has jumped since last round."""
         if not len(client_round.indices):
             return False
-        p = self.work.outputs(self.work.dataset.x_train[client_round.indices]).softmax(1)
+        p = self.work.outputs(self.work.train_images(client_round.indices)[0]).softmax(1)
         entropy = float(-(p * (p + LOG_OFFSET).log()).sum(1).mean())
         client_round.scratch["entropy"] = client_round.log.numbers["entropy"] = entropy
         jump: float = entropy - client_round.state["entropy"]

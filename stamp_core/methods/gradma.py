@@ -12,7 +12,7 @@ from stamp_core.matching.gram import Difference, Vector
 from stamp_core.matching.projection import project_gradient
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Log, Method, Reply, State
 from stamp_core.methods.base.projection import apply_projection, log_projection
-from stamp_core.models.flat import flatten, weighted_average
+from stamp_core.models.flat import flatten_like, weighted_average
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,15 @@ class GradMA(Method):
             return server
         momentum = torch.zeros_like(server["parameters"])
         return {**server, "momentum": momentum, "memory": {}, "counts": {}}
+
+    def gather(self, replies: list[Reply]) -> list[Reply]:
+        """The replies as they are: the updates that the server remembers are on the CPU."""
+        return replies
+
+    def averaged_vectors(self) -> tuple[str, ...]:
+        """The buffers alone where the parameters move along the momentum."""
+        names = super().averaged_vectors()
+        return names[1:] if self.params.server else names
 
     def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
         """The server's model moved along the corrected momentum; buffers are averaged."""
@@ -135,5 +144,6 @@ class GradMA(Method):
         """
         self.work.model.parameters.copy_(point)
         loss = self.loss(client_round, *client_round.scratch["batch"])
-        gradient = flatten(torch.autograd.grad(loss, self.work.model.tensors))
+        tensors = self.work.model.tensors
+        gradient = flatten_like(torch.autograd.grad(loss, tensors), tensors)
         return gradient.add_(point, alpha=self.work.training.weight_decay)

@@ -18,7 +18,7 @@ from stamp_core.core.fingerprint import file_digest
 from stamp_core.core.seeding import generator
 from stamp_core.methods.base.inversion import BETAS, Inversion, InversionParams, Synthesis
 from stamp_core.methods.base.method import ClientRound, Log, Message, Reply, State
-from stamp_core.models.flat import FlatModel, FlatSGD, weighted_average
+from stamp_core.models.flat import FlatModel, FlatSGD
 from stamp_core.models.generators import NoisyLabelGenerator, build_seeded
 from stamp_core.models.inversion import MappedClassifier, Outputs
 
@@ -188,7 +188,7 @@ class Lander(Inversion):
         server, trained = {**server, "holders": holders}, [r for r in replies if r.samples]
         if trained:
             weights = [float(reply.samples) for reply in trained]
-            mean = weighted_average([reply.message["map"] for reply in trained], weights)
+            mean = self.work.average([reply.message["map"] for reply in trained], weights)
             server["map"] = torch.lerp(server["map"], mean, self.params.server_lr)
         return super().aggregate(server, replies, log)
 

@@ -9,3 +9,4 @@ class Replay(Rehearsal):
     """Experience replay on every client (Chaudhry et al., 2019: "tiny episodic memories")."""
 
     group: ClassVar = "control"
+    masks: ClassVar = True

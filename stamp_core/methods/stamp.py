@@ -41,11 +41,16 @@ class Stamp(Rehearsal):
 
     Params: ClassVar = StampParams
     neutral: ClassVar = {}
+    masks: ClassVar = True
+    captures = True
 
     def __init__(self, params: StampParams, work: Workspace) -> None:
         super().__init__(params, work)
         if params.alternate and work.training.weight_decay:  # a batch takes two steps
             raise invalid("alternate", True, "false, as training.weight_decay is set")
+        if params.prototype and work.dataset.masks:
+            raise invalid("prototype", params.prototype, "0, as the data have masks")
+        self.captures = not params.prototype  # whose classes and queries depend on the labels
 
     # --- the server
 
@@ -53,6 +58,11 @@ class Stamp(Rehearsal):
         """The server's model moved along the matched update; buffers are averaged."""
         averaged = super().aggregate(server, replies, log)
         return match_server(self, averaged, server, replies, log)
+
+    def averaged_vectors(self) -> tuple[str, ...]:
+        """The buffers alone where the parameters are matched."""
+        names = super().averaged_vectors()
+        return names if self.params.spatial is None else names[1:]
 
     # --- a client
 
@@ -94,8 +104,8 @@ class Stamp(Rehearsal):
         if self.params.temporal.source == "all data":
             indices = client_round.plan.train_indices(self.work.dataset, client_round.client, task)
             return self.work.x_train, self.work.y_train, indices
-        memory = client_round.state["memory"]
-        return memory["images"], memory["labels"], task_indices(memory, task)
+        indices = task_indices(client_round.state["memory"], task)
+        return *self.remembered(client_round), indices
 
     def loss(self, client_round: ClientRound, images: Tensor, labels: Tensor) -> Tensor:
         """The rehearsal loss and the prototypical loss."""

@@ -1,9 +1,11 @@
-"""Encoders and their numbers of features: MLP, CNN, LeNet-5; torchvision's ResNet-18 and Swin-T."""
+"""Encoders and their numbers of features: MLP, CNN, LeNet-5, FCN; ResNet-18 and Swin-T."""
 
 import math
 from collections.abc import Sequence
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from stamp_core.config.decode import invalid
 from stamp_core.config.schema import Network
@@ -34,6 +36,49 @@ def _lenet(network: Network, shape: Shape) -> tuple[nn.Module, int]:
     _require_sides(network, shape, 16)
     layers, values = _convolutions(network, (6, 16), shape)
     return nn.Sequential(*layers, *_hidden_layer(values, 120), *_hidden_layer(120, 84)), 84
+
+
+class FCN(nn.Module):
+    """A fully convolutional encoder and decoder: features at half the size of an image.
+
+    Two strides, dilated convolutions at a quarter of the size, and what they give, doubled in
+    size, joined with the map at half the size.
+    """
+
+    def __init__(self, channels: int, widths: Sequence[int], features: int) -> None:
+        super().__init__()
+        first, second = widths
+        self.outer = nn.Sequential(_conv(channels, first), nn.ReLU(), _conv(first, second, 2))
+        self.inner = _conv(second, 2 * second, 2)
+        self.dilated = nn.ModuleList(_conv(2 * second, second, 1, size) for size in (1, 2, 4))
+        self.joined = nn.Conv2d(4 * second, features, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """The features.  # [N, C, H, W] -> [N, D, H / 2, W / 2]"""
+        outer = self.outer(images).relu()
+        inner = self.inner(outer).relu()
+        wide = torch.cat([layer(inner) for layer in self.dilated], 1).relu()
+        joined: Tensor = self.joined(torch.cat([double(wide), outer], 1)).relu()
+        return joined
+
+
+def double(maps: Tensor) -> Tensor:
+    """Maps of twice the height and width, interpolated.  # [N, C, H, W] -> [N, C, 2 H, 2 W]"""
+    return F.interpolate(maps, scale_factor=2, mode="bilinear")
+
+
+def _conv(inputs: int, outputs: int, stride: int = 1, dilation: int = 1) -> nn.Module:
+    """A 3 x 3 convolution that keeps the size, but for its stride."""
+    return nn.Conv2d(inputs, outputs, 3, stride, dilation, dilation)
+
+
+def _fcn(network: Network, shape: Shape) -> tuple[nn.Module, int]:
+    """An encoder and decoder for a class per pixel."""
+    _require_sides(network, shape, 8, multiple=4)
+    if len(network.channels) != 2:
+        right = "two numbers, as kind is 'fcn': widths at the full and at half the size"
+        raise invalid("network.channels", list(network.channels), right)
+    return FCN(shape[0], network.channels, network.features), network.features
 
 
 def _convolutions(
@@ -104,4 +149,11 @@ def _require_sides(network: Network, shape: Shape, minimum: int, multiple: int =
         raise invalid("network.kind", network.kind, right)
 
 
-ENCODERS = {"mlp": _mlp, "cnn": _cnn, "lenet": _lenet, "resnet18": _resnet18, "swin_t": _swin_t}
+ENCODERS = {
+    "mlp": _mlp,
+    "cnn": _cnn,
+    "lenet": _lenet,
+    "fcn": _fcn,
+    "resnet18": _resnet18,
+    "swin_t": _swin_t,
+}

@@ -9,7 +9,11 @@ from stamp_core.config.schema import Training
 
 
 class FlatModel:
-    """A module whose parameters, gradients and float buffers are views into three vectors."""
+    """A module whose parameters, gradients and float buffers are views into three vectors.
+
+    Each tensor has its place in the order of the module. Its values are in the order in which it
+    was in memory: O, H, W, I for a convolution whose channels are last, else O, I, H, W.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -18,9 +22,9 @@ class FlatModel:
                 child.num_batches_tracked = None
         parameters, buffers = list(module.parameters()), list(module.buffers())
         self.tensors = parameters  # the module's own, in order: collecting them takes time
-        self.parameters = flatten(parameters)  # [P]
+        self.parameters = flatten_like(parameters, parameters)  # [P]
         self.gradients = torch.zeros_like(self.parameters)  # [P]
-        self.buffers = flatten(buffers)  # [B]
+        self.buffers = flatten_like(buffers, buffers)  # [B]
         values = split_like(self.parameters, parameters)
         gradients = split_like(self.gradients, parameters)
         for p, value, gradient in zip(parameters, values, gradients, strict=True):
@@ -31,7 +35,7 @@ class FlatModel:
     def load(self, parameters: Tensor, buffers: Tensor | None = None) -> None:
         """Copy a vector of parameters, and one of buffers if given, into the module."""
         self.parameters.copy_(parameters)
-        if buffers is not None:
+        if buffers is not None and len(buffers):
             self.buffers.copy_(buffers)
 
 
@@ -40,7 +44,12 @@ class FlatSGD:
 
     def __init__(self, model: FlatModel, training: Training) -> None:
         self.model, self.training = model, training
-        self.velocity: Tensor | None = None
+        self.velocity: Tensor | None = None  # [P], from the first step with momentum
+
+    def restart(self) -> None:
+        """Forget the velocity; its address stays, as captured steps need."""
+        if self.velocity is not None:
+            self.velocity.fill_(-0.0)
 
     def step(self) -> None:
         """Take one step along the model's gradients."""
@@ -48,33 +57,47 @@ class FlatSGD:
         if self.training.weight_decay:
             gradient = gradient.add(self.model.parameters, alpha=self.training.weight_decay)
         if self.training.momentum:
-            if self.velocity is None:
-                self.velocity = gradient.clone()
-            else:
-                self.velocity.mul_(self.training.momentum).add_(gradient)
-            gradient = self.velocity
+            if self.velocity is None:  # -0.0 + x is x, even for -0.0
+                self.velocity = torch.full_like(gradient, -0.0)
+            gradient = self.velocity.mul_(self.training.momentum).add_(gradient)
         self.model.parameters.add_(gradient, alpha=-self.training.lr)
 
 
-def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """All values of `tensors` in order, as a new vector."""
+def in_flat_order(values: Tensor, like: Tensor) -> Tensor:
+    """`values` with their axes as a flat vector has those of `like`; axes may precede them."""
+    return values.movedim(-3, -1) if _has_channels_last(like) else values
+
+
+def flatten_like(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
+    """The values of a model's `tensors`, as a new vector in their order; undone by `split_like`."""
     if not tensors:
         return torch.zeros(0)
-    return torch.cat([t.detach().reshape(-1) for t in tensors])
+    pairs = zip(values, tensors, strict=True)
+    return torch.cat([in_flat_order(v.detach(), t).reshape(-1) for v, t in pairs])
 
 
 def split_like(vector: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """Views into `vector` with the shapes of `tensors`, in order."""
     parts = vector.split([t.numel() for t in tensors])
-    return (part.view(t.shape) for part, t in zip(parts, tensors, strict=True))
+    for part, t in zip(parts, tensors, strict=True):
+        shape = in_flat_order(t, t).shape
+        yield part.view(shape).movedim(-1, -3) if _has_channels_last(t) else part.view(shape)
+
+
+def _has_channels_last(tensor: Tensor) -> bool:
+    """Whether a convolution's weights are in memory as O, H, W, I, where it makes a difference."""
+    if tensor.dim() != 4 or tensor.is_contiguous():
+        return False
+    return tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 def weighted_average(vectors: list[Tensor], weights: list[float]) -> Tensor:
     """The weighted mean, added up in float64 in the given order and rounded once.
 
-    So the mean of equal vectors is bit-identical to them, whatever the weights.
+    So the mean of equal vectors is bit-identical to them, whatever the weights. It is computed
+    where the first vector is: the others need not be there all at once.
     """
     total = torch.full_like(vectors[0], -0.0, dtype=torch.float64)  # -0.0 + x is x, even for -0.0
     for vector, weight in zip(vectors, weights, strict=True):
-        total.add_(vector, alpha=weight)
+        total.add_(vector.to(total.device), alpha=weight)
     return total.div_(sum(weights)).to(vectors[0].dtype)

@@ -1,8 +1,9 @@
-"""Networks as an encoder and a linear head over all classes."""
+"""Networks as an encoder and a linear head over all classes, of images or of pixels."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stamp_core.config.schema import Network
 from stamp_core.core.seeding import address
-from stamp_core.models.encoders import ENCODERS, Shape
+from stamp_core.models.encoders import ENCODERS, Shape, double
 from stamp_core.models.pretrained import load_weights
 
 
@@ -27,18 +28,29 @@ class Classifier(nn.Module):
         classes: int,
         precision: str = "float32",
         micro_batch_size: int | None = None,
+        pixels: bool = False,  # whether the features are maps, with a head for each place
     ) -> None:
         super().__init__()
         self.precision, self.micro_batch_size = precision, micro_batch_size
         self.encoder: nn.Module = encoder
-        self.head: nn.Module = nn.Linear(features, classes)
+        self.head: nn.Module = (
+            nn.Conv2d(features, classes, 1) if pixels else nn.Linear(features, classes)
+        )
+        self.pixels = pixels
         # the encoder's batch normalisations in order
         self.norms = tuple(m for m in encoder.modules() if isinstance(m, _BatchNorm))
 
+    def _apply(self, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Move Swin's constants to a device too, which are neither parameters nor buffers."""
+        for module in self.modules():
+            if isinstance(index := getattr(module, "relative_position_index", None), Tensor):
+                module.relative_position_index = change(index)
+        return super()._apply(change, recurse)  # type: ignore[no-untyped-call]
+
     def forward(self, images: Tensor) -> Tensor:
-        """Logits over all classes of the data."""  # [N, C, H, W] -> [N, classes]
+        """Logits over all classes, of images [N, classes] or of pixels [N, classes, H, W]."""
         logits: Tensor = self.head(self.encode(images))
-        return logits
+        return double(logits) if self.pixels else logits
 
     def encode(self, images: Tensor) -> Tensor:
         """Features, computed in micro-batches of at most `micro_batch_size`.  # float32 [N, D]
@@ -97,7 +109,7 @@ def build_network(network: Network, shape: Shape, classes: int, seed: int) -> Cl
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(address(seed, "weights"))
         encoder, features = ENCODERS[network.kind](network, shape)
-        options = network.precision, network.micro_batch_size
+        options = network.precision, network.micro_batch_size, network.kind == "fcn"
         classifier = Classifier(encoder, features, classes, *options)
     load_weights(network, classifier.encoder, classifier.head)
     return classifier

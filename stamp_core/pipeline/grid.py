@@ -94,9 +94,12 @@ def load_sound_record(folder: Path) -> Record | None:
     """The record in a folder, if there is one; a damaged one is set aside, to be made again."""
     if not folder.exists():
         return None
+    found = folder.stat().st_ino
     try:
         return load_record(folder)
     except ValueError as error:
+        if not folder.exists() or folder.stat().st_ino != found:  # another process replaced it
+            return load_sound_record(folder)
         aside = set_aside(folder, RESUME / f"{folder.parent.name}-{folder.name}.aside")
         warnings.warn(f"{error}; kept as {aside.relative_to(ROOT)}", stacklevel=2)
         return None

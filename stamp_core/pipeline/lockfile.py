@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import re
-import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -21,7 +20,6 @@ import yaml
 from stamp_core.core import paths
 from stamp_core.core.atomic import replacing, set_aside
 
-_WRITING = threading.Lock()
 NAMES = ("dvc.lock", "pipelines/paper/dvc.lock")
 
 
@@ -113,8 +111,8 @@ def drop_gone_stages(stages: Collection[str]) -> None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Replace a file whole; one thread of the driver at a time, as they have one scratch file."""
-    with _WRITING, replacing(path) as scratch:
+    """Replace a file whole."""
+    with replacing(path) as scratch:
         scratch.write_bytes(content)
 
 

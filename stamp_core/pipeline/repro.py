@@ -20,7 +20,7 @@ from functools import cache
 from threading import Event
 
 from stamp_core.config.decode import ParameterError
-from stamp_core.config.params import PAPER, expand_grid, read_params
+from stamp_core.config.params import DEFAULT, PAPER, check_names, expand_grid, read_params
 from stamp_core.core.paths import ROOT
 from stamp_core.pipeline.clusters import ClusterError, chosen_cluster, sends_stages
 from stamp_core.pipeline.kernels import serve_kernels
@@ -131,16 +131,24 @@ def dvc(*arguments: str, environment: dict[str, str] | None = None) -> int:
 
 def outdated(stages: Sequence[str]) -> list[str]:
     """Those of some stages that are out of date."""
-    command = ["dvc", "status", "--json", *stages]
-    status = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    return list(json.loads(status.stdout))
+    return list(json.loads(dvc_answer("status", "--json", *stages)))
 
 
 def stage_names() -> set[str]:
     """The names of all stages of dvc.yaml."""
-    command = ["dvc", "stage", "list", "--name-only"]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    return set(done.stdout.split())
+    return set(dvc_answer("stage", "list", "--name-only").split())
+
+
+def dvc_answer(*arguments: str) -> str:
+    """What a DVC command prints; RuntimeError with its own message if it fails."""
+    command = ["dvc", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        message = " ".join(errors) or done.stderr.strip()
+        cure = "what it names below .dvc/cache can be deleted: DVC makes it again"
+        raise RuntimeError(f"`{' '.join(command[:2])}` failed: {message}; {cure}")
+    return done.stdout
 
 
 def run_chunk(stages: Sequence[str], environment: dict[str, str], stop: Event) -> int:
@@ -183,10 +191,14 @@ def main() -> int:
     parser.add_argument("--estimate", action="store_true", help="only say what the setting takes")
     arguments = parser.parse_args()
     try:
+        check_names(read_params(PAPER if arguments.setting else DEFAULT))
         with sole_driver():
             clear_rwlock()
             restore_damaged_files()
             return drive(arguments.setting, arguments.estimate)
+    except (ParameterError, RuntimeError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         restore_damaged_files()
         print("interrupted: finished stages and rounds are kept, the next call goes on")

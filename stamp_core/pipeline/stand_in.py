@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from stamp_core.data import sources
 from stamp_core.data.counts import Counts
@@ -37,6 +36,8 @@ def cut_dataset(dataset: ImageDataset, plan: Plan, per_class: int) -> ImageDatas
     domains, labels = torch.tensor(sorted(pairs)).repeat_interleave(per_class, dim=0).T
     shape = (len(labels), *dataset.x_train.shape[1:])
     x = torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    if dataset.masks:
+        x[:, -1] %= len(dataset.classes) + 1
     train = {"x_train": x, "y_train": labels, "domain_train": domains}
     test = {"x_test": x, "y_test": labels, "domain_test": domains}
     half = torch.full_like(dataset.mean, 0.5)
@@ -67,7 +68,7 @@ def _first_tasks(plan: Plan) -> tuple[Task, ...]:
 
 def _from_counts(name: str, counts: Counts) -> ImageDataset:
     """The labels and domains of `counts`, with pixels that share the memory of one zero."""
-    parts: dict[str, Tensor] = {}
+    parts: dict[str, Any] = {}
     for subset, table in (("train", counts.train), ("test", counts.test)):
         pairs = np.indices(table.shape).reshape(2, -1).repeat(table.ravel(), axis=1)  # [2, N]
         parts[f"domain_{subset}"], parts[f"y_{subset}"] = torch.from_numpy(pairs)

@@ -17,6 +17,8 @@ from stamp_core.core.atomic import replacing_folder
 
 # arg-max over all classes, the seen ones, those of the task; nearest mean of training features
 SCORINGS = ("all", "seen", "task", "nearest mean")
+# with masks: the same with intersection over union of the task's class, then pixel accuracy
+PIXEL_SCORINGS = (*SCORINGS, "pixels")
 ARRAYS = ("scores", "weights", "features", "memory")  # files of a record
 
 
@@ -57,7 +59,7 @@ class Record:
 
     def accuracy(self, model: str = "global", scoring: str = "all") -> np.ndarray:
         """Accuracies after each experience, NaN where undefined.  # [E, U, T]"""
-        accuracies: np.ndarray = self.scores[model][SCORINGS.index(scoring)].astype(float)
+        accuracies: np.ndarray = self.scores[model][PIXEL_SCORINGS.index(scoring)].astype(float)
         return accuracies
 
     def save(self, folder: Path) -> None:

@@ -16,6 +16,7 @@ from stamp_core.config.decode import ParameterError, build, to_plain
 from stamp_core.config.params import (
     PAGES,
     PROFILES,
+    check_names,
     expand_grid,
     parse_seeds,
     read_params,
@@ -92,13 +93,13 @@ SLIPS: list[tuple[str, object, str]] = [
         ONE + "network.kind",
         "cnnn",
         f"{S}.network.kind 'cnnn' is unknown; did you mean 'cnn'? "
-        "known: cnn, lenet, mlp, resnet18, swin_t",
+        "known: cnn, fcn, lenet, mlp, resnet18, swin_t",
     ),
     (
         ONE + "network.kind",
         ["cnn"],
         f"{S}.network.kind ['cnn'] is unknown; did you mean 'cnn'? "
-        "known: cnn, lenet, mlp, resnet18, swin_t",
+        "known: cnn, fcn, lenet, mlp, resnet18, swin_t",
     ),
     (
         ONE + "training.buffers",
@@ -639,3 +640,23 @@ def test_a_name_that_a_shell_or_a_folder_could_take_for_more_is_refused(
     with pytest.raises(ParameterError) as error:
         read_params(root=root)
     assert str(error.value) == f"{where} {name!r} must be of letters, digits and underscores"
+
+
+@pytest.mark.parametrize("name", ["a; touch x #", "a\ntouch x\n", "`x`", "", "../a", None, 1.5])
+@pytest.mark.parametrize("axis", ["setting", "method", "seeds"])
+@pytest.mark.parametrize("grid", ["grid", "more_seeds", "tour"])
+def test_no_word_of_a_command_is_more_than_a_name(
+    root: Path, grid: str, axis: str, name: object
+) -> None:
+    values = YAML(typ="safe").load(root / "params.yaml")
+    values[grid][axis] = [*values[grid][axis], name]
+    (root / "params.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(
+        ParameterError, match=r"seeds is|must be of letters|must be a list of names"
+    ):
+        check_names(read_params(root=root))
+
+
+def test_the_names_of_the_projects_grids_are_words() -> None:
+    for profile in ("default", "quick", "paper"):
+        check_names(read_params(profile))

@@ -1,12 +1,15 @@
-"""Files replaced whole: after any error the old content, no scratch file, and a name."""
+"""Files and folders replaced whole: after any error the old content, no scratch file, a name."""
 
 import errno
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
-from stamp_core.core.atomic import naming, replacing
+from stamp_core.core.atomic import naming, replacing, replacing_folder
+
+TIMES = 50
 
 
 def test_a_file_is_replaced_when_the_context_ends(tmp_path: Path) -> None:
@@ -77,3 +80,38 @@ def test_an_os_error_names_its_file(error: Exception, text: str) -> None:
     with pytest.raises(type(error)) as caught, naming(Path("a.npy")):
         raise error
     assert str(caught.value).startswith(text)
+
+
+def test_threads_that_replace_one_folder_leave_one_of_theirs_whole(tmp_path: Path) -> None:
+    folder, errors = tmp_path / "record", list[BaseException]()
+
+    def write(content: str) -> None:
+        try:
+            for _ in range(TIMES):
+                with replacing_folder(folder) as part:
+                    for name in ("a", "b"):
+                        (part / name).write_text(content)
+        except BaseException as error:  # any error fails the test
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(content,)) for content in "xyz"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert list(tmp_path.iterdir()) == [folder]
+    assert (folder / "a").read_text() == (folder / "b").read_text()
+
+
+def test_the_scratch_folder_of_a_killed_process_goes_and_a_running_ones_stays(
+    tmp_path: Path,
+) -> None:
+    ended = os.spawnlp(os.P_NOWAIT, "true", "true")
+    os.waitpid(ended, 0)
+    killed, running = (tmp_path / f"record.{pid}.7.part" for pid in (ended, os.getppid()))
+    for left in (killed, running):
+        left.mkdir()
+    with replacing_folder(tmp_path / "record"):
+        assert not killed.exists()
+    assert running.exists()

@@ -76,6 +76,11 @@ def test_a_gpu_is_asked_for_its_own_numbers(monkeypatch: pytest.MonkeyPatch) -> 
     assert devices.cache_size(GPU) > devices.cache_size(CPU)
 
 
+def test_weights_are_channels_last_on_a_gpu_alone() -> None:
+    assert devices.weights_format(GPU) == torch.channels_last
+    assert devices.weights_format(CPU) == torch.contiguous_format
+
+
 @pytest.mark.parametrize(("present", "device"), [(False, "cpu"), (True, "cuda")])
 def test_the_device_is_the_gpu_if_there_is_one(
     present: bool, device: str, monkeypatch: pytest.MonkeyPatch

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import small
 import torch
 from torch import Tensor, nn
 
@@ -12,7 +13,6 @@ from stamp_core.coresets.learner import Learner
 from stamp_core.coresets.memory import class_prototype
 from stamp_core.coresets.selection import bcsr, csrel, ocs, sre2l
 from stamp_core.coresets.selection.base import Candidates, Proposal, TaskData
-from stamp_core.models.flat import flatten
 from stamp_core.models.networks import Classifier, build_network
 
 CLASSES = 4
@@ -127,7 +127,7 @@ def class_task(
     images = torch.randint(250, (sum(sizes) + 1, *shape), generator=generator(seed))
     images = images.to(torch.uint8)
     initial, client = (build_network(network, shape, CLASSES, seed + i) for i in (0, 1))
-    weights = 2 * flatten(list(client.parameters())), flatten(float_buffers(client))
+    weights = 2 * small.flat(list(client.parameters())), small.flat(float_buffers(client))
     return TaskData(
         images[:-1],
         torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)),

@@ -1,6 +1,7 @@
 """A rule's own network: per-sample gradients, SGD steps, client and initial weights."""
 
 import pytest
+import small
 import torch
 import torch.nn.functional as F
 from rule_tasks import BATCH_NORM, MLP, NETWORKS, float_buffers, generator, normal, to_unit
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from stamp_core.config.schema import Network
 from stamp_core.coresets.learner import CHUNK, Learner, head_gradient_factors, per_sample_gradients
-from stamp_core.models.flat import flatten
+from stamp_core.models.flat import FlatModel
 from stamp_core.models.networks import Classifier, build_network
 
 CLASSES = 5
@@ -28,7 +29,7 @@ def examples(count: int) -> tuple[Tensor, Tensor]:
 def make_learner(network: Network = MLP) -> Learner:
     """Initial weights of seed 3, the client's of seed 4."""
     client = build(network, seed=4)
-    weights = flatten(list(client.parameters())), flatten(float_buffers(client))
+    weights = small.flat(list(client.parameters())), small.flat(float_buffers(client))
     return Learner(build_network(network, (1, 8, 8), CLASSES, seed=3), to_unit, *weights)
 
 
@@ -51,11 +52,24 @@ def test_per_sample_gradients_are_those_of_single_backward_passes(
     expected = []
     for image, label in zip(images, labels, strict=True):
         loss = F.cross_entropy(module.eval()(image[None]), label[None])
-        expected.append(flatten(torch.autograd.grad(loss, list(module.parameters()))))
+        expected.append(small.flat(torch.autograd.grad(loss, list(module.parameters()))))
     before = Classifier.differentiated
     gradients = per_sample_gradients(module, images, labels)
     torch.testing.assert_close(gradients, torch.stack(expected), rtol=0, atol=1e-5)
     assert Classifier.differentiated - before == count  # vmap passes many images as one
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_per_sample_gradients_have_the_order_of_the_flat_vector(
+    layout: torch.memory_format,
+) -> None:
+    """OCS compares them with the model's own gradient."""
+    network = build_network(Network("cnn", features=6, channels=(4, 3)), (2, 16, 16), CLASSES, 0)
+    model = FlatModel(network.to(memory_format=layout))  # type: ignore[call-overload]
+    images, labels = normal(6, 2, 16, 16), examples(6)[1]
+    F.cross_entropy(model.module.eval()(images), labels).backward()
+    mean = per_sample_gradients(network, images, labels).mean(0)
+    torch.testing.assert_close(mean, model.gradients, rtol=1e-4, atol=1e-6)
 
 
 @networks
@@ -81,8 +95,8 @@ def test_gradients_change_neither_weights_nor_running_statistics() -> None:
 def test_a_learner_loads_client_and_initial_weights() -> None:
     learner = make_learner(BATCH_NORM)
     built = build_network(BATCH_NORM, (1, 8, 8), CLASSES, seed=3)
-    initial, client = flatten(list(built.parameters())), build(BATCH_NORM, seed=4)
-    weights = flatten(list(client.parameters())), flatten(float_buffers(client))
+    initial, client = small.flat(list(built.parameters())), build(BATCH_NORM, seed=4)
+    weights = small.flat(list(client.parameters())), small.flat(float_buffers(client))
     for _ in range(2):
         assert torch.equal(learner.model.parameters, weights[0])
         assert torch.equal(learner.model.buffers, weights[1])

@@ -20,7 +20,6 @@ from stamp_core.coresets.learner import Learner
 from stamp_core.coresets.memory import MemoryParams
 from stamp_core.coresets.selection import base, sre2l
 from stamp_core.coresets.selection.base import TaskData
-from stamp_core.models.flat import flatten
 from stamp_core.models.networks import Classifier, set_train_mode
 
 Array = NDArray[np.float64]
@@ -184,7 +183,7 @@ def test_the_images_are_those_of_the_definition(options: dict[str, Any], seed: i
     task = make_task(3, 2, 2, seed=seed, normalise=per_channel, **options)
     if "statistics_weight" in options:
         network = two_norms()
-        weights = 2 * flatten(list(network.parameters())), flatten(float_buffers(network))
+        weights = 2 * small.flat(list(network.parameters())), small.flat(float_buffers(network))
         task = replace(task, learner=Learner(network, per_channel, *weights))
     labels = torch.tensor([0, 1, 2, 0, 1])
     expected = defined_images(replace(task, generator=generator(9)), labels)
@@ -265,8 +264,8 @@ def test_the_teacher_is_the_clients_model_after_more_training(network: Network) 
             sgd.step()
     sre2l.propose(task)
     assert task.events == ([NO_NORM] if network is MLP else [])
-    torch.testing.assert_close(learner.model.parameters, flatten(list(expected.parameters())))
-    torch.testing.assert_close(learner.model.buffers, flatten(list(expected.buffers())))
+    torch.testing.assert_close(learner.model.parameters, small.flat(list(expected.parameters())))
+    torch.testing.assert_close(learner.model.buffers, small.flat(list(expected.buffers())))
     assert (learner.model.parameters - learner.client_weights[0]).abs().max() > 1e-3
 
 

@@ -5,11 +5,13 @@ It prints, for every case, what was wrong: "" where both are bit-identical.
 
 import json
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import small
 import torch
 import torch.nn.functional as F
@@ -18,15 +20,33 @@ from torch import Tensor
 
 from benchmarks.pretend import DEVICE, pretending, register
 from benchmarks.transfers import Counted, cost, per_epoch, per_step
+from stamp_core.client import personalisation, workspace
 from stamp_core.client.by_class import first_per_class
+from stamp_core.client.workspace import Workspace
+from stamp_core.coresets import learner
 from stamp_core.coresets.selection.base import selection_rules
 from stamp_core.data.dataset import ImageDataset
+from stamp_core.data.split import Plan
+from stamp_core.engine import experiment as experiments
 from stamp_core.engine import train as engine
 from stamp_core.engine.experiment import Experiment
+from stamp_core.methods import fedala, gradma
+from stamp_core.methods.base import projection
 from stamp_core.methods.base.distillation import masked_cross_entropy
 from stamp_core.methods.base.method import ClientRound, Message, Method
 from stamp_core.methods.base.registry import method_names
+from stamp_core.models.flat import weighted_average
+from stamp_core.results.records import Record
 
+BY_POSITION: dict[str, small.Some] = {  # the parameters with which methods do so
+    "agem": {},
+    "fedala": {"tensors": 10, "lr_product": 5.0},
+    "fedl2p": {},
+    "fedweit": {},
+    "gradma": {"scope": "tensor"},
+    "replay": {"memory": small.kept(3, selection="ocs"), "weight": 1.0},
+    "stamp": {"spatial": {"blocks": "layers"}, "temporal": {"blocks": "layers"}},
+}
 SAMPLES = {"features": 2, "memory": 2}
 SPLIT = {"clients": 2, "tasks": 2, "images_per_class": 6}
 TRAINING = {"rounds": 1, "batch_size": 8}
@@ -60,6 +80,19 @@ class Few(small.Quick):
             y_test=whole.y_test[test],
             domain_test=whole.domain_test[test],
         )
+
+
+class Coloured(Few):
+    """The same for convolutions of more than one channel."""
+
+    def dataset(self) -> ImageDataset:
+        return small.coloured(super().dataset())
+
+
+def coloured(kind: str, **options: Any) -> Experiment:
+    """A method on convolutions of more than one channel."""
+    made = few(kind, network=small.CONVOLUTIONS, **options)
+    return Coloured(made.setting, made.method, made.kind, made.params)
 
 
 def few(kind: str, training: small.Some = small.NOTHING, **options: Any) -> Experiment:
@@ -98,6 +131,87 @@ def difference(experiment: Experiment, counted: list[Counted] | None = None) -> 
     except AssertionError as error:
         return str(error) or "other numbers"
     return ""
+
+
+def different_without_room(experiment: Experiment) -> str:
+    """How a run differs on a device that has no memory for images, exemplars and all models."""
+    with MonkeyPatch.context() as patch:
+        patch.setattr(workspace, "free_memory", lambda device: 0)
+        return difference(experiment)
+
+
+# --- channels last
+
+
+@contextmanager
+def channels_last() -> Iterator[None]:
+    """A context in which weights are channels last on every device."""
+    with MonkeyPatch.context() as patch:
+        for module in (workspace, experiments):
+            patch.setattr(module, "weights_format", lambda device: torch.channels_last)
+        yield
+
+
+def layouts() -> Iterator[tuple[str, Experiment]]:
+    """Every method, and in more steps those that read the weights of convolutions by position."""
+    for kind in method_names():
+        yield kind, coloured(kind)
+    for kind, options in BY_POSITION.items():
+        training = {"rounds": 2, "epochs": 2, "batch_size": 4}  # all parts of the method are used
+        longer = {"training": training, "split": {**SPLIT, "tasks": 3}}
+        yield f"{kind}, by position", coloured(kind, **longer, **options)
+
+
+def numbers(record: Record) -> Iterator[Any]:
+    """Final weights, and losses and notes of every round."""
+    yield from record.weights.values()
+    for row in record.history:
+        yield np.array([row["loss"], *row["notes"].values()])
+
+
+def moved(experiment: Experiment) -> float:
+    """By how much channels last changes a run's numbers, relative to the largest of each kind."""
+    plans = small.plans(experiment, 0)
+    first = engine.train(experiment, plans, device="cpu")[0]
+    with channels_last():
+        last = engine.train(experiment, plans, device="cpu")[0]
+    pairs = zip(numbers(first), numbers(last), strict=True)
+    return max(float(np.nanmax(abs(one - other)) / np.nanmax(abs(one))) for one, other in pairs)
+
+
+def in_torch_order(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([each.detach().reshape(-1) for each in values])
+
+
+def first_axis_alone(values: Tensor, like: Tensor) -> Tensor:
+    return values
+
+
+def views_in_torch_order(vector: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    parts = vector.split([each.numel() for each in tensors])
+    return (part.view(each.shape) for part, each in zip(parts, tensors, strict=True))
+
+
+MISREADINGS: dict[str, tuple[Any, str, Callable[..., Any]]] = {  # of channels last, by method
+    "agem": (projection, "flatten_like", in_torch_order),
+    "fedala": (fedala, "flatten_like", in_torch_order),
+    "fedl2p": (personalisation, "split_like", views_in_torch_order),
+    "gradma": (gradma, "flatten_like", in_torch_order),
+    "replay": (learner, "in_flat_order", first_axis_alone),
+}
+
+
+def misread(kind: str) -> float:
+    """By how much a method's numbers change if it takes channels last for torch's order."""
+    with MonkeyPatch.context() as patch:
+        patch.setattr(*MISREADINGS[kind])
+        return moved(dict(layouts())[f"{kind}, by position"])
+
+
+def different_with_channels_last(experiment: Experiment) -> str:
+    """How a run on the device differs from one on the CPU where both have channels last."""
+    with channels_last():
+        return difference(experiment)
 
 
 def outcome(work: Callable[[], str]) -> str:
@@ -139,6 +253,20 @@ def pickle_of_the_device(self: Method, client_round: ClientRound) -> None:
     pickle.dumps(self.work.model.gradients)
 
 
+def average_on_device(self: Workspace, vectors: list[Tensor], weights: list[float]) -> Tensor:
+    return weighted_average([each.to(self.device) for each in vectors], weights)
+
+
+def labels_of_tests_on_cpu(self: Workspace, plan: Plan, *args: Any) -> Tensor:
+    self.y_test = self.dataset.y_test
+    return ACCURACIES(self, plan, *args)
+
+
+ACCURACIES = Workspace.accuracies
+OF_WORKSPACE = {
+    "a mean on the device": ("average", average_on_device),
+    "labels of test images on the CPU": ("accuracies", labels_of_tests_on_cpu),
+}
 MISTAKES = {
     "labels on the CPU": ("loss", labels_on_cpu),
     "a mask on the CPU": ("loss", mask_on_cpu),
@@ -149,10 +277,10 @@ MISTAKES = {
 }
 
 
-def mistaken(name: str, mistake: Callable[..., Any]) -> str:
+def mistaken(name: str, mistake: Callable[..., Any], kind: type = Method) -> str:
     """The outcome of FedAvg with a mistake in one of its steps."""
     with MonkeyPatch.context() as patch:
-        patch.setattr(Method, name, mistake)
+        patch.setattr(kind, name, mistake)
         return outcome(partial(difference, few("fedavg")))
 
 
@@ -181,6 +309,15 @@ def counted() -> dict[str, tuple[int, int, int]]:
     return found
 
 
+def crossed(chunk: int) -> tuple[int, int, int]:
+    """What crosses in a run of FedAvg that evaluates so many images at a time."""
+    experiment = few("fedavg")
+    with MonkeyPatch.context() as patch, pretending() as counts:
+        patch.setattr(workspace, "evaluation_batch_size", lambda *_: chunk)
+        engine.train(experiment, small.plans(experiment, 0), device=DEVICE)
+    return counts.up, counts.down, counts.reads
+
+
 def main() -> None:
     """Print all results as JSON."""
     register()
@@ -197,10 +334,23 @@ def main() -> None:
     }
     results = {
         "runs": runs,
+        "no room": {
+            kind: outcome(partial(different_without_room, few(kind, network=small.BATCH_NORM)))
+            for kind in method_names()
+        },
+        "layouts": {
+            name: outcome(partial(different_with_channels_last, each)) for name, each in layouts()
+        },
+        "moved": {name: moved(each) for name, each in layouts()},
+        "misread": {kind: misread(kind) for kind in MISREADINGS},
         "counted": counted(),
+        "chunks": [crossed(512), crossed(4)],
         "steps": steps,
         "epochs": epochs,
-        "mistakes": {name: mistaken(*mistake) for name, mistake in MISTAKES.items()},
+        "mistakes": {
+            **{name: mistaken(*mistake) for name, mistake in MISTAKES.items()},
+            **{name: mistaken(*each, Workspace) for name, each in OF_WORKSPACE.items()},
+        },
     }
     print(json.dumps(results))
 

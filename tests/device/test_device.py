@@ -1,36 +1,15 @@
 """Training on a device other than the CPU, on a pretend one: the same results, mistakes refused."""
 
-import json
-import os
 import re
-import subprocess
-import sys
-from functools import cache
-from pathlib import Path
-from typing import Any
+from functools import partial
 
+import child
 import pytest
 
 from stamp_core.coresets.selection.base import selection_rules
 from stamp_core.methods.base.registry import method_names
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@cache
-def results() -> dict[str, Any]:
-    """What device_cases.py prints: a process must register the device before it trains."""
-    folders = (ROOT, ROOT / "tests", *filter(None, [os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("device_cases.py")],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+results = partial(child.results, "device_cases.py")
 
 
 def test_every_method_has_the_results_of_the_cpu_on_a_device():
@@ -40,15 +19,38 @@ def test_every_method_has_the_results_of_the_cpu_on_a_device():
     assert {name: problem for name, problem in runs.items() if problem} == {}
 
 
+def test_a_device_without_room_has_the_results_of_the_cpu():
+    found = results()["no room"]
+    assert set(found) == set(method_names())
+    assert {name: problem for name, problem in found.items() if problem} == {}
+
+
+def test_channels_last_has_the_results_of_the_cpu_on_a_device():
+    """Convolutions may add up in another order: both have channels last."""
+    found = results()["layouts"]
+    assert set(method_names()) < set(found)
+    assert {name: problem for name, problem in found.items() if problem} == {}
+
+
+def test_channels_last_changes_numbers_by_rounding_alone():
+    """Where one is misread, by far more than the limit: no method would hide a wrong order."""
+    moved, misread = results()["moved"], results()["misread"]
+    assert {name: share for name, share in moved.items() if not share < 1e-4} == {}
+    assert {kind: share for kind, share in misread.items() if not share > 1e-2} == {}
+    assert len(misread) == 5
+
+
 @pytest.mark.parametrize(
     ("mistake", "error"),
     [
         ("labels on the CPU", "nll_loss.*at least two devices"),
         ("a mask on the CPU", "masked_fill.*at least two devices"),
-        ("an upload on the device", "at least two devices"),
+        ("an upload on the device", "message.parameters is on pretend:0; it must be on the CPU"),
         ("a generator of the CPU", "randn.*cannot draw on pretend"),
         ("an array of the device", "can't convert a tensor on pretend:0 to numpy"),
         ("a pickle of the device", "a tensor on pretend:0 cannot be pickled"),
+        ("a mean on the device", "at least two devices|numpy"),
+        ("labels of test images on the CPU", "at least two devices"),
     ],
 )
 def test_a_mistake_that_a_gpu_would_refuse_is_refused(mistake, error):
@@ -84,6 +86,12 @@ ALLOWED = {
 def test_a_step_copies_and_waits_for_nothing(kind):
     counted = results()["steps"][kind]
     assert all(map(float.__le__, map(float, counted), map(float, ALLOWED.get(kind, (0, 0, 0)))))
+
+
+def test_what_an_evaluation_copies_does_not_depend_on_the_number_of_images():
+    """In one pass or in many."""
+    one, many = results()["chunks"]
+    assert one == many and min(one) > 0
 
 
 @pytest.mark.parametrize("kind", ["fedavg", "replay"])

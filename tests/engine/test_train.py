@@ -35,6 +35,7 @@ from stamp_core.client.workspace import RoundId
 from stamp_core.data.split import Plan
 from stamp_core.engine import executor
 from stamp_core.engine import train as engine
+from stamp_core.engine.checkpoint import locked
 from stamp_core.methods.base import registry
 from stamp_core.methods.base.method import DivergedError
 from stamp_core.models import networks as models
@@ -386,7 +387,7 @@ def test_a_checkpoint_of_something_else_is_set_aside(
     trained(3)
     with pytest.raises(Stop):
         run(tiny(), resume=tmp_path)
-    (folder,) = tmp_path.iterdir()
+    (folder,) = tmp_path.glob("tiny*")
     kept = (folder / "run.safetensors").read_bytes()
     done = trained(-1)
     experiment, other = change(tiny(), monkeypatch)
@@ -414,9 +415,25 @@ def test_the_checkpoints_of_kept_records_go(tmp_path: Path) -> None:
     experiment, resume = tiny(), tmp_path / "resume"
     done = engine.train(experiment, plans(experiment, 0, 1), 1, "cpu", resume)
     run(tiny("replay"), resume=resume)
-    assert len(list(resume.iterdir())) == 3
+    assert len(list(resume.glob("tiny*"))) == 3
     engine.save_records({0: done[0]}, tmp_path, resume)
-    assert {folder.name for folder in resume.iterdir()} == {"tiny-fedavg-1", "tiny-replay-0"}
+    assert {folder.name for folder in resume.glob("tiny*")} == {"tiny-fedavg-1", "tiny-replay-0"}
+
+
+def test_what_another_process_trains_is_trained_without_checkpoints(tmp_path: Path) -> None:
+    """The checkpoint in use stays as it is, also when a record of the run is saved."""
+    unbroken, (folder, other) = run(tiny()), (tmp_path / name for name in ("resume", "other"))
+    finished = run(tiny(), resume=folder)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with locked(folder, "tiny-fedavg", 0):
+        with pytest.warns(UserWarning, match="another process trains tiny-fedavg: "):
+            record = run(tiny(), resume=folder)
+        engine.save_records({0: record}, other, folder)
+        engine.save_records({0: finished}, other, folder)
+    small.assert_same(record, unbroken)
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    engine.save_records({0: finished}, other, folder)
+    assert not list(folder.glob("tiny*"))
 
 
 def test_records_are_saved_even_if_a_checkpoint_cannot_be_deleted(
@@ -431,4 +448,4 @@ def test_records_are_saved_even_if_a_checkpoint_cannot_be_deleted(
         engine.save_records(done, tmp_path, resume)
     for seed in (0, 1):
         small.assert_same(records.load_record(tmp_path / str(seed)), done[seed])
-    assert [folder.name for folder in resume.iterdir()] == ["tiny-fedavg-0"]
+    assert [folder.name for folder in resume.glob("tiny*")] == ["tiny-fedavg-0"]

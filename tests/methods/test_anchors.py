@@ -45,10 +45,8 @@ def test_the_loss_adds_the_squared_distance_of_exemplars_from_their_anchors() ->
     worker = small.worker(experiment, plan(experiment))
     logits = torch.randn(5, 10, generator=torch.Generator().manual_seed(1))
     labels, anchors = torch.tensor([3, 4, 3, 0, 1]), torch.arange(100.0).view(10, 10) / 50
-    memory = {"soft": torch.empty(2, 0)}
-    state = {"memory": memory, "anchors": anchors}
-    client_round = ClientRound(RoundId(0, 0, 1, 0), plan(experiment), state, {})
-    client_round.scratch["exemplars"] = torch.tensor([0, 1])
+    client_round = ClientRound(RoundId(0, 0, 1, 0), plan(experiment), {}, {})
+    client_round.scratch |= {"soft": torch.empty(2, 0), "anchors": anchors}
     found = worker.method.weighted_loss(client_round, logits, labels)  # type: ignore[attr-defined]
     new, past = (F.cross_entropy(logits[part], labels[part]) for part in (slice(3), slice(3, 5)))
     distance = (logits[3] - anchors[0]).square().sum() + (logits[4] - anchors[1]).square().sum()

@@ -24,6 +24,7 @@ KEPT = 7_804_228  # weights of the channels that FedWeIT sends: 44, 89, 179, 358
 META = 38_944  # FedL2P's two networks and its learning rates
 FLOW = 6_397_952  # AF-FCL's normalising flow, as published
 ACGAN = 513 + 1_628_448  # FedCIL's adversarial head and generator
+FEATURES = 41_792 + 39_297  # SR-FDIL's generator and discriminator of features
 GRADIENT = 340_144  # of GLFC's encoder on one image
 MODEL = (4 * P, 4 * P)
 CLASSES = 100
@@ -44,10 +45,16 @@ EXPECTED: dict[str, tuple[int, int]] = {
     "glfc": (4 * P + 13, 4 * P + 13 + GRADIENT),  # classes as bits each way
     "gradma": MODEL,
     "gem": MODEL,
+    "gpm": MODEL,
+    "fsdgpm": MODEL,
+    "vrmcl": MODEL,
     "agem": MODEL,
+    "pfeddil": MODEL,
     "refed": MODEL,
+    "srfdil": (4 * (P + FEATURES), 4 * (P + FEATURES)),
     "replay": MODEL,
     "stamp": MODEL,
+    "tagfed": (4 * P, 4 * P + 8),  # the first task trains all weights; the number of its group
     "target": (4 * P + KNOWN, 4 * P + KNOWN),
     "lander": (4 * (P + MAP) + KNOWN + 2 * 100 * 512, 4 * (P + MAP) + KNOWN),
     "joint": (4 * (P + B), 4 * (P + B)),  # one learner: its buffers are the server's
@@ -55,7 +62,10 @@ EXPECTED: dict[str, tuple[int, int]] = {
     "fedweit": (4 * P + KNOWN, 4 * (KEPT + P - CONVOLUTIONS) + 4800 // 8),
 }
 # A last round: FedWeIT also sends A where it is above lambda1, here nowhere.
-OPTIONS: dict[str, dict[str, Any]] = {"fedweit": {"lambda1": 1000.0}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "fedweit": {"lambda1": 1000.0},
+    "tagfed": {"exchange": "weights"},
+}
 
 
 @cache

@@ -19,10 +19,11 @@ from stamp_core.core.seeding import generator
 from stamp_core.data import split
 from stamp_core.data.split import Plan
 from stamp_core.engine.executor import Worker
-from stamp_core.methods import refed
+from stamp_core.methods.base import sample_cache
 from stamp_core.methods.base.exemplar_lists import ExemplarLists
 from stamp_core.methods.base.method import ClientRound, State
-from stamp_core.methods.refed import LOST, NOT_FINITE, OMITTED, ReFed, rank_in_class
+from stamp_core.methods.base.sample_cache import LOST, NOT_FINITE, OMITTED, rank_in_class
+from stamp_core.methods.refed import ReFed
 from stamp_core.models.networks import Classifier
 from stamp_core.results.records import tree_bytes
 
@@ -135,7 +136,7 @@ def test_norms_are_those_of_single_images_in_any_order_and_portion(
     assert i == 39
 
     order = torch.randperm(40, generator=generator("order"))
-    monkeypatch.setattr(refed, "GRADIENTS", 3 * len(worker.work.model.parameters))
+    monkeypatch.setattr(sample_cache, "GRADIENTS", 3 * len(worker.work.model.parameters))
     monkeypatch.setattr(worker.work, "chunk", 7)
     shuffled = method.gradient_norms({name: v[order] for name, v in samples.items()})
     torch.testing.assert_close(shuffled, actual[order], rtol=1e-5, atol=1e-6)

@@ -2,14 +2,18 @@
 
 import numpy as np
 import pytest
+import small
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from stamp_core.config.schema import Training
-from stamp_core.models.flat import FlatModel, FlatSGD, flatten, split_like, weighted_average
+from stamp_core.matching.gram import layer_blocks
+from stamp_core.matching.match import MatchingParams, match
+from stamp_core.models.flat import FlatModel, FlatSGD, flatten_like, split_like, weighted_average
 
+LAYOUTS = [torch.contiguous_format, torch.channels_last]
 numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)  # -0.0, tiny and huge ones
 weights = st.one_of(st.integers(1, 10**6).map(float), st.floats(1e-6, 1e6))
 
@@ -37,7 +41,7 @@ def test_the_vectors_hold_the_module_and_nothing_else() -> None:
     the integer counter is gone."""
     model, twin = FlatModel(network()), network()
     assert len(model.parameters) == 30 + 6 + 140 and len(model.buffers) == 6
-    assert torch.equal(model.parameters, flatten(list(twin.parameters())))
+    assert torch.equal(model.parameters, small.flat(list(twin.parameters())))
     assert torch.equal(model.buffers, torch.tensor([0.0, 0, 0, 1, 1, 1]))
     assert torch.equal(model.module(torch.ones(2, 1, 5, 5)), twin(torch.ones(2, 1, 5, 5)))
 
@@ -47,7 +51,7 @@ def test_vector_and_module_share_memory(name: str) -> None:
     model = FlatModel(network())
     vector, tensors = getattr(model, name), list(getattr(model.module, name)())
     vector.copy_(torch.arange(len(vector)))
-    assert torch.equal(flatten(tensors), torch.arange(len(vector)).float())
+    assert torch.equal(small.flat(tensors), torch.arange(len(vector)).float())
     with torch.no_grad():
         tensors[-1].fill_(-1.0)
     assert (vector[-tensors[-1].numel() :] == -1).all() and (vector == -1).sum() == len(tensors[-1])
@@ -89,11 +93,97 @@ def test_load_copies() -> None:
     assert parameters.all() and buffers.all()
 
 
-def test_split_like_inverts_flatten() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_split_like_inverts_flatten_like(layout: torch.memory_format) -> None:
     tensors = [torch.randn(2, 3), torch.randn(()), torch.randn(0, 4), torch.randn(5)]
-    vector = flatten(tensors)
+    tensors += [torch.randn(2, 3, 4, 5).to(memory_format=layout), torch.randn(2, 3, 1, 1)]
+    vector = flatten_like(tensors, tensors)
     assert all(torch.equal(a, b) for a, b in zip(split_like(vector, tensors), tensors, strict=True))
-    assert len(flatten([])) == 0
+    assert len(flatten_like([], [])) == 0
+
+
+# --- channels last
+
+
+def colour_network(layout: torch.memory_format) -> nn.Sequential:
+    """Two convolutions of more than one channel, in one layout of their weights."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Conv2d(3, 4, 2), nn.Flatten(), nn.Linear(36, 5))
+    return module.to(memory_format=layout)  # type: ignore[call-overload, no-any-return]
+
+
+def models() -> list[FlatModel]:
+    """The same network in both layouts."""
+    return [FlatModel(colour_network(layout)) for layout in LAYOUTS]
+
+
+def permuted(model: FlatModel) -> Tensor:
+    """The place in the vector of channels first of each value in the one of channels last.
+
+    By counting: value number n of each tensor becomes n.
+    """
+    places = [torch.arange(p.numel()).view(p.shape) for p in model.tensors]
+    starts = torch.tensor([0, *(p.numel() for p in model.tensors)]).cumsum(0)
+    return torch.cat(
+        [
+            start + (place.permute(0, 2, 3, 1) if place.dim() == 4 else place).reshape(-1)
+            for start, place in zip(starts, places, strict=False)
+        ]
+    )
+
+
+def test_channels_last_by_hand() -> None:
+    """One filter of two channels of 1 x 3: (0, 1, 2) and (3, 4, 5), so 0 3 1 4 2 5."""
+    weight = torch.arange(6.0).view(1, 2, 1, 3)
+    last = weight.to(memory_format=torch.channels_last)
+    assert flatten_like([weight], [weight]).tolist() == [0, 1, 2, 3, 4, 5]
+    assert flatten_like([weight], [last]).tolist() == [0, 3, 1, 4, 2, 5]
+    assert flatten_like([last], [weight]).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_weights_are_channels_last_inside_the_vector() -> None:
+    """The values, the gradients and what is split off are views with the strides of cuDNN."""
+    first, last = models()
+    for p in (*last.tensors[:1], *last.tensors[2:3]):
+        for each in (p, p.grad):
+            assert each.is_contiguous(memory_format=torch.channels_last)
+            assert not each.is_contiguous()
+    last.parameters.copy_(torch.arange(len(last.parameters)))
+    filter_ = last.tensors[0][0].detach()  # [I, H, W] = [2, 2, 2]
+    assert filter_.flatten().tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert all(a.shape == b.shape for a, b in zip(first.tensors, last.tensors, strict=True))
+
+
+def test_both_layouts_hold_the_same_initial_weights() -> None:
+    first, last = models()
+    assert all(torch.equal(a, b) for a, b in zip(first.tensors, last.tensors, strict=True))
+    assert torch.equal(first.parameters[permuted(first)], last.parameters)
+    assert not torch.equal(first.parameters, last.parameters)
+
+
+def test_the_gradient_has_the_order_of_the_weights() -> None:
+    """By `backward` and by `grad`, whose strides depend on the images'."""
+    for model in models():
+        images = torch.randn(3, 2, 5, 5).to(memory_format=torch.channels_last)
+        model.module(images).square().sum().backward()
+        slopes = torch.autograd.grad(model.module(images).square().sum(), model.tensors)
+        assert torch.equal(flatten_like(slopes, model.tensors), model.gradients)
+
+
+def test_means_and_matches_do_not_depend_on_the_layout() -> None:
+    """A mean is that of each value, bit for bit; a match has sums in another order."""
+    first, last = models()
+    places, draw = permuted(first), torch.Generator().manual_seed(0)
+    vectors = [torch.randn(len(places), generator=draw) for _ in range(3)]
+    moved = [vector[places] for vector in vectors]
+    mean = weighted_average(vectors, [1.0, 2.0, 4.0])
+    assert torch.equal(weighted_average(moved, [1.0, 2.0, 4.0]), mean[places])
+    sizes = [layer_blocks([p.numel() for p in each.tensors], 20) for each in (first, last)]
+    assert sizes[0] == sizes[1] and len(sizes[0]) > 2
+    params = MatchingParams(blocks="layers")
+    one, other = match(vectors, params, sizes=sizes[0]), match(moved, params, sizes=sizes[1])
+    torch.testing.assert_close(other[0], one[0][places])
+    torch.testing.assert_close(other[1].coefficients, one[1].coefficients)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
@@ -111,7 +201,7 @@ def test_sgd_is_bit_identical_to_torch(momentum: float, decay: float) -> None:
         torch_sgd.zero_grad()
         loss(twin, step).backward()
         torch_sgd.step()
-        assert to_bytes(model.parameters) == to_bytes(flatten(list(twin.parameters()))), step
+        assert to_bytes(model.parameters) == to_bytes(small.flat(list(twin.parameters()))), step
     assert (start != model.parameters).float().mean() > 0.9
 
 
@@ -128,6 +218,23 @@ def test_new_sgd_starts_without_velocity() -> None:
     sgd.step()
     sgd.step()
     torch.testing.assert_close(model.parameters, torch.full_like(model.parameters, -2 - 1 - 1.9))
+
+
+def test_the_first_velocity_is_the_gradient_bit_by_bit() -> None:
+    """A velocity of 0.0 would make 0.0 of a gradient of -0.0, and then 0.0 of a weight of -0.0."""
+    model = FlatModel(network())
+    model.parameters.fill_(-0.0)
+    sgd = FlatSGD(model, Training(1, 1, 1, 1.0, momentum=0.9))
+    values = torch.tensor([-0.0, 0.0, 1.5, -2.5e-42, torch.inf])
+    model.gradients.copy_(values.repeat(len(model.gradients))[: len(model.gradients)])
+    sgd.step()
+    assert sgd.velocity is not None and to_bytes(sgd.velocity) == to_bytes(model.gradients)
+    address = sgd.velocity.data_ptr()
+    sgd.step()
+    sgd.restart()
+    sgd.step()
+    assert to_bytes(sgd.velocity) == to_bytes(model.gradients)
+    assert sgd.velocity.data_ptr() == address
 
 
 @settings(deadline=None)

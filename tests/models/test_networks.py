@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from small import flat
 from torch import Tensor, nn
 
 from stamp_core.config.decode import ParameterError
@@ -14,13 +15,13 @@ from stamp_core.config.schema import Network, Training
 from stamp_core.core import vision
 from stamp_core.coresets.learner import Learner, per_sample_gradients
 from stamp_core.models.encoders import Shape
-from stamp_core.models.flat import FlatModel, FlatSGD, flatten
+from stamp_core.models.flat import FlatModel, FlatSGD
 from stamp_core.models.networks import Classifier, build_network
 
 CODE = Network("cnn", features=512, channels=(32, 64))  # of the paper's public code
 RESNET = Network("resnet18", norm="batch")
 SMALL_STEM = Network("resnet18", norm="batch", stem="small")
-LENET, SWIN = Network("lenet"), Network("swin_t")
+LENET, SWIN, FCN = Network("lenet"), Network("swin_t"), Network("fcn")
 SMALL = [
     Network("mlp", features=8),
     Network("cnn", features=8, channels=(4, 6)),
@@ -56,7 +57,7 @@ def on_meta(network: Network, shape: Shape, classes: int) -> Classifier:
 
 
 def weights(network: Network, seed: int) -> torch.Tensor:
-    return flatten(list(build_network(network, (3, 20, 20), 5, seed).parameters()))
+    return flat(list(build_network(network, (3, 20, 20), 5, seed).parameters()))
 
 
 def examples(shape: Shape, count: int = 2) -> tuple[Tensor, Tensor]:
@@ -101,6 +102,33 @@ def trained(request: pytest.FixtureRequest) -> Trained:
     before = torch.get_rng_state()
     model = after_a_step(*request.param)
     return Trained(*request.param, model, torch.equal(torch.get_rng_state(), before))
+
+
+# --- a class per pixel
+
+
+def test_a_network_for_pixels() -> None:
+    """With 16, 32 and 64 channels, and five classes and the background:
+
+    160 + 4,640 + 18,496 of three convolutions, 3 x 18,464 of those of three dilations, 8,256 of
+    the joined 128 channels and 64 x 6 + 6 of the head.
+    """
+    network = build_network(FCN, (1, 32, 32), 6, seed=0)
+    assert sum(weight.numel() for weight in network.parameters()) == 87_334
+    images = examples((1, 32, 32))[0]
+    assert network.encode(images).shape == (2, 64, 16, 16)
+    assert network(images).shape == (2, 6, 32, 32)
+
+
+def test_a_network_for_pixels_sees_far_on_all_sides() -> None:
+    """Every pixel's logits depend on pixels 15 away, and the encoder's features on all colours."""
+    network = build_network(FCN, (2, 32, 32), 6, seed=0)
+    images = examples((2, 32, 32), 1)[0].requires_grad_()
+    network(images)[0, :, 15, 15].sum().backward()
+    assert images.grad is not None
+    reach = images.grad[0].abs().amax((1, 2))
+    assert (reach > 0).all()
+    assert images.grad[0, 0, 15, 0] != 0 and images.grad[0, 0, 0, 15] != 0
 
 
 # --- sizes
@@ -184,7 +212,7 @@ def test_the_stem_is_initialised_like_the_other_convolutions() -> None:
     assert published.conv1.weight.std().item() == pytest.approx((2 / 49 / 64) ** 0.5, rel=0.03)
     assert small.conv1.weight.std().item() == pytest.approx((2 / 9 / 64) ** 0.5, rel=0.06)
     assert published.conv1.bias is small.conv1.bias is None
-    rest = [flatten(list(net.layer1.parameters())) for net in (published, small)]
+    rest = [flat(list(net.layer1.parameters())) for net in (published, small)]
     assert torch.equal(*rest) and published.layer1[0].conv1.weight.std() > 0.05
 
 
@@ -257,7 +285,7 @@ def test_the_mean_of_per_sample_gradients_is_that_of_the_batch(network: Network)
     net = model.module.eval()
     each = per_sample_gradients(net, images, labels)
     whole = torch.autograd.grad(F.cross_entropy(net(images), labels), list(net.parameters()))
-    torch.testing.assert_close(each.mean(0), flatten(whole), rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(each.mean(0), flat(whole), rtol=1e-3, atol=1e-5)
 
 
 def test_swin_t_has_no_random_depth() -> None:

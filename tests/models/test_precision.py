@@ -25,7 +25,6 @@ from stamp_core.core.seeding import generator
 from stamp_core.coresets.learner import per_sample_gradients
 from stamp_core.coresets.selection import sre2l
 from stamp_core.methods.base import registry
-from stamp_core.models.flat import flatten
 from stamp_core.models.networks import Classifier, build_network, set_train_mode
 
 NORMS = ("none", "group", "batch")
@@ -61,7 +60,7 @@ def slope(network: nn.Module, count: int) -> Tensor:
 
 def buffers(network: nn.Module) -> Tensor:
     """The running statistics of batch normalisation."""
-    return flatten([value for value in network.buffers() if value.is_floating_point()])
+    return small.flat([value for value in network.buffers() if value.is_floating_point()])
 
 
 def distance(value: Tensor, expected: Tensor) -> float:
@@ -321,7 +320,7 @@ def sent(kind: str, norm: str, options: dict[str, Any], **params: Any) -> Tensor
     worker = small.worker(experiment, plan_)
     arrived = small.arrived(worker, plan_, 1)
     reply = worker.train_client(arrived.round_id, arrived.state, arrived.message).reply
-    return flatten([value.float() for _, value in small.tensors(reply.message)])
+    return small.flat([value.float() for _, value in small.tensors(reply.message)])
 
 
 def rule(selection: str, **options: Any) -> dict[str, Any]:

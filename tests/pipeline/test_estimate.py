@@ -123,6 +123,14 @@ def test_sources_that_make_their_images_are_made(monkeypatch: pytest.MonkeyPatch
     assert stand_in.expected_dataset(small.DATA) == ("made", small.DATA)
 
 
+def test_random_images_have_masks_of_classes_that_exist() -> None:
+    experiment = small.tiny("fedavg", **small.SCENES)
+    plan, dataset = small.plan(experiment), experiment.dataset()
+    images = stand_in.cut_dataset(dataset, plan, 5)
+    assert images.x_train[:, -1].unique().tolist() == [0, 1, 2, 3]
+    assert images.x_train[:, 0].max() > 200 and images.shape == (1, 16, 16)
+
+
 def test_what_is_timed_are_the_first_two_tasks_on_random_images() -> None:
     experiment = small.tiny("fedavg", split={"images_per_class": 9, "cycles": 2})
     plan, dataset = small.plan(experiment), experiment.dataset()
@@ -169,7 +177,8 @@ def test_slow_steps_are_timed_on_part_of_a_batch(monkeypatch: pytest.MonkeyPatch
 METHODS = (
     *("fedavg", "stamp", "replay", "gem", "agem", "local", "joint", "fedala", "feddbe", "fedas"),
     *("fedl2p", "fedssi", "refed", "affcl", "fedweit", "target", "lander", "glfc", "fedcil"),
-    *("fedomg", "fedprox", "gradma", "fedavg_tuned"),
+    *("fedomg", "fedprox", "gradma", "fedavg_tuned", "gpm", "fsdgpm", "vrmcl"),
+    *("pfeddil", "srfdil", "tagfed"),
 )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from ruamel.yaml import YAML
 
 from stamp_core.config.params import read_params
 from stamp_core.core.fingerprint import find_imports, import_closure
@@ -95,6 +96,22 @@ def test_notebooks_run_the_quick_profile_at_their_defaults() -> None:
         cells = nbformat.read(path, 4).cells
         if any(re.search(r"\bprofile\b", cell.source) for cell in cells):
             assert 'profile: str = "quick"' in cells[1].source
+
+
+@pytest.mark.parametrize("file", ["dvc.yaml", "pipelines/paper/dvc.yaml"])
+def test_names_are_checked_before_they_reach_a_shell(file: str) -> None:
+    """DVC runs the commands of a list one after the other, and none after one that fails."""
+    pipeline = YAML(typ="safe").load(ROOT / file)
+    profile = "paper" if "paper" in file else "default"
+    check = f"python -m stamp_core.config.names {profile}"
+    assert {"check": check} in pipeline["vars"]
+    with_names = 0
+    for stage in pipeline["stages"].values():
+        commands = stage.get("do", stage)["cmd"]
+        if "${key}" in str(commands) or "${item" in str(commands):
+            assert commands[0] == "${check}" and len(commands) == 2
+            with_names += 1
+    assert with_names >= 4
 
 
 def test_every_method_has_a_preset_and_every_preset_a_method() -> None:

@@ -54,6 +54,7 @@ def make_dataset(classes=LETTERS, each=4, domains=("all",), channels=1):
     return SimpleNamespace(
         **{"name": "flat", "x_train": x, "y_train": y, "domain_train": d, "y_test": y},
         **{"domain_test": d, "classes": tuple(classes), "domains": domains, "digest": "0"},
+        shape=tuple(x.shape[1:]),
     )
 
 
@@ -152,6 +153,15 @@ def test_images_have_a_row_per_class():
     assert shown[2, [2, 7, 12]].ravel().tolist() == [0, 0, 0]
     assert shown[7, 7] == 1 and shown[0, 0] == 255
     assert "6 classes, n = 24" in figure.get_suptitle()
+
+
+def test_images_are_shown_without_their_masks():
+    dataset = make_dataset(channels=2)
+    dataset.shape = (1, 3, 3)
+    dataset.x_train = dataset.x_train.clone()
+    dataset.x_train[:, 1] = 200
+    shown, _ = (axis.images[0].get_array() for axis in figures.images(dataset, 3).axes)
+    assert np.asarray(shown).ndim == 2 and 200 not in np.asarray(shown)
 
 
 def test_images_are_of_20_classes_in_colour_and_white_where_there_are_fewer():

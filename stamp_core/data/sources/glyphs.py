@@ -151,7 +151,7 @@ def _render(
     """The images of one class, one per row of `draws`."""
     size, style = options.size, round(options.style * ONE)
     factors = draws[:, 1:FACTORS].T.astype(np.int64)
-    cover = _coverage(shapes, faces, *_positions(factors[:5], size, style))
+    cover = coverage(shapes, faces, *positions(factors[:5], size, style))
     if (cover.max((1, 2)) < FAINT).any():
         raise ValueError(f"glyphs: an image is empty at size {size}, style {options.style}")
     x = _colour(cover, factors[5:], style)
@@ -160,7 +160,7 @@ def _render(
     return np.clip(x + (noise * style >> 19), 0, 255).astype(np.uint8)
 
 
-def _positions(factors: Numbers, size: int, style: int) -> tuple[Numbers, Numbers]:
+def positions(factors: Numbers, size: int, style: int) -> tuple[Numbers, Numbers]:
     """The position of each quarter pixel in the outline, from its centre, in fixed point."""
     rotation, shear, reduction, right, down = factors  # [N] each
     # tan(angle / 2): sine and cosine from it are exact
@@ -177,7 +177,7 @@ def _positions(factors: Numbers, size: int, style: int) -> tuple[Numbers, Number
     return u + (slant[:, None, None] * v >> 16), v  # [N, 2 size, 2 size]
 
 
-def _coverage(shapes: Bytes, faces: Numbers, u: Numbers, v: Numbers) -> Numbers:
+def coverage(shapes: Bytes, faces: Numbers, u: Numbers, v: Numbers) -> Numbers:
     """How much of each pixel the character covers, in 0..ONE: the mean of four quarters."""
     side = shapes.shape[-1]
     flat = shapes.ravel().astype(np.int32)

@@ -20,10 +20,11 @@ from stamp_core.core.atomic import naming
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.int64]
 NamedArrays = dict[str, npt.NDArray[Any]]
-Names = list[list[str]]  # of the classes, of the domains
+Names = list[list[str]]  # as NAMES; the last only where a channel is a mask
 ChunkNote = dict[str, Any]
 
 SUBSETS = ("train", "test")
+NAMES = ("classes", "domains", "channels")
 ARRAYS = ("x_train", "y_train", "x_test", "y_test", "domain_train", "domain_test", "mean", "std")
 READ_ERRORS = (OSError, EOFError, ValueError, LookupError, TypeError)  # of altered files
 LARGE = 10**9  # bytes; a larger file is not read whole to detect a change
@@ -52,7 +53,8 @@ def complete(draft: Path, arrays: NamedArrays, names: Names) -> None:
         if array.ndim == 4:  # with channels last, convolutions on the CPU are a fifth faster
             array = np.ascontiguousarray(array.transpose(0, 2, 3, 1))
         np.save(draft / f"{key}.npy", array)
-    meta = {"classes": names[0], "domains": names[1], "digest": _digest(*_map_files(draft), names)}
+    named = dict(zip(NAMES, names, strict=False))
+    meta = {**named, "digest": _digest(*_map_files(draft), names)}
     (draft / "meta.json").write_text(json.dumps(meta))
 
 
@@ -64,7 +66,7 @@ def read_arrays(folder: Path) -> tuple[NamedArrays, dict[str, Any]]:
     """
     meta = json.loads((folder / "meta.json").read_text())
     arrays, notes = _map_files(folder)
-    if _digest(arrays, notes, [meta["classes"], meta["domains"]]) != meta["digest"]:
+    if _digest(arrays, notes, [meta[key] for key in NAMES if key in meta]) != meta["digest"]:
         raise ValueError("the digest of its arrays and names is not the stored one")
     for key, chunks in notes.items():
         if not is_large(folder / f"{key}.npy"):

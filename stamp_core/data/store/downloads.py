@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from http.client import HTTPException
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -58,7 +59,7 @@ def convert_images(images: ImageArrays, options: ImageOptions) -> ImageArrays:
 
 def join_domains(parts: Sequence[ImageArrays], domains: tuple[str, ...]) -> ImageArrays:
     """Several data sets with the same classes as the domains of one."""
-    arrays = {
+    arrays: dict[str, Any] = {
         key: np.concatenate([getattr(part, key) for part in parts])
         for key in ("x_train", "y_train", "x_test", "y_test")
     }

@@ -3,18 +3,21 @@
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stamp_core.client.workspace import RoundId, Workspace
-from stamp_core.config.decode import require_above
+from stamp_core.client.graphs import Inputs
+from stamp_core.client.workspace import RoundId, Workspace, has_room
+from stamp_core.config.decode import invalid, require_above
 from stamp_core.config.schema import Setting
 from stamp_core.data.split import Plan
-from stamp_core.models.flat import FlatModel, FlatSGD, weighted_average
+from stamp_core.models.flat import FlatModel
+from stamp_core.results.records import tree_bytes
 
 State = dict[str, Any]  # what a client or the server remembers: a tree of tensors and plain values
 Group = Literal["federated", "personalised", "continual", "control"]  # of methods in a table
@@ -127,8 +130,23 @@ class Method:
     models: tuple[str, ...] = ("global", "local")  # the models whose accuracies are defined
     neutral: ClassVar[dict[str, Any] | None] = {}  # parameters that make it bit-identical to FedAvg
     group: ClassVar[Group] = "federated"
+    masks: ClassVar[bool] = False  # whether it can learn masks of images instead of labels
+    # Whether a step depends only on its batch, the live model and `step_inputs`, so that a GPU may
+    # capture it. A class that overrides one of `step_parts` has to say so again.
+    captures: bool = True
+    step_inputs: ClassVar[tuple[str, ...]] = ()  # tensors in `scratch` that a step reads
+    step_parts: ClassVar[tuple[str, ...]] = ("train", "step", "loss", "correct_gradient")
+
+    def __init_subclass__(cls) -> None:
+        """Let no step be captured that may have become another."""
+        super().__init_subclass__()
+        if "captures" not in vars(cls) and not vars(cls).keys().isdisjoint(cls.step_parts):
+            cls.captures = False
 
     def __init__(self, params: Any, work: Workspace) -> None:
+        if work.dataset.masks and not self.masks:
+            name = type(self).__name__
+            raise invalid("method", name, "one that learns masks, as those of the data")
         self.params, self.work = params, work
 
     def initial_states(self, plan: Plan) -> InitialStates:
@@ -152,17 +170,27 @@ class Method:
         """The message from the server to a client."""
         return {name: server[name] for name in self.shared_vectors()}
 
+    def gather(self, replies: list[Reply]) -> list[Reply]:
+        """The replies with the models' vectors on the device, where there is room for all."""
+        names, device = self.shared_vectors(), self.work.device
+        sent = [{n: r.message[n] for n in names if n in r.message} for r in replies]
+        if not has_room(tree_bytes(sent), device):
+            return replies
+        moved = [{name: vector.to(device) for name, vector in each.items()} for each in sent]
+        pairs = zip(replies, moved, strict=True)
+        return [replace(r, message={**r.message, **vectors}) for r, vectors in pairs]
+
     def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
-        """The server's next state from the replies, in the order of clients."""
+        """The server's next state from the replies, in the order of clients; on the CPU."""
         replies = [reply for reply in replies if reply.samples]
         if not replies:
             return server
         weights = [float(reply.samples) for reply in replies]
         mean = {
-            name: weighted_average([reply.message[name] for reply in replies], weights)
-            for name in self.shared_vectors()
+            name: self.work.average([reply.message[name] for reply in replies], weights)
+            for name in self.averaged_vectors()
         }
-        if self.params.server_lr != 1:
+        if self.params.server_lr != 1 and "parameters" in mean:
             mean["parameters"] = torch.lerp(
                 server["parameters"], mean["parameters"], self.params.server_lr
             )
@@ -199,17 +227,38 @@ class Method:
 
     def train(self, client_round: ClientRound) -> list[Tensor]:
         """Local SGD on the live model; returns the loss of every step."""
-        sgd = FlatSGD(self.work.model, self.work.training)
-        losses = []
+        self.work.sgd.restart()
+        losses, graphs = [], self.work.graphs
         for images, labels in self.batches(client_round):
-            self.work.train_mode(len(labels))
-            self.work.model.gradients.zero_()
-            loss = self.loss(client_round, images, labels)
-            loss.backward()
-            self.correct_gradient(client_round)
-            sgd.step()
-            losses.append(loss.detach())
+            if self.captures and graphs.usable(len(labels)):
+                inputs = {"images": images, "labels": labels, **self.other_inputs(client_round)}
+                losses.append(graphs.take("train", self.step_on, inputs))
+            else:
+                losses.append(self.step(client_round, images, labels))
         return losses
+
+    def step(self, client_round: ClientRound, images: Tensor, labels: Tensor) -> Tensor:
+        """One SGD step on a batch; returns its loss."""
+        self.work.train_mode(len(labels))
+        self.work.model.gradients.zero_()
+        loss = self.loss(client_round, images, labels)
+        loss.backward()
+        self.correct_gradient(client_round)
+        self.work.sgd.step()
+        return loss.detach()
+
+    def step_on(self, inputs: Inputs) -> Tensor:
+        """The same step; of the client round it sees only `scratch`, and there only its inputs.
+
+        Anything else would be that of the one client whose step is captured.
+        """
+        visible = SimpleNamespace(scratch=MappingProxyType(inputs))
+        return self.step(cast(ClientRound, visible), inputs["images"], inputs["labels"])
+
+    def other_inputs(self, client_round: ClientRound) -> dict[str, Tensor]:
+        """What a step reads besides its batch, where the client round has it."""
+        scratch = client_round.scratch
+        return {name: scratch[name] for name in self.step_inputs if name in scratch}
 
     def batches(self, client_round: ClientRound) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of local training; a method with a memory adds its exemplars here."""
@@ -253,6 +302,10 @@ class Method:
     def shares_buffers(self) -> bool:
         """Whether the buffers of batch normalisation are sent and averaged."""
         return self.work.training.buffers == "shared" and len(self.work.model.buffers) > 0
+
+    def averaged_vectors(self) -> tuple[str, ...]:
+        """The names of those that `aggregate` averages; the others are the server's own."""
+        return self.shared_vectors()
 
     def shared_vectors(self) -> tuple[str, ...]:
         """The names of the model's vectors that are sent and averaged."""

@@ -7,7 +7,7 @@ from torch import Tensor
 from stamp_core.client.workspace import Workspace
 from stamp_core.matching.projection import Projection
 from stamp_core.methods.base.method import ClientRound, Log, Method
-from stamp_core.models.flat import flatten
+from stamp_core.models.flat import flatten_like
 from stamp_core.models.networks import set_train_mode
 
 
@@ -18,7 +18,8 @@ def exemplar_gradient(work: Workspace, images: Tensor, labels: Tensor) -> Tensor
     """
     set_train_mode(work.classifier, update_norms=False)  # eval() in every step would take longer
     loss = F.cross_entropy(work.classifier(images), labels.to(work.device))
-    return flatten(torch.autograd.grad(loss, work.model.tensors))
+    tensors = work.model.tensors
+    return flatten_like(torch.autograd.grad(loss, tensors), tensors)
 
 
 def apply_projection(

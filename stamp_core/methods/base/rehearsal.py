@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from stamp_core.client.by_class import class_means, first_per_class, sample_balanced
+from stamp_core.client.workspace import Workspace, storage_device
 from stamp_core.config.decode import invalid, require_at_least
 from stamp_core.core.seeding import generator
 from stamp_core.coresets.learner import Learner
@@ -63,6 +64,17 @@ class Rehearsal(Method):
     Params: ClassVar = RehearsalParams
     neutral: ClassVar = {"memory": {"exemplars_per_class": 0}}
     group: ClassVar[Group] = "continual"
+    captures = True
+    step_inputs = ("soft", "anchors")
+    step_parts = (*Method.step_parts, "weighted_loss", "exemplar_loss")
+
+    def __init__(self, params: Any, work: Workspace) -> None:
+        super().__init__(params, work)
+        rule = params.memory.selection
+        if work.dataset.masks and (params.anchor or proposes(rule)):
+            key = "anchor" if params.anchor else "memory.selection"
+            value = params.anchor or rule
+            raise invalid(key, value, "one that needs no labels of images, as the data have masks")
 
     def init_client(self, client: int, server: State) -> State:
         """An empty memory; `experiences` lists those whose tasks have been added to it."""
@@ -79,20 +91,29 @@ class Rehearsal(Method):
         return (memory["tasks"] != client_round.task).nonzero().flatten()
 
     def batches(self, client_round: ClientRound) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of the task, each followed by exemplars of other tasks."""
+        """The batches of the task, each followed by exemplars of other tasks.
+
+        `scratch` has the exemplars' soft labels, of which hard ones have no columns.
+        """
         memory, past = client_round.state["memory"], self.past_indices(client_round)
+        scratch, device = client_round.scratch, self.work.device
+        if self.params.anchor:
+            scratch["anchors"] = client_round.state["anchors"].to(device)
         generator, known = client_round.round_id.generator("replay"), memory["labels"][past]
         sizes = self.work.batch_sizes(len(client_round.indices))
         samples = self.work.draw(
             (self.draw_exemplars(known, size, generator) for size in sizes), generator
         )
-        read = self.work.reader(memory["images"], past)
-        past, known = past.to(self.work.device), known.to(self.work.device)
+        remembered = self.remembered(client_round)
+        places = past.to(remembered[0].device)
+        read = self.work.reader(remembered[0], places)
+        target = self.work.target_reader(*remembered, places)
+        soft = memory["soft"][past].to(device)
         for (images, labels), drawn in zip(super().batches(client_round), samples, strict=True):
-            client_round.scratch["exemplars"] = past[drawn.places]
+            scratch["soft"] = soft[drawn.places]
             if len(drawn.places):
                 images = torch.cat([images, read(drawn)])
-                labels = torch.cat([labels, known[drawn.places]])
+                labels = torch.cat([labels, target(drawn)])
             yield images, labels
 
     def draw_exemplars(self, labels: Tensor, new: int, generator: torch.Generator) -> Tensor:
@@ -104,6 +125,15 @@ class Rehearsal(Method):
         if self.params.balanced:
             return sample_balanced(labels, count, generator)
         return torch.randperm(len(labels), generator=generator)[:count]
+
+    def remembered(self, client_round: ClientRound) -> tuple[Tensor, Tensor]:
+        """Images and labels of the memory, on the device in a client round if there is room."""
+        images, labels = (client_round.state["memory"][name] for name in ("images", "labels"))
+        if storage_device(images, self.work.device) != self.work.device:
+            return images, labels
+        pairs = {"images": images, "labels": labels}.items()
+        moved, stored = (self.on_device(client_round, name, values) for name, values in pairs)
+        return moved, stored
 
     def on_device(self, client_round: ClientRound, name: str, values: Tensor) -> Tensor:
         """Values of the client's state on the device, where they are moved once in a round."""
@@ -121,14 +151,13 @@ class Rehearsal(Method):
 
         The weights sum to 1: otherwise steps would be longer than those without a memory.
         """
-        exemplars, weight = client_round.scratch.get("exemplars", ()), self.params.weight
-        if weight is None or not len(exemplars):
+        soft, weight = client_round.scratch.get("soft", ()), self.params.weight
+        if weight is None or not len(soft):
             return F.cross_entropy(logits, labels)
-        state, new = client_round.state, len(labels) - len(exemplars)
-        soft = self.on_device(client_round, "soft", state["memory"]["soft"])[exemplars]
+        new = len(labels) - len(soft)
         past = self.exemplar_loss(logits[new:], labels[new:], soft)
         if self.params.anchor:
-            anchors = self.on_device(client_round, "anchors", state["anchors"])[labels[new:]]
+            anchors = client_round.scratch["anchors"][labels[new:]]
             past = past + self.params.anchor * F.mse_loss(logits[new:], anchors)
         loss: Tensor = (F.cross_entropy(logits[:new], labels[:new]) + weight * past) / (1 + weight)
         return loss
@@ -163,7 +192,7 @@ class Rehearsal(Method):
     def updated_anchors(self, client_round: ClientRound) -> Tensor:
         """The mean logits of every class, those of the task's by the trained model.  # [L, L]"""
         indices, data = client_round.indices, self.work.dataset
-        logits = self.work.outputs(data.x_train[indices])
+        logits = self.work.outputs(self.work.train_images(indices)[0])
         means, classes = class_means(logits, data.y_train[indices])
         anchors: Tensor = client_round.state["anchors"].index_copy(0, classes, means)
         return anchors
@@ -232,10 +261,14 @@ class Rehearsal(Method):
         return generator(client_round.seed, client_round.client, client_round.experience, purpose)
 
     def _features(self, images: Tensor) -> Tensor:
-        """Features by the encoder in evaluation mode, if the rule uses them.  # [N, D]"""
+        """Features by the encoder in evaluation mode, if the rule uses them.  # [N, D]
+
+        Of an image with a mask they are the means of its maps.
+        """
         if not needs_features(self.params.memory.selection):
             return torch.zeros(len(images), 0)
-        return self.work.outputs(images, self.work.classifier.encode)
+        features = self.work.outputs(images, self.work.classifier.encode)
+        return features.flatten(2).mean(2) if self.work.dataset.masks else features
 
     def memory_samples(self, server: State, client: State, count: int) -> dict[str, Tensor]:
         """The first `count` exemplars of each class in a client's memory, with their labels."""

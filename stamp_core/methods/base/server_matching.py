@@ -34,12 +34,15 @@ def match_server(
     if params is None or not replies:
         return averaged
     with log.clock("spatial"):
-        updates = [Difference(server["parameters"], r.message["parameters"]) for r in replies]
+        models = [reply.message["parameters"] for reply in replies]
+        start = server["parameters"].to(models[0].device)
+        updates = [Difference(start, model) for model in models]
         samples = torch.tensor([float(reply.samples) for reply in replies])
         sizes = method.work.layers() if params.blocks == "layers" else None
         direction, result = match(updates, params, samples, sizes)
     log_match(log, "spatial", result)
-    return {**averaged, "parameters": server["parameters"] - method.params.server_lr * direction}
+    moved = start - method.params.server_lr * direction
+    return {**averaged, "parameters": moved.cpu()}
 
 
 def log_match(log: Log, place: str, result: MatchResult) -> None:

@@ -26,7 +26,8 @@ def images(dataset: ImageDataset, images_per_class: int = 8) -> Figure:
     for label in range(len(names)):
         own = np.flatnonzero(np.asarray(dataset.y_train) == label)
         places = np.unique(np.linspace(0, len(own) - 1, images_per_class).astype(int))
-        shown.append(dataset.x_train[own[places[: len(own)]]].numpy())
+        chosen = dataset.x_train[own[places[: len(own)]]]
+        shown.append(chosen[:, : dataset.shape[0]].numpy())
     columns = 2 if len(names) > 5 else 1
     size = math.ceil(len(names) / columns)
     figure, axes = panels(columns, columns, 0.42 * size)

@@ -1,0 +1,56 @@
+"""The live network at weights other than its own: gradients through steps that are not taken."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+from torch import Tensor
+from torch.func import functional_call
+
+from stamp_core.client.workspace import Workspace
+
+
+class LookAhead:
+    """The network of a workspace as a function of its parameters."""
+
+    def __init__(self, work: Workspace) -> None:
+        self.work = work
+        self.names = [name for name, _ in work.classifier.named_parameters()]
+
+    def __call__(
+        self, tensors: Sequence[Tensor], images: Tensor, update_norms: bool = False
+    ) -> Tensor:
+        """Logits of a training step with these tensors as parameters.  # [N, classes]
+
+        No tensor may be a leaf, for the reason that `Classifier.encode` gives. Running statistics
+        of batch normalisation change only on request: most of these weights are never the model's.
+        """
+        work, values = self.work, dict(zip(self.names, tensors, strict=True))
+        work.train_mode(len(images))
+        with nullcontext() if update_norms else _constant_statistics(work):
+            # no network here has two names for one tensor, which it would take time to look for
+            logits: Tensor = functional_call(work.classifier, values, (images,), tie_weights=False)
+        return logits
+
+
+@contextmanager
+def _constant_statistics(work: Workspace) -> Iterator[None]:
+    """A context in which a pass leaves the running statistics of batch normalisation unchanged."""
+    momenta = [norm.momentum for norm in work.classifier.norms]
+    for norm in work.classifier.norms:
+        norm.momentum = 0.0
+    try:
+        yield
+    finally:
+        for norm, momentum in zip(work.classifier.norms, momenta, strict=True):
+            norm.momentum = momentum
+
+
+def clip_norm(vector: Tensor, limit: float | None) -> None:
+    """Shorten a vector in place to a length of at most `limit`; None leaves it as it is."""
+    if limit is not None:
+        vector.mul_((limit / vector.norm()).clamp(max=1))
+
+
+def clamped(vector: Tensor, limit: float | None) -> Tensor:
+    """The numbers of a vector, each moved into [-limit, limit]; None leaves them as they are."""
+    return vector if limit is None else vector.clamp(-limit, limit)

@@ -1,0 +1,122 @@
+"""Scenes: grey images of three drawn characters of different classes, with masks of their strokes.
+
+A scene is drawn for one class, its label, and shows two others as well. As where tasks overlap, its
+mask for training shows its own class alone: the others are background. A mask for testing shows
+all. With a single character a network would learn that what is drawn is the class of the task.
+All arithmetic is on integers, as in glyphs.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from stamp_core.config.decode import invalid, require_at_least
+from stamp_core.data.dataset import ImageArrays
+from stamp_core.data.sources.glyphs import (
+    CHARACTERS,
+    FACES,
+    ONE,
+    TEST,
+    TRAIN,
+    coverage,
+    draw_outlines,
+    positions,
+)
+from stamp_core.data.store.cache import Bytes, Numbers
+
+PACKAGES = ("numpy", "matplotlib")
+
+SHOWN = 3  # characters, each in a quarter of the scene
+NUMBERS = 8  # random ones of a character: its face, five of its shape, two of its place
+STROKE = 3 * ONE // 10  # a pixel that is covered more is part of a stroke
+REACH = 2  # pixels by which the mask of a stroke is wider: thin strokes are hardly learnt
+DARK, LIGHT = 25, 205
+NOISE = 4  # the part of a number in -255..255 that is added: a deviation of a tenth of 255
+
+
+@dataclass(frozen=True)
+class Options:
+    """Parameters of the source."""
+
+    classes: int = 5
+    train_per_class: int = 150
+    test_per_class: int = 30
+    size: int = 32  # pixels per side; a character is drawn in 7/16 of it
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot be drawn."""
+        require_at_least(self, 1, "train_per_class", "test_per_class")
+        require_at_least(self, 0, "seed")
+        for name, (low, high) in {"classes": (SHOWN, len(CHARACTERS)), "size": (16, 64)}.items():
+            if not low <= getattr(self, name) <= high:
+                raise invalid(name, getattr(self, name), f"between {low} and {high}")
+
+
+def make(options: Options) -> ImageArrays:
+    """All scenes, class after class; more scenes do not change the earlier ones."""
+    shapes = draw_outlines(CHARACTERS[: options.classes], 3 * _box(options) // 4)
+    x_train, y_train = _draw_subset(shapes, options, TRAIN, options.train_per_class)
+    x_test, y_test = _draw_subset(shapes, options, TEST, options.test_per_class)
+    classes = tuple(CHARACTERS[: options.classes])
+    return ImageArrays(x_train, y_train, x_test, y_test, classes, masks=True)
+
+
+def _box(options: Options) -> int:
+    """The side of the square in which a character is drawn."""
+    return 7 * options.size // 16
+
+
+def _draw_subset(shapes: Bytes, options: Options, subset: int, count: int) -> tuple[Bytes, Numbers]:
+    """Scenes with masks [N, 2, size, size] and their labels."""
+    parts = [_draw_class(shapes, options, label, subset, count) for label in range(options.classes)]
+    return np.concatenate(parts), np.repeat(np.arange(options.classes), count)
+
+
+def _draw_class(shapes: Bytes, options: Options, label: int, subset: int, count: int) -> Bytes:
+    """The scenes of one class with their masks.  # [n, 2, H, W]
+
+    Where masks meet, that of the scene's own class is in front.
+    """
+    generator = np.random.Generator(np.random.PCG64([options.seed, label, subset]))
+    shape = (count, options.classes + 4 + SHOWN * NUMBERS + options.size**2)
+    draws = generator.integers(0, ONE, shape, dtype=np.uint16).astype(np.int64)
+    ends = np.cumsum([options.classes, 4, *[NUMBERS] * SHOWN])
+    order, quarters, *characters, noise = np.split(draws, ends, axis=1)
+    order[:, label] = -1  # the scene's own class comes first
+    labels, places = (np.argsort(each, 1, kind="stable") for each in (order, quarters))
+    grey = np.zeros((count, options.size, options.size), np.int64)
+    mask = np.full_like(grey, options.classes)
+    for k in reversed(range(SHOWN)):
+        cover = _place(shapes, labels[:, k], places[:, k], characters[k], options)
+        grey = np.maximum(grey, cover)
+        if k == 0 or subset == TEST:
+            mask = np.where(_widen(cover), labels[:, k, None, None], mask)
+    noise = ((noise >> 8) + (noise & 255) - 255).reshape(grey.shape)  # mostly small, as in glyphs
+    grey = DARK + (grey * LIGHT >> 16) + noise // NOISE
+    return np.stack([np.clip(grey, 0, 255), mask], 1).astype(np.uint8)
+
+
+def _place(
+    shapes: Bytes, labels: Numbers, quarters: Numbers, draws: Numbers, options: Options
+) -> Numbers:
+    """How much of each pixel a character of each label covers, in 0..ONE.  # [n, size, size]"""
+    box, size = _box(options), options.size
+    flat = shapes.reshape(-1, *shapes.shape[2:])  # [classes * faces, side, side]
+    faces = labels * len(FACES) + draws[:, 0] % len(FACES)
+    cover = coverage(flat, faces, *positions(draws[:, 1:6].T, box, ONE))  # [n, box, box]
+    scenes = np.zeros((len(labels), size, size), np.int64)
+    rows, columns = (draws[:, 6:] % (size // 2 - box + 1)).T
+    rows, columns = rows + quarters // 2 * (size // 2), columns + quarters % 2 * (size // 2)
+    for scene, drawn, row, column in zip(scenes, cover, rows, columns, strict=True):
+        scene[row : row + box, column : column + box] = drawn
+    return scenes
+
+
+def _widen(cover: Numbers) -> npt.NDArray[np.bool_]:
+    """The pixels near a stroke.  # [n, size, size]"""
+    padded = np.pad(cover > STROKE, ((0, 0), (REACH, REACH), (REACH, REACH)))
+    side = 2 * REACH + 1
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (side, side), (1, 2))
+    return np.asarray(windows.any((3, 4)))

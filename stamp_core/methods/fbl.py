@@ -1,0 +1,287 @@
+"""FBL (Dong et al., 2023): balanced gradients and class relations against background shift.
+
+It was published for segmentation; on images with labels this is an adaptation, called FBL-C.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stamp_core.client.by_class import class_means
+from stamp_core.client.workspace import Workspace
+from stamp_core.config.decode import invalid, require_at_least, require_fraction
+from stamp_core.coresets.memory import MemoryParams
+from stamp_core.methods.base.method import ClientRound, State
+from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalParams
+from stamp_core.models.flat import FlatModel
+
+UNSURE = -1  # in place of a pseudo label
+SMALLEST_GAP = torch.finfo(torch.float32).eps  # of 1 - p: weights stay defined where p is 1
+SMALLEST_SHARE = torch.finfo(torch.float32).tiny  # of a class: its logarithm stays defined
+SMALLEST_THRESHOLD = 0.001  # as published
+JUMP = 0.6  # of the entropy, at which the published monitor reports a new task
+
+
+@dataclass(frozen=True)
+class FBLParams(RehearsalParams):
+    """The parts of FBL; published without exemplars."""
+
+    memory: MemoryParams = field(
+        default_factory=lambda: MemoryParams("uniform", exemplars_per_class=0, merge="reservoir")
+    )
+    # Weights by gradients have the mean 1 in each task's classes; "old": 1 in the current task's.
+    weights: Literal["all", "old", "none"] = "all"
+    relation: float = 1.0  # weight of the relations between classes
+    leak: float = 0.1  # part of the old model's prediction in the target of a new class
+    # The old model labels what has no label of an old class: with masks the background, without
+    # masks exemplars, whose labels are then not used.
+    pseudo: bool = True
+    quantile: float = 0.2  # of the entropies of a class, up to which pseudo labels are used
+    quantile_step: float = 0.1  # by which it grows in every local epoch of a task
+    quantile_limit: float = 0.8
+    from_background: bool = True  # with masks: a new class starts as a part of the background
+
+    def __post_init__(self) -> None:
+        """Refuse numbers outside their ranges, and parts of rehearsal that have no effect."""
+        super().__post_init__()
+        require_at_least(self, 0, "relation", "quantile_step")
+        require_fraction(self, "leak", "quantile")
+        if not self.quantile <= self.quantile_limit <= 1:
+            right = f"between quantile = {self.quantile} and 1"
+            raise invalid("quantile_limit", self.quantile_limit, right)
+        if self.weight is not None or self.anchor:
+            name = "anchor" if self.weight is None else "weight"
+            raise invalid(name, getattr(self, name), "absent: `weights` has its place")
+
+
+class FBL(Rehearsal):
+    """FedAvg with the model received when a task begins as the teacher of its old classes.
+
+    An image without mask is one sample, an image with a mask one for each pixel.
+    """
+
+    Params: ClassVar = FBLParams
+    neutral: ClassVar[dict[str, Any]] = {
+        "weights": "none",
+        "relation": 0.0,
+        "pseudo": False,
+        "from_background": False,
+    }
+    masks: ClassVar = True
+
+    def __init__(self, params: FBLParams, work: Workspace) -> None:
+        super().__init__(params, work)
+        self.active = params.weights != "none" or params.relation > 0 or params.pseudo
+        self.outputs = work.classes + work.dataset.masks  # the last one is the background
+        if self.active:  # a second live model, loaded before each use
+            self.teacher = FlatModel(work.network(seed=0).to(work.device).eval())
+
+    def init_client(self, client: int, server: State) -> State:
+        """No old model and no entropy yet."""
+        own = {"old": {}, "experience": -1, "epochs": 0, "entropy": -1.0}
+        return {**super().init_client(client, server), **own}
+
+    # --- before training
+
+    def train(self, client_round: ClientRound) -> list[Tensor]:
+        """Keep the received model if the task is new, then local SGD with it as the teacher."""
+        state, scratch = client_round.state, client_round.scratch
+        scratch |= {name: state[name] for name in ("old", "epochs", "entropy")}
+        new = state["experience"] != client_round.experience
+        if self.active and len(client_round.indices):
+            self.watch(client_round, new)
+        if new:
+            live = self.work.model
+            vectors = {"parameters": live.parameters, "buffers": live.buffers}
+            past = self.active and client_round.experience > 0
+            kept = {name: vector.cpu().clone() for name, vector in vectors.items()}
+            scratch |= {"old": kept if past else {}, "epochs": 0}
+            if client_round.experience and self.work.dataset.masks and self.params.from_background:
+                self.start_from_background(client_round)
+        if scratch["old"]:
+            self.prepare_teacher(client_round)
+        return super().train(client_round)
+
+    def watch(self, client_round: ClientRound, new: bool) -> None:
+        """Log the received model's mean entropy, and whether it would have told a new task."""
+        images = self.work.dataset.x_train[client_round.indices]
+        p = samples(self.work.outputs(images)).softmax(1)
+        entropy = float(torch.special.entr(p).sum(1).mean())  # in nats, as published
+        jumped = entropy - client_round.scratch["entropy"] > JUMP
+        client_round.scratch["entropy"] = entropy
+        told = "monitor: hits" if new else "monitor: false alarms"
+        client_round.log.numbers |= {"entropy": entropy, told: float(jumped)}
+
+    def start_from_background(self, client_round: ClientRound) -> None:
+        """Share the background's part of every prediction among it and the task's classes."""
+        head, classes = self.work.classifier.head, self.current_classes(client_round)
+        weight, bias = head.weight, head.bias
+        assert isinstance(weight, Tensor) and isinstance(bias, Tensor)
+        with torch.no_grad():
+            weight[classes] = weight[-1].clone()
+            bias[[*classes, self.work.classes]] = bias[-1] - math.log(len(classes) + 1)
+
+    def prepare_teacher(self, client_round: ClientRound) -> None:
+        """Load the old model, and put into `scratch` what it knows.
+
+        Where every class returns, as with domains, all are old.
+        """
+        scratch, device = client_round.scratch, self.work.device
+        past = set(client_round.plan.seen(client_round.client, client_round.experience - 1))
+        current = self.current_classes(client_round)
+        old = past - set(current)
+        background = {self.work.classes} if self.work.dataset.masks else set()
+        scratch["columns"] = torch.tensor(sorted((old or past) | background), device=device)  # [O]
+        scratch["power"] = len(old) / (len(old) + len(current))
+        groups = torch.zeros(self.outputs, dtype=torch.int64)  # the background: the first task's
+        own = client_round.plan.clients[client_round.client]
+        for task, each in reversed(list(enumerate(own[: client_round.experience]))):
+            groups[list(each.classes)] = task
+        groups[current] = len(own)
+        scratch["groups"] = F.one_hot(groups, len(own) + 1).float().to(device)  # [L, G]
+        self.teacher.load(scratch["old"]["parameters"], scratch["old"]["buffers"])
+        if self.params.pseudo:
+            scratch["thresholds"] = self.thresholds(client_round)
+
+    def current_classes(self, client_round: ClientRound) -> list[int]:
+        """The classes of the task."""
+        return list(client_round.plan.clients[client_round.client][client_round.task].classes)
+
+    def thresholds(self, client_round: ClientRound) -> list[Tensor]:
+        """For every epoch each class's largest entropy of a pseudo label.  # [L] each"""
+        scratch, params, work = client_round.scratch, self.params, self.work
+        images = work.dataset.x_train[client_round.indices]
+        if not work.dataset.masks:
+            images = client_round.state["memory"]["images"][self.past_indices(client_round)]
+        if not len(images):
+            return [torch.full((self.outputs,), SMALLEST_THRESHOLD)] * len(work.each_epoch())
+        logits = samples(work.outputs(images, self.teacher.module).to(work.device))
+        if work.dataset.masks:
+            logits = logits[(images[:, -1] == work.classes).flatten().to(work.device)]
+        teacher = logits[:, scratch["columns"]].softmax(1)
+        predicted, unsure = scratch["columns"][teacher.argmax(1)], entropies(teacher)
+        shares = [
+            params.quantile + params.quantile_step * (scratch["epochs"] + epoch)
+            for epoch in work.each_epoch()
+        ]
+        found = [
+            class_thresholds(unsure, predicted, min(share, params.quantile_limit), self.outputs)
+            for share in shares
+        ]
+        if found and len(unsure):
+            used = (unsure <= found[-1][predicted]).float().mean()
+            client_round.log.numbers["pseudo labels used"] = float(used)
+        return found
+
+    # --- training
+
+    def batches(self, client_round: ClientRound) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of rehearsal, with the epoch of each in `scratch`."""
+        steps = math.ceil(len(client_round.indices) / self.work.training.batch_size)
+        for step, batch in enumerate(super().batches(client_round)):
+            client_round.scratch["epoch"] = step // steps
+            yield batch
+
+    def loss(self, client_round: ClientRound, images: Tensor, labels: Tensor) -> Tensor:
+        """Weighted cross-entropy of labels and pseudo labels, and the relations of classes."""
+        scratch, params = client_round.scratch, self.params
+        if "columns" not in scratch:
+            return super().loss(client_round, images, labels)
+        logits = samples(self.work.model.module(images))  # [M, L]
+        with torch.no_grad():
+            teacher = samples(self.teacher.module(images))[:, scratch["columns"]].softmax(1)
+            labels = self.pseudo_labels(client_round, teacher, labels)  # [M]
+        used = labels != UNSURE
+        logits, teacher, labels, every = logits[used], teacher[used], labels[used], len(labels)
+        weights = self.compensation(client_round, logits.detach(), labels)
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        loss = (weights * losses).sum() / every
+        if params.relation and len(labels):
+            targets = self.relation_targets(client_round, teacher, labels)
+            relation = relation_loss(logits.softmax(1), targets, labels, weights)
+            loss = loss + params.relation * relation
+        return loss
+
+    def pseudo_labels(self, client_round: ClientRound, teacher: Tensor, labels: Tensor) -> Tensor:
+        """Labels, those of the old model where an old class may be hidden, or UNSURE.  # [M]"""
+        scratch = client_round.scratch
+        if not self.params.pseudo:
+            return labels.flatten()
+        hidden = labels.flatten() == self.work.classes
+        if not self.work.dataset.masks:
+            hidden[len(labels) - len(scratch["soft"]) :] = True
+        predicted = scratch["columns"][teacher.argmax(1)]
+        limits = scratch["thresholds"][scratch["epoch"]].to(predicted.device)
+        sure = entropies(teacher) <= limits[predicted]
+        return torch.where(hidden, predicted.where(sure, UNSURE), labels.flatten())
+
+    def compensation(self, client_round: ClientRound, logits: Tensor, labels: Tensor) -> Tensor:
+        """Each sample's gap (1 - p)^z, over the mean gap of its task's classes.  # [M]"""
+        scratch = client_round.scratch
+        if self.params.weights == "none":
+            return torch.ones(len(labels), device=logits.device)
+        gaps = 1 - logits.softmax(1).gather(1, labels[:, None])  # [M, 1]
+        gaps = gaps.clamp(min=SMALLEST_GAP) ** scratch["power"]
+        members = scratch["groups"][labels]  # [M, G]
+        means = (gaps * members).sum(0) / members.sum(0).clamp(min=1)  # [G]
+        weights: Tensor = gaps[:, 0] / (members @ means)
+        if self.params.weights == "old":  # the last group is that of the current task
+            weights = torch.where(members[:, -1] > 0, 1.0, weights)
+        return weights
+
+    def relation_targets(
+        self, client_round: ClientRound, teacher: Tensor, labels: Tensor
+    ) -> Tensor:
+        """The old model's prediction for old classes, of which new ones have a part.  # [M, L]"""
+        columns = client_round.scratch["columns"]
+        table = torch.eye(self.outputs, device=teacher.device)
+        spread = teacher @ table[columns]  # [M, L], 0 outside the columns
+        new = 1 - table[columns].sum(0)[labels, None]  # [M, 1]
+        targets: Tensor = spread + new * (1 - self.params.leak) * (table[labels] - spread)
+        return targets
+
+    # --- after training
+
+    def update_state(self, client_round: ClientRound) -> State:
+        """The state of rehearsal with the old model, and how long the task has been known."""
+        scratch = client_round.scratch
+        kept = {name: scratch[name] for name in ("old", "entropy")}
+        epochs = scratch["epochs"] + len(self.work.each_epoch())
+        own = {**kept, "epochs": epochs, "experience": client_round.experience}
+        return {**super().update_state(client_round), **own}
+
+
+def samples(maps: Tensor) -> Tensor:
+    """A row for each image, or for each pixel.  # [N, L] or [N, L, H, W] -> [M, L]"""
+    return maps.movedim(1, -1).flatten(0, -2)
+
+
+def entropies(probabilities: Tensor) -> Tensor:
+    """The entropy along dimension 1, as a part of its maximum.  # [M, O] -> [M]"""
+    largest = math.log(max(2, probabilities.shape[1]))
+    parts: Tensor = torch.special.entr(probabilities).sum(1) / largest
+    return parts
+
+
+def class_thresholds(entropy: Tensor, predicted: Tensor, share: float, classes: int) -> Tensor:
+    """The quantile of the entropies at which each class is predicted, at least 0.001.  # [L]"""
+    found = torch.zeros(classes, device=entropy.device)
+    for label in predicted.unique().tolist():
+        found[label] = torch.quantile(entropy[predicted == label], share)
+    return found.clamp(min=SMALLEST_THRESHOLD)
+
+
+def relation_loss(p: Tensor, targets: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """The mean over classes of KL(mean target || mean prediction), weighted.  # p: [M, L]"""
+    predicted, _ = class_means(p, labels)  # [C, L]
+    target, _ = class_means(targets, labels)
+    weight, _ = class_means(weights[:, None], labels)  # [C, 1]
+    logarithms = predicted.clamp(min=SMALLEST_SHARE).log()
+    divergences = F.kl_div(logarithms, target, reduction="none").sum(1)
+    loss: Tensor = (weight[:, 0] / weight.mean() * divergences).mean()
+    return loss

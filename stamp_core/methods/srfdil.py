@@ -1,0 +1,283 @@
+"""SR-FDIL (Li et al., 2024), reconstructed: a cache by local importance and global correlation."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stamp_core.client.workspace import Workspace
+from stamp_core.config.decode import invalid, require_above, require_at_least
+from stamp_core.core.seeding import generator
+from stamp_core.data.split import Plan
+from stamp_core.methods.base.exemplar_lists import ExemplarLists
+from stamp_core.methods.base.method import ClientRound, InitialStates, Log, Message, Reply, State
+from stamp_core.methods.base.sample_cache import CacheParams, SampleCache
+from stamp_core.models.acgan import BETAS, conditional_noise
+from stamp_core.models.adam import FlatAdam
+from stamp_core.models.flat import FlatModel, weighted_average
+from stamp_core.models.generators import SLOPE, build_seeded
+
+NETWORKS = ("generator", "discriminator")  # of features, sent and averaged
+NOISE, HIDDEN = 32, 64  # Gaussian inputs of the generator, hidden units of both networks
+BATCH = 32  # features in a step of both networks
+DEVIATION = 1e-6  # added to the features' deviations
+
+
+@dataclass(frozen=True)
+class SRFDILParams(CacheParams):
+    """How samples are scored and clients drawn; no value could be read in the paper."""
+
+    balance: Literal["none", "class"] = "class"
+    correlation: float = 0.5  # share of the global correlation in the score; 0: Re-Fed
+    gan_steps: int = 20  # of both networks in each round
+    gan_lr: float = 2e-4
+    selected: float = 1.0  # share of the clients that the server draws for a round; 1: all
+    old: float = 0.5  # share of the importance of the cache in the chance to be drawn
+
+    def __post_init__(self) -> None:
+        """Refuse shares out of range, and networks that are not trained."""
+        super().__post_init__()
+        require_at_least(self, 1, "gan_steps")
+        require_above(self, 0, "gan_lr", "selected")
+        require_at_least(self, 0, "correlation", "old")
+        for name in ("correlation", "selected", "old"):
+            if getattr(self, name) > 1:
+                raise invalid(name, getattr(self, name), "at most 1")
+
+
+class SRFDIL(SampleCache):
+    """FedAvg with a cache of the samples that matter to the client and look like all clients' ones.
+
+    A reconstruction from the abstract and one sentence of a later paper. The cache and the local
+    importance are Re-Fed's. Every client trains a generator of features and a discriminator on its
+    cache, both conditioned on the class, and the server averages them: the averaged discriminator
+    says how far a sample is correlated with the data of all clients. Inside a class the samples are
+    ordered by the weighted mean of their two ranks. With `selected` below 1 the server draws the
+    clients of the next round by the mean importance of their cached and of their new samples.
+    """
+
+    Params: ClassVar = SRFDILParams
+
+    def __init__(self, params: SRFDILParams, work: Workspace) -> None:
+        super().__init__(params, work)
+        self.adversarial = params.correlation > 0 and params.cache > 0
+        features = next(work.classifier.head.parameters()).shape[1]
+        self.make: dict[str, Callable[[], nn.Module]] = {
+            "generator": partial(build_generator, features, work.classes),
+            "discriminator": partial(build_discriminator, features, work.classes),
+        }
+        if self.adversarial:  # live networks, loaded anew before each use
+            self.live = {n: FlatModel(self.network(n, 0).to(work.device)) for n in NETWORKS}
+
+    def network(self, name: str, seed: int) -> nn.Module:
+        """The generator or the discriminator with the initial weights of `seed`."""
+        return build_seeded(self.make[name], seed, name)
+
+    # --- the server
+
+    def initial_states(self, plan: Plan) -> InitialStates:
+        """The first states; where clients are drawn, no importance is known."""
+        states = super().initial_states(plan)
+        if self.params.selected == 1:
+            return states
+        unknown = torch.full((len(plan.clients), 2), math.nan)
+        server = {**states.server, "importance": unknown, "seed": plan.seed, "round": 0}
+        return states._replace(server={**server, "drawn": self.draw_clients(server)})
+
+    def init_server(self, seed: int) -> State:
+        """The initial weights of all networks."""
+        server = super().init_server(seed)
+        if not self.adversarial:
+            return server
+        return server | {n: FlatModel(self.network(n, seed)).parameters for n in NETWORKS}
+
+    def participants(self, chosen: list[int], server: State) -> list[int]:
+        """Those of the chosen clients that the server has drawn."""
+        return [client for client in chosen if client in server.get("drawn", chosen)]
+
+    def draw_clients(self, server: State) -> list[int]:
+        """The clients of the next round, drawn without replacement."""
+        shares = client_shares(server["importance"], self.params.old)
+        count = math.ceil(self.params.selected * len(shares) - 1e-9)
+        draw = generator(server["seed"], server["round"], "selection")
+        return sorted(torch.multinomial(shares, count, generator=draw).tolist())
+
+    def broadcast(self, server: State, client: int) -> Message:
+        """The model and, where they are used, both networks of features."""
+        message = super().broadcast(server, client)
+        return message | {name: server[name] for name in NETWORKS if self.adversarial}
+
+    def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
+        """The means of all networks, weighted by samples, and the clients of the next round."""
+        state, trained = super().aggregate(server, replies, log), [r for r in replies if r.samples]
+        if self.adversarial and trained:
+            weights = [float(reply.samples) for reply in trained]
+            state = state | {
+                name: weighted_average([reply.message[name] for reply in trained], weights)
+                for name in NETWORKS
+            }
+        return state if self.params.selected == 1 else self.next_clients(state, replies, log)
+
+    def next_clients(self, server: State, replies: list[Reply], log: Log) -> State:
+        """The state with what clients reported of their importance, and those drawn by it."""
+        importance = server["importance"].clone()
+        for reply in replies:
+            importance[reply.client] = reply.message["importance"]
+        state = {**server, "importance": importance, "round": server["round"] + 1}
+        largest = client_shares(importance, self.params.old).max()
+        log.numbers["chance, largest share"] = float(largest)
+        return {**state, "drawn": self.draw_clients(state)}
+
+    # --- a client
+
+    def updated_cache(self, client_round: ClientRound) -> ExemplarLists:
+        """The cache; on it, and at the received model, both networks of features are trained."""
+        if self.adversarial:
+            for name, network in self.live.items():
+                network.load(client_round.message[name])
+        cache = super().updated_cache(client_round)
+        if self.params.selected < 1:
+            client_round.scratch["importance"] = self.joint_importance(client_round, cache)
+        if self.adversarial and len(cache["labels"]):
+            with client_round.log.clock("networks of features"):
+                self.fit_networks(client_round, cache)
+        return cache
+
+    def joint_importance(self, client_round: ClientRound, cache: ExemplarLists) -> Tensor:
+        """Mean importance of cached and of new samples, once in an experience.  # [2]"""
+        state, new = client_round.state, len(client_round.indices)
+        if state["experience"] == client_round.experience:
+            known: Tensor = state["importance"]
+            return known
+        samples = self.local_set(client_round.indices, client_round.task, cache)
+        if not len(samples["labels"]):
+            return torch.zeros(2)
+        importance = self.importance(client_round, samples)
+        parts = importance[new:], importance[:new]
+        return torch.stack([part.sum() / max(1, len(part)) for part in parts])
+
+    def update_state(self, client_round: ClientRound) -> State:
+        """The state with the cache and, where clients are drawn, the mean importance."""
+        names = ("importance",) if self.params.selected < 1 else ()
+        own = {name: client_round.scratch[name] for name in names}
+        return {**super().update_state(client_round), **own}
+
+    def upload(self, client_round: ClientRound) -> Message:
+        """The model, both networks of features and, where clients are drawn, the importance."""
+        message = super().upload(client_round)
+        if self.adversarial:
+            message |= {name: net.parameters.cpu().clone() for name, net in self.live.items()}
+        if self.params.selected < 1:
+            message["importance"] = client_round.scratch["importance"].clone()
+        return message
+
+    # --- scores of samples
+
+    def scores(self, client_round: ClientRound, samples: ExemplarLists) -> Tensor:
+        """The weighted means of the ranks of importance and correlation in a class.  # [N]"""
+        importance = super().scores(client_round, samples)
+        if not self.adversarial:
+            return importance
+        labels, correlation = samples["labels"], self.correlations(samples)
+        local, of_all = (ranks_in_class(each, labels) for each in (importance, correlation))
+        return torch.lerp(local, of_all, self.params.correlation)
+
+    @torch.no_grad()
+    def correlations(self, samples: ExemplarLists) -> Tensor:
+        """The received discriminator's logits: real above 0, generated below.  # [N]"""
+        features, classes = self.features(samples)
+        return self.discriminate(features, classes).cpu()
+
+    def features(self, samples: ExemplarLists) -> tuple[Tensor, Tensor]:
+        """Features of these samples, standardised among them, and one-hot labels, on the device.
+
+        They are those of the live model's encoder in evaluation mode.  # [N, F], [N, classes]
+        """
+        features = self.work.outputs(samples["images"], self.work.classifier.encode)
+        deviations, means = torch.std_mean(features, 0, correction=0)
+        standardised = (features - means) / (deviations + DEVIATION)
+        classes = F.one_hot(samples["labels"], self.work.classes).to(features.dtype)
+        return standardised.to(self.work.device), classes.to(self.work.device)
+
+    def discriminate(self, features: Tensor, classes: Tensor) -> Tensor:
+        """The live discriminator's logits for features of classes.  # [N]"""
+        logits: Tensor = self.live["discriminator"].module(torch.cat([features, classes], 1))
+        return logits.squeeze(1)
+
+    def fit_networks(self, client_round: ClientRound, cache: ExemplarLists) -> None:
+        """Steps of both networks on features of the cache; the classifier is not changed."""
+        features, classes = self.features(cache)
+        draw, labels = client_round.round_id.generator("features"), cache["labels"]
+        adams = {n: FlatAdam(net, self.params.gan_lr, betas=BETAS) for n, net in self.live.items()}
+        for _ in range(self.params.gan_steps):
+            places = torch.randint(len(labels), (BATCH,), generator=draw)
+            noise = conditional_noise(labels[places], self.work.classes, NOISE, draw)
+            places = places.to(self.work.device)
+            real, asked = features[places], classes[places]
+            generated = self.live["generator"].module(noise.to(self.work.device))
+            against = F.softplus(self.discriminate(generated.detach(), asked)).mean()
+            of_real = F.softplus(-self.discriminate(real, asked)).mean()
+            self.descend("discriminator", of_real + against, adams)
+            fooled = F.softplus(-self.discriminate(generated, asked)).mean()
+            self.descend("generator", fooled, adams)
+        if client_round.last and len(client_round.indices):
+            self.note_overfitting(client_round)
+
+    def note_overfitting(self, client_round: ClientRound) -> None:
+        """Record which share of the new task the discriminator takes for real."""
+        data, indices = self.work.dataset, client_round.indices
+        fresh = {"images": data.x_train[indices], "labels": data.y_train[indices]}
+        taken = (self.correlations(fresh) > 0).float().mean()
+        client_round.log.numbers["new samples taken for real"] = float(taken)
+
+    def descend(self, name: str, loss: Tensor, adams: dict[str, FlatAdam]) -> None:
+        """One step of one of both networks."""
+        network = self.live[name]
+        network.gradients.zero_()
+        loss.backward(inputs=list(network.module.parameters()))
+        adams[name].step()
+
+
+def build_generator(features: int, classes: int) -> nn.Module:
+    """Features from a one-hot label and noise."""
+    layers = nn.Linear(classes + NOISE, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, features)
+    return nn.Sequential(*layers)
+
+
+def build_discriminator(features: int, classes: int) -> nn.Module:
+    """A logit from features and a one-hot label; 0 for all before it is trained."""
+    last = nn.Linear(HIDDEN, 1)
+    for parameter in last.parameters():
+        nn.init.zeros_(parameter)
+    return nn.Sequential(nn.Linear(features + classes, HIDDEN), nn.LeakyReLU(SLOPE), last)
+
+
+def ranks_in_class(values: Tensor, labels: Tensor) -> Tensor:
+    """The share of the other samples of its class that each one exceeds, from 0 to 1.  # [N]"""
+    ranks = torch.zeros(len(values))
+    for label in labels.unique():
+        own = (labels == label).nonzero().flatten()
+        below = torch.searchsorted(values[own].sort().values, values[own])
+        ranks[own] = below / max(1, len(own) - 1)
+    return ranks
+
+
+def client_shares(importance: Tensor, old: float) -> Tensor:
+    """Each client's chance, from the mean importance of its cached and its new samples.  # [U]
+
+    The weighted mean of its two shares in the sums over clients; where a sum is 0, as of empty
+    caches, the other share. Of a client that has not reported yet the mean is taken, or equal ones.
+    """
+    known = torch.where(importance.isnan(), importance.nanmean(0), importance)  # [U, 2]
+    known = known.double().nan_to_num(1.0)
+    weights = torch.tensor([old, 1 - old], dtype=torch.float64) * (known.sum(0) > 0)
+    if not weights.any():
+        known, weights = torch.ones_like(known), torch.ones(2, dtype=torch.float64)
+    shares = known / known.sum(0).clamp(min=torch.finfo(torch.float64).tiny)
+    chances = (shares * weights).sum(1) / weights.sum()
+    return chances.clamp(min=1e-12)  # so that as many can be drawn as are wanted

@@ -1,0 +1,105 @@
+"""Drawn scenes with masks: the same bytes everywhere, a quarter a character, masks of strokes."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stamp_core.config.decode import ParameterError
+from stamp_core.data.dataset import ImageArrays, load_dataset, source_options
+from stamp_core.data.sources import glyphs, scenes
+
+OPTIONS = scenes.Options(train_per_class=40, test_per_class=40)
+
+
+@pytest.fixture(scope="module")
+def made() -> ImageArrays:
+    """Scenes of five classes, 40 each for training and for testing."""
+    return scenes.make(OPTIONS)
+
+
+def test_the_bytes_of_scenes_of_given_outlines_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    def outlines(characters: str, box: int) -> np.ndarray:
+        row, column = np.mgrid[: 2 * box + 4, : 2 * box + 4]
+        shape = (row * column) % 251 * (abs(row - column) < box)
+        faces = len(glyphs.FACES)
+        return np.broadcast_to(shape, (len(characters), faces, *shape.shape)).astype(np.uint8)
+
+    monkeypatch.setattr(scenes, "draw_outlines", outlines)
+    spec = {"source": "scenes", "train_per_class": 6, "test_per_class": 4}
+    pinned = "31559e59681c9eaa17586cfd8806e8f0fd192b3718a7011adc2b9daf1e890f73"
+    assert load_dataset(spec).digest == pinned
+
+
+def test_a_scene_is_grey_with_a_mask(made: ImageArrays) -> None:
+    assert made.x_train.shape == (200, 2, 32, 32) and made.masks
+    assert made.classes == tuple(glyphs.CHARACTERS[:5]) and made.domains == ("all",)
+    assert np.bincount(made.y_train).tolist() == [40] * 5
+    assert made.x_train[0].nbytes == 2 * 32 * 32  # a scene and its mask
+
+
+def test_masks_for_training_show_the_scenes_own_class_alone(made: ImageArrays) -> None:
+    for x, label in zip(made.x_train, made.y_train, strict=True):
+        assert set(np.unique(x[1])) == {label, 5}
+
+
+def test_masks_for_testing_show_three_classes(made: ImageArrays) -> None:
+    """Every scene its own and two others; every pair comes."""
+    found = [set(np.unique(mask).tolist()) - {5} for mask in made.x_test[:, 1]]
+    assert all(
+        label in each and len(each) == 3 for label, each in zip(made.y_test, found, strict=True)
+    )
+    assert len({frozenset(each) for each in found}) == 10  # of five classes, all threes
+
+
+def test_each_character_has_a_quarter_of_its_own(made: ImageArrays) -> None:
+    """Its mask reaches two pixels into others; all quarters are used by every class."""
+    for label in range(5):
+        own = made.x_train[made.y_train == label, 1] == label
+        corners = own.reshape(40, 2, 16, 2, 16)[:, :, 3:13, :, 3:13].any((2, 4))
+        assert (corners.sum((1, 2)) == 1).all()
+        assert corners.any(0).all()
+
+
+def test_strokes_are_light_and_lie_inside_their_masks(made: ImageArrays) -> None:
+    """Light pixels outside are noise: fewer than one in a hundred."""
+    grey, mask = made.x_test[:, 0].astype(int), made.x_test[:, 1]
+    light = grey > 128
+    assert light[mask < 5].mean() > 0.1 and light[mask == 5].mean() < 0.01
+    assert 0.6 < (mask == 5).mean() < 0.8
+
+
+def test_widening_by_hand() -> None:
+    """A pixel becomes a square of 5 x 5, cut off at the border."""
+    cover = np.zeros((1, 9, 9), np.int64)
+    cover[0, 1, 4] = scenes.STROKE + 1
+    cover[0, 8, 8] = scenes.STROKE
+    wide = np.zeros((9, 9), bool)
+    wide[:4, 2:7] = True
+    assert np.array_equal(scenes._widen(cover)[0], wide)
+
+
+def test_more_scenes_change_no_earlier_one_and_no_two_are_equal(made: ImageArrays) -> None:
+    few = scenes.make(replace(OPTIONS, train_per_class=7, test_per_class=3))
+    assert np.array_equal(few.x_train.reshape(5, 7, -1), made.x_train.reshape(5, 40, -1)[:, :7])
+    everything = np.concatenate([made.x_train, made.x_test]).reshape(400, -1)
+    assert len(np.unique(everything, axis=0)) == 400
+    other = scenes.make(replace(OPTIONS, seed=1))
+    assert (other.x_train[:, 0] != made.x_train[:, 0]).mean() > 0.9
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"classes": 2}, ".classes is 2; it must be between 3 and 100"),
+        ({"size": 15}, ".size is 15; it must be between 16 and 64"),
+        ({"test_per_class": 0}, ".test_per_class is 0; it must be at least 1"),
+        ({"seed": -1}, ".seed is -1; it must be at least 0"),
+    ],
+    ids=str,
+)
+def test_invalid_options_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParameterError) as error:
+        source_options({"source": "scenes", **change})
+    assert str(error.value) == f"params.yaml: data{message}"

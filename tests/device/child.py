@@ -1,0 +1,27 @@
+"""What a script prints that trains on the pretend device, in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@cache
+def results(script: str) -> dict[str, Any]:
+    """The JSON that a script prints: a process must register the device before it trains."""
+    folders = (ROOT, ROOT / "tests", *filter(None, [os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name(script)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found

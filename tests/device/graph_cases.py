@@ -1,0 +1,257 @@
+"""Runs with graphs on the pretend device and on the CPU: the child of test_graphs.
+
+It prints, for every case, what was wrong ("" where both are bit-identical) and how many steps were
+replayed.
+"""
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import small
+import torch
+from device_cases import AUGMENTED, OPTIONS, Few, few, outcome
+from torch import Tensor
+
+from benchmarks.device import Case, Sizes, determinism, speeds
+from benchmarks.pretend import DEVICE, PretendGraphs, pretending, register
+from stamp_core.config.schema import Network
+from stamp_core.engine import train as engine
+from stamp_core.engine.experiment import Experiment
+from stamp_core.methods.base.method import ClientRound, Method
+from stamp_core.methods.base.registry import get_method, method_names
+from stamp_core.methods.fedavg import FedAvg
+from stamp_core.results.records import Record
+
+# Batches of 8 and 4 images, three clients, two tasks: each shape occurs more often than it is
+# warmed up.
+SPLIT = {"clients": 3, "tasks": 2, "images_per_class": 6}
+TRAINING = {"rounds": 3, "momentum": 0.9}
+HALF = {**small.BATCH_NORM, "precision": "bfloat16"}
+MICRO = {**small.BATCH_NORM, "micro_batch_size": 3}
+WEIGHTED = {"weight": 1.0, "anchor": 0.5, "ratio": 0.5}
+SOFT = small.kept(3, selection="sre2l", options=OPTIONS["sre2l"])
+
+
+def longer(kind: str, training: small.Some = small.NOTHING, **options: Any) -> Experiment:
+    """A method with all its parts on, long enough for steps to be replayed."""
+    return few(kind, {**TRAINING, **training}, **{"split": SPLIT, **options})
+
+
+def cases() -> Iterator[tuple[str, Experiment]]:
+    """Every method that captures its steps on two networks, and other paths of some methods."""
+    for kind in method_names():
+        if get_method(kind).captures:
+            yield f"{kind}, mlp", longer(kind, {**AUGMENTED, "weight_decay": 1e-3})
+            yield f"{kind}, batch norm", longer(kind, network=small.BATCH_NORM)
+    for name, options in {
+        "exemplars apart": {"memory": small.kept(3), **WEIGHTED},
+        "soft labels": {"memory": SOFT, **WEIGHTED, "anchor": 0.0},
+    }.items():
+        yield f"replay, {name}", longer("replay", **options)
+        yield f"stamp, {name}", longer("stamp", prototype=0.0, **options)
+    yield "stamp, no prototypes", longer("stamp", prototype=0.0)
+    for buffers in ("local", "frozen"):
+        yield f"{buffers} buffers", longer("fedavg", {"buffers": buffers}, network=small.BATCH_NORM)
+    yield "bfloat16", longer("fedavg", network=HALF)
+    yield "micro-batches", longer("fedavg", network=MICRO)
+    yield "displacements", longer("fedavg", diagnostics={"angles": True, "displacements": True})
+
+
+def on_device(experiment: Experiment) -> tuple[Record, int]:
+    """The record of a run with graphs, and the number of replayed steps."""
+    before = PretendGraphs.replayed
+    with pretending(graphs=True):
+        found = engine.train(experiment, small.plans(experiment, 0), device=DEVICE)[0]
+    return found, PretendGraphs.replayed - before
+
+
+def compare(experiment: Experiment) -> tuple[str, int, str]:
+    """What differs from the CPU; the number of replayed steps; what the record says of them."""
+    expected = engine.train(experiment, small.plans(experiment, 0), device="cpu")[0]
+    found, replayed = on_device(experiment)
+    try:
+        small.assert_same(expected, found)
+    except AssertionError as error:
+        return str(error) or "other numbers", replayed, found.about["environment"]["steps"]
+    return "", replayed, found.about["environment"]["steps"]
+
+
+# --- mistakes: methods that say without reason that their steps can be captured
+
+
+class Unsafe(FedAvg):
+    """FedAvg whose steps claim to depend on nothing but the batch and the live model."""
+
+    def receive(self, client_round: ClientRound) -> None:
+        super().receive(client_round)
+        self.received = self.work.model.parameters.clone()  # other memory for every client
+        client_round.scratch["received"] = self.received
+
+    def pull(self, received: Tensor) -> None:
+        self.work.model.gradients.add_(self.work.model.parameters - received)
+
+
+class Baked(Unsafe):
+    captures = True
+
+    def correct_gradient(self, client_round: ClientRound) -> None:
+        self.pull(self.received)
+
+
+class Undeclared(Unsafe):
+    captures = True
+
+    def correct_gradient(self, client_round: ClientRound) -> None:
+        self.pull(client_round.scratch["received"])
+
+
+class FromMessage(Unsafe):
+    captures = True
+
+    def correct_gradient(self, client_round: ClientRound) -> None:
+        self.pull(client_round.message["parameters"])
+
+
+class Kept(Unsafe):
+    captures = True
+
+    def loss(self, client_round: ClientRound, images: Tensor, labels: Tensor) -> Tensor:
+        client_round.scratch["last"] = images
+        return super().loss(client_round, images, labels)
+
+
+class Reading(Unsafe):
+    captures = True
+
+    def loss(self, client_round: ClientRound, images: Tensor, labels: Tensor) -> Tensor:
+        loss = super().loss(client_round, images, labels)
+        return loss if loss > 0 else 2 * loss
+
+
+class Uploading(Unsafe):
+    captures, weights = True, torch.ones(10)
+
+    def loss(self, client_round: ClientRound, images: Tensor, labels: Tensor) -> Tensor:
+        loss = super().loss(client_round, images, labels)
+        return loss * self.weights.to(loss.device)[labels].mean()
+
+
+class OnHost(Unsafe):
+    captures = True
+
+    def loss(self, client_round: ClientRound, images: Tensor, labels: Tensor) -> Tensor:
+        return super().loss(client_round, images, labels) * float(torch.ones(1) * 2)
+
+
+class Declared(Unsafe):
+    """No mistake: what it reads is an input."""
+
+    captures, step_inputs = True, ("received",)
+
+    def correct_gradient(self, client_round: ClientRound) -> None:
+        self.pull(client_round.scratch["received"])
+
+
+MISTAKES: list[type[Method]] = [
+    Baked, Undeclared, FromMessage, Kept, Reading, Uploading, OnHost, Declared,
+]  # fmt: skip
+
+
+class Unfiled(Few):
+    """An experiment with a method that has no file."""
+
+    def code(self) -> str:
+        return ""
+
+
+def mistaken(kind: type[Method]) -> tuple[str, list[str]]:
+    """The outcome of a run of such a method, and the warnings."""
+    whole = longer("fedavg")
+    experiment = Unfiled(whole.setting, whole.method, kind, whole.params)
+
+    def compared() -> str:
+        return compare(experiment)[0]
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            problem = outcome(compared)
+        except (KeyError, AttributeError) as error:
+            problem = f"{type(error).__name__}: {error}"
+    return problem, [str(each.message) for each in caught]
+
+
+# --- the graphs themselves
+
+
+def captured() -> dict[str, list[float]]:
+    """Two values before a capture, after it, and after two replays."""
+    with pretending(graphs=True):
+        x, y = torch.ones(2, device=DEVICE), torch.zeros(2, device=DEVICE)
+        found = {}
+
+        def step() -> Tensor:
+            y.copy_(2 * x)
+            x.add_(1)
+            return x.view(2, 1).sum()
+
+        def note(name: str, total: Tensor) -> None:
+            found[name] = [*x.cpu().tolist(), *y.cpu().tolist(), float(total)]
+
+        note("before", x.sum())
+        replay, total = PretendGraphs().capture(step)
+        note("captured", x.sum())
+        for count in (1, 2):
+            replay()
+            note(f"replay {count}", total)
+    return found
+
+
+def refused(step: Callable[[Tensor], Any]) -> str:
+    """Why a step cannot be captured."""
+    with pretending(graphs=True):
+        x = torch.ones(2, device=DEVICE)
+        return outcome(lambda: str(PretendGraphs().capture(partial(step, x))))
+
+
+ON_HOST = torch.tensor([0, 1])
+REFUSED: dict[str, Callable[[Tensor], Any]] = {
+    "to the device": lambda x: x + ON_HOST.to(x.device),
+    "back": lambda x: x.cpu(),
+    "a value": lambda x: x * float(x.sum()),
+    "sizes by values": lambda x: x[x > 0],
+    "an index of the CPU": lambda x: x[ON_HOST],
+    "an operation on the CPU": lambda x: x + ON_HOST.clone().numel(),
+}
+
+
+def measured() -> list[list[str]]:
+    """Rows of the page of measurements, with what can be measured with graphs alone."""
+    case = Case("MLP", Network("mlp", features=8), side=8, batch_size=4, batches=6)
+    sizes = Sizes((case,), 20, 1, (2,), matrix=16, repeats=1, counted=())
+    with pretending(graphs=True):
+        rows = [speeds(case, "float32", DEVICE, sizes), *determinism(DEVICE, sizes)]
+    return [list(row) for row in rows]
+
+
+def main() -> None:
+    """Print all results as JSON."""
+    register()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no step that should be captured is refused
+        runs = {name: compare(each) for name, each in cases()}
+    results = {
+        "runs": runs,
+        "mistakes": {kind.__name__: mistaken(kind) for kind in MISTAKES},
+        "captured": captured(),
+        "measured": measured(),
+        "refused": {name: refused(step) for name, step in REFUSED.items()},
+    }
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Runs whose clients' states are kept elsewhere, and where not every client round is finished."""
+
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small
+from small import plans, whole
+
+from stamp_core.engine import train as engine
+from stamp_core.engine.executor import SerialExecutor, Worker, start_executor
+from stamp_core.engine.trees import Store
+
+LOST = 1, 2  # this client's rounds of this experience are not finished
+
+
+class Losing(SerialExecutor):
+    """Leaves out the client rounds that are lost."""
+
+    def map(self, calls: Iterable[Any]) -> list[Any]:
+        """The results of all others."""
+        return super().map(call for call in calls if not self.lost(call))
+
+    def lost(self, call: Any) -> bool:
+        """Whether a call is a client round that is lost."""
+        if not isinstance(call, partial) or call.func is not Worker.train_client:
+            return False
+        return (call.keywords["round_id"].client, call.keywords["round_id"].experience) == LOST
+
+
+def elsewhere(folder: Path) -> engine.Start:
+    """How a run starts whose states are in a folder of their own."""
+
+    def start(*options: Any) -> tuple[Worker, Losing]:
+        worker, _ = start_executor(*options)
+        worker.stores = {seed: Store(folder) for seed in worker.plans}
+        return worker, Losing(worker)
+
+    return start
+
+
+def test_a_client_round_that_is_not_finished_is_as_one_that_dropped_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment, selected = whole("fedas"), engine.Run.select_clients
+    found = engine.train(
+        experiment, plans(experiment, 0), 1, "cpu", tmp_path / "run", elsewhere(tmp_path / "node")
+    )
+
+    def without(run: engine.Run, experience: int, round_: int) -> tuple[list[int], list[int]]:
+        chosen, completing = selected(run, experience, round_)
+        return chosen, [client for client in completing if (client, experience) != LOST]
+
+    monkeypatch.setattr(engine.Run, "select_clients", without)
+    small.assert_same(found[0], small.run(experiment))
+    assert [row["completed"] for row in found[0].history] == [4, 4, 4, 4, 3, 3]
+
+
+def test_a_checkpoint_names_states_that_it_does_not_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed in the third round and resumed; the states' own store is asked for all of them."""
+    experiment, folder, finished = whole("fedas"), tmp_path / "run", engine.Progress.round
+    start = elsewhere(tmp_path / "node")
+    expected = engine.train(experiment, plans(experiment, 0), 1, "cpu", None, start)[0]
+    rounds: list[int] = []
+
+    def stop(progress: engine.Progress) -> None:
+        finished(progress)
+        rounds.append(1)
+        if len(rounds) == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine.Progress, "round", stop)
+        engine.train(experiment, plans(experiment, 0), 1, "cpu", folder, start)
+    held = list((folder / "tiny-fedas-0" / "states").iterdir())
+    verify, asked = Store.verify, list[Path]()
+
+    def verified(store: Store, digest: str) -> None:
+        verify(store, digest)
+        asked.append(store.path(digest))
+
+    monkeypatch.setattr(Store, "verify", verified)
+    found = engine.train(experiment, plans(experiment, 0), 1, "cpu", folder, start)[0]
+    assert len(held) == 1  # the results
+    assert len(asked) == 4 and {path.parent for path in asked} == {tmp_path / "node"}
+    small.assert_same(found, expected)

@@ -1,0 +1,85 @@
+"""Channels last in flat vectors: files by name do not show it, checkpoints are not mistaken."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import small
+import torch
+from pytest import MonkeyPatch
+
+from stamp_core.client import workspace
+from stamp_core.core import paths
+from stamp_core.data.dataset import ImageDataset
+from stamp_core.engine import experiment as experiments
+from stamp_core.models.flat import split_like
+
+
+class Coloured(small.Quick):
+    """An experiment with convolutions of more than one channel."""
+
+    def dataset(self) -> ImageDataset:
+        return small.coloured(super().dataset())
+
+
+def coloured() -> Coloured:
+    """FedAvg in one round of each of two tasks."""
+    split = {"clients": 2, "tasks": 2, "images_per_class": 6}
+    made = small.tiny(split=split, training={"rounds": 1}, network=small.CONVOLUTIONS)
+    return Coloured(made.setting, made.method, made.kind, made.params)
+
+
+@contextmanager
+def channels_last() -> Iterator[None]:
+    """A context in which the CPU has the layout of a GPU."""
+    with MonkeyPatch.context() as patch:
+        for module in (workspace, experiments):
+            patch.setattr(module, "weights_format", lambda device: torch.channels_last)
+        yield
+
+
+def test_a_checkpoint_of_the_other_layout_is_not_resumed(tmp_path: Path) -> None:
+    experiment = coloured()
+    expected = small.run(experiment)
+    with channels_last():
+        small.run(experiment, resume=tmp_path)
+        server = small.saved(experiment, tmp_path)["server"]["parameters"]
+    with pytest.warns(UserWarning, match="belongs to other layout; kept as"):
+        small.assert_same(small.run(experiment, resume=tmp_path), expected)
+    other = small.saved(experiment, tmp_path)["server"]["parameters"]
+    assert server.shape == other.shape and not torch.allclose(server, other, atol=1e-3)
+
+
+def test_initial_weights_are_the_same_in_both_layouts() -> None:
+    experiment = coloured()
+    plan, found = small.plan(experiment), []
+    for context in (nullcontext, channels_last):
+        with context():
+            worker = small.worker(experiment, plan)
+            vector = worker.initial_states(0)[0]["parameters"]
+            found.append((vector, list(split_like(vector, worker.work.model.tensors))))
+    (one, tensors), (other, others) = found
+    assert all(torch.equal(a, b) for a, b in zip(tensors, others, strict=True))
+    assert not torch.equal(one, other) and torch.equal(one.sort().values, other.sort().values)
+
+
+def test_the_weights_of_a_record_do_not_depend_on_the_layout(
+    tmp_path: Path, monkeypatch: MonkeyPatch
+) -> None:
+    """A record of channels last is loaded by name where channels are first, and back."""
+    monkeypatch.setattr(paths, "RAW", tmp_path)
+    experiment = coloured()
+    with channels_last():
+        record = small.run(experiment)
+    record.save(tmp_path / "record")
+    assert record.about["identity"]["layout"] == "torch.channels_last"
+    network = replace(experiment.setting.network, pretrained="record/weights.safetensors")
+    setting = replace(experiment.setting, network=network)
+    pretrained = Coloured(setting, experiment.method, experiment.kind, experiment.params)
+    for context in (nullcontext, channels_last):
+        with context():
+            named = small.worker(pretrained, small.plan(pretrained)).work.network(7).state_dict()
+        for name, value in record.weights.items():
+            assert named[name].numpy().tobytes() == value.tobytes(), name
