@@ -10,13 +10,13 @@ export STAMP_DATA ?= $(CURDIR)/data/raw
 unexport PYTHONDONTWRITEBYTECODE  # with it every process compiles the package again: a second each
 
 .DEFAULT_GOAL := help
-.PHONY: tour repro tune test test-device test-cluster test-federation federation paper estimate lab notebooks docs lint bench faults clean help
+.PHONY: tour repro tune test test-device test-cluster test-federation federation paper cancel estimate lab notebooks docs lint bench faults clean help
 
 tour: $(READY) .dvc/config.local  ## two minutes: a first table and figures, in figures/tour
 	$(VENV)/bin/python -m stamp_core.config.names default
 	$(VENV)/bin/dvc repro tour
 
-repro: $(READY) .dvc/config.local  ## regenerate every result that is out of date (JOBS=n at a time)
+repro: $(READY) .dvc/config.local  ## regenerate what is out of date (JOBS=n at a time; RAY=address, SLURM=partition)
 	$(VENV)/bin/python -m stamp_core.pipeline.repro
 
 tune: $(READY)  ## the candidates of params/tuning.yaml on choosing seeds, of all methods or METHOD='a b'
@@ -34,7 +34,7 @@ test: $(READY) .dvc/config.local  ## lint, types, import contracts, unit tests, 
 test-device: $(READY)  ## every method on a pretend device with the rules of a GPU
 	OMP_NUM_THREADS=1 $(VENV)/bin/pytest tests/device
 
-test-cluster: $(READY) $(CLUSTER)/.ready  ## clients on a Ray cluster of two nodes on this machine
+test-cluster: $(READY) $(CLUSTER)/.ready  ## clients and stages on a Ray cluster of two nodes on this machine
 	PYTHONPATH=$(CURDIR)/$(CLUSTER) OMP_NUM_THREADS=1 $(VENV)/bin/pytest tests/cluster
 
 test-federation: $(FLOWER)/.ready  ## a federation in one process, then one of four programs
@@ -45,6 +45,9 @@ federation: $(FLOWER)/.ready  ## STAMP on three nodes with TLS, compared with th
 
 paper: $(READY) .dvc/config.local  ## one of the paper's settings: SETTING=cifar100_c2; estimates first
 	$(VENV)/bin/python -m stamp_core.pipeline.repro $(SETTING)
+
+cancel: $(READY)  ## end the stages that run on a cluster (RAY=address or SLURM=partition)
+	$(VENV)/bin/python -m stamp_core.pipeline.submit
 
 estimate: $(READY)  ## what `make paper SETTING=...` takes on this machine
 	$(VENV)/bin/python -m stamp_core.pipeline.repro $(SETTING) --estimate

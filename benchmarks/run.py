@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import Row, bare, coresets, matching, networks, seconds, section, spread
+from benchmarks import Row, bare, cluster, coresets, matching, networks, seconds, section, spread
 from stamp_core.client.workspace import RoundId
 from stamp_core.core.paths import ROOT
 from stamp_core.data.split import make_plan
@@ -137,7 +137,7 @@ def main() -> None:
     machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, one thread"
     note = f"Measured on {machine} a process. A ratio is the median over paired repeats in one run."
     lines = section("# Speed and memory", note, measurements())[1:]
-    for module in (coresets, matching, networks):
+    for module in (coresets, matching, networks, cluster):
         lines += module.table()
     lines += transfers()
     Path(ROOT / "benchmarks" / "results.md").write_text("\n".join(lines) + "\n")

@@ -15,11 +15,14 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from functools import cache
 from threading import Event
 
 from stamp_core.config.decode import ParameterError
 from stamp_core.config.params import DEFAULT, PAPER, check_names, expand_grid, read_params
 from stamp_core.core.paths import ROOT
+from stamp_core.pipeline.clusters import ClusterError, chosen_cluster, sends_stages
 from stamp_core.pipeline.kernels import serve_kernels
 from stamp_core.pipeline.lockfile import (
     clear_rwlock,
@@ -28,6 +31,7 @@ from stamp_core.pipeline.lockfile import (
     restore_damaged_files,
     sole_driver,
 )
+from stamp_core.pipeline.submit import send_stages
 
 # stages of dvc.yaml
 SPLIT_STAGES = ("split", "split_more_seeds", "split_returning_classes")
@@ -40,12 +44,12 @@ def reproduce() -> int:
     """Run what is out of date in dvc.yaml; the exit status is that of the worst stage."""
     if status := dvc("repro", "source"):
         return status
-    with ThreadPoolExecutor(default_jobs()) as pool, serve_kernels() as kernels:
+    with ThreadPoolExecutor(default_jobs()) as pool, stage_environment() as environment:
         for stages in (SPLIT_STAGES, TRAIN_STAGES, PAGE_STAGES):
-            if status := run_stages(outdated(stages), pool, kernels):
+            if status := run_stages(outdated(stages), pool, environment):
                 break
         # After a failure DVC makes what does not depend on it, and tries once more what failed.
-        status = max(status, dvc("repro", "-k", environment=kernels))
+        status = max(status, dvc("repro", "-k", environment=environment))
     if not status:
         drop_gone_stages(stage_names())
     return status
@@ -59,13 +63,13 @@ def reproduce_paper(setting: str) -> int:
     sweeps = [name for name, block in params["sweeps"].items() if setting in block["setting"]]
     if status := dvc("repro", "source"):
         return status
-    with ThreadPoolExecutor(default_jobs()) as pool, serve_kernels() as kernels:
+    with ThreadPoolExecutor(default_jobs()) as pool, stage_environment() as environment:
         for stages in (
             paper_stages("split", seeds),
             [*paper_stages("train", runs), *paper_stages("sweep", sweeps)],
             [*paper_stages("compare", [setting]), f"{PAPER_FILE}:tables"],
         ):
-            if status := run_stages(outdated(stages), pool, kernels):
+            if status := run_stages(outdated(stages), pool, environment):
                 return status
     return 0
 
@@ -75,17 +79,17 @@ def paper_stages(stage: str, items: Sequence[str]) -> list[str]:
     return [f"{PAPER_FILE}:{stage}@{item}" for item in items]
 
 
-def run_stages(stages: list[str], pool: ThreadPoolExecutor, kernels: dict[str, str]) -> int:
+def run_stages(stages: list[str], pool: ThreadPoolExecutor, where: dict[str, str]) -> int:
     """Run several stages at a time, the last first; 1 if one failed, whose traceback is named.
 
-    `kernels` is an environment with warm kernels. Whoever interrupts has to end them.
+    `where` is the environment of the stages. Whoever interrupts has to leave its context.
     """
     jobs, cores = default_jobs(), os.cpu_count() or 1
     workers = str(max(1, cores // max(1, min(jobs, len(stages)))))
     size = max(1, min(4, len(stages) // (8 * jobs)))  # DVC takes two seconds to start
     stages, stop = stages[::-1], Event()  # so that a long one does not run alone at the end
     chunks = [stages[i : i + size] for i in range(0, len(stages), size)]
-    environment = {"STAMP_WORKERS": workers, **kernels, "PYTHONUNBUFFERED": "1"}
+    environment = {"STAMP_WORKERS": workers, **where, "PYTHONUNBUFFERED": "1"}
     futures = [pool.submit(run_chunk, chunk, environment, stop) for chunk in chunks]
     try:
         statuses = [future.result() for future in futures]
@@ -96,16 +100,27 @@ def run_stages(stages: list[str], pool: ThreadPoolExecutor, kernels: dict[str, s
     if not any(statuses):
         return 0
     failed = outdated(stages)
-    names = [stage.rpartition(":")[2].replace("@", "-") for stage in failed]
+    names = [stage.replace(f"{PAPER_FILE}:", "paper-").replace("@", "-") for stage in failed]
     print(f"failed: {', '.join(failed)}; the tracebacks are in", end=" ")
     print(", ".join(f"data/executed/{name}.ipynb" for name in names))
     return 1
 
 
+def stage_environment() -> AbstractContextManager[dict[str, str]]:
+    """The environment of the stages: with warm kernels here, or one that sends them away."""
+    return send_stages() if sends_stages() else serve_kernels()
+
+
+@cache
 def default_jobs() -> int:
-    """The number of stages at a time: $JOBS, or one per core; one where they would share a GPU."""
+    """The number of stages at a time: $JOBS, or what fits the cluster, or one per core.
+
+    One where they would share a GPU.
+    """
     if os.environ.get("JOBS"):
         return max(1, int(os.environ["JOBS"]))
+    if sends_stages():
+        return chosen_cluster().room()
     return 1 if shutil.which("nvidia-smi") else os.cpu_count() or 1
 
 
@@ -188,6 +203,9 @@ def main() -> int:
         restore_damaged_files()
         print("interrupted: finished stages and rounds are kept, the next call goes on")
         return 130
+    except ClusterError as error:
+        print(error, file=sys.stderr)
+        return 1
 
 
 def drive(setting: str | None, only_estimate: bool) -> int:
@@ -198,7 +216,8 @@ def drive(setting: str | None, only_estimate: bool) -> int:
 
     try:
         needs = estimate_setting(setting)
-        refuse_shortage(needs, setting)
+        if not sends_stages():
+            refuse_shortage(needs, setting)
     except (ParameterError, OSError, MemoryError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -3,9 +3,7 @@
 `make test-cluster` runs these tests; without Ray they are not collected.
 """
 
-import os
 import threading
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from processes import wait_until
 from ray.cluster_utils import Cluster
 from small import plans, whole
 
-from stamp_core.core.paths import ROOT
 from stamp_core.engine import ray_executor
 from stamp_core.engine import train as engine
 from stamp_core.engine.executor import resolve_workers
@@ -26,21 +23,10 @@ from stamp_core.methods.base.method import DivergedError
 SEEDS = (0, 1)
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    """Two nodes with a core each, on the loopback."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        paths = (str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", ""))
-        patch.setenv("PYTHONPATH", os.pathsep.join(paths))  # of the workers
-        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-        nodes.add_node(num_cpus=1)
-        patch.setenv("RAY_ADDRESS", nodes.address)
-        patch.setenv("STAMP_EXECUTOR", "ray")
-        yield nodes
-        nodes.shutdown()
+@pytest.fixture(autouse=True)
+def on_the_cluster(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients run on the cluster."""
+    monkeypatch.setenv("STAMP_EXECUTOR", "ray")
 
 
 def unbroken(experiment: Any) -> dict[int, Any]:
@@ -50,7 +36,6 @@ def unbroken(experiment: Any) -> dict[int, Any]:
         return engine.train(experiment, plans(experiment, *SEEDS), 1, "cpu")
 
 
-@pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("kind", ["fedavg", "stamp", "fedas", "fedl2p"])
 def test_a_cluster_has_the_results_of_one_process(kind: str, tmp_path: Path) -> None:
     experiment = whole(kind)
@@ -61,7 +46,6 @@ def test_a_cluster_has_the_results_of_one_process(kind: str, tmp_path: Path) -> 
             small.assert_same(found[seed], expected[seed])
 
 
-@pytest.mark.usefixtures("cluster")
 def test_a_training_stopped_on_the_cluster_goes_on_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,7 +65,6 @@ def test_a_training_stopped_on_the_cluster_goes_on_there(
         small.assert_same(found[seed], record)
 
 
-@pytest.mark.usefixtures("cluster")
 def test_a_node_with_other_code_or_another_folder_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,14 +78,12 @@ def test_a_node_with_other_code_or_another_folder_is_refused(
         engine.train(experiment, plans(experiment, 0), 1, "cpu")
 
 
-@pytest.mark.usefixtures("cluster")
 def test_an_error_on_a_node_comes_through_as_it_is() -> None:
     experiment = small.tiny(training={"lr": 1e38})
     with pytest.raises(DivergedError, match="the weights are no longer finite"):
         engine.train(experiment, plans(experiment, 0), 1, "cpu")
 
 
-@pytest.mark.usefixtures("cluster")
 def test_more_workers_than_the_cluster_has_room_for_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,0 +1,26 @@
+"""A Ray cluster of two nodes on this machine."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from ray.cluster_utils import Cluster
+
+from stamp_core.core.paths import ROOT
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Two nodes with a core each, on the loopback."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("JUPYTER_DEFAULT_PROVISIONER_NAME")  # no warm kernels of this process
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        paths = (str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", ""))
+        patch.setenv("PYTHONPATH", os.pathsep.join(paths))  # of the workers
+        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+        nodes.add_node(num_cpus=1)
+        patch.setenv("RAY_ADDRESS", nodes.address)
+        yield nodes
+        nodes.shutdown()

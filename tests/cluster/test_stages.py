@@ -1,0 +1,281 @@
+"""Stages on a Ray cluster of two nodes on this machine, and through submitit's local executor.
+
+SLURM's own commands are four shell scripts.
+
+The tests of a project run in this order, each on what the one before has left.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+from processes import gone, wait_until
+from ray.cluster_utils import Cluster
+
+from stamp_core.core.paths import ROOT
+from stamp_core.pipeline.clusters import Cluster as AnyCluster
+from stamp_core.pipeline.clusters import ClusterError, RayCluster, SlurmCluster
+from stamp_core.pipeline.submit import wait_for_job
+from stamp_core.results.records import load_record
+
+sys.path.append(str(ROOT / "tests" / "pipeline"))
+from project import Project
+
+PAPER = "pipelines/paper/dvc.yaml:"
+SPLIT, TABLES = f"{PAPER}split@tiny-0", f"{PAPER}tables"
+FEDAVG, BROKEN = f"{PAPER}train@tiny-fedavg-0", f"{PAPER}train@tiny-broken-0"
+# What `make paper` does after its estimate, with fewer stages.
+DRIVER = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from stamp_core.pipeline import repro
+
+groups, sys.argv = sys.argv[1:], sys.argv[:1]
+
+
+def drive(*_):
+    status = repro.dvc("repro", "source")
+    with ThreadPoolExecutor(repro.default_jobs()) as pool, repro.stage_environment() as where:
+        for stages in groups:
+            status = status or repro.run_stages(repro.outdated(stages.split()), pool, where)
+    return status
+
+
+repro.drive = drive
+sys.exit(repro.main())
+"""
+METHOD = """
+import time
+
+from stamp_core.core.paths import ROOT
+from stamp_core.methods.base.method import Method
+
+
+class Broken(Method):
+    def train_indices(self, client_round):
+        while (ROOT / "held").exists():
+            time.sleep(0.1)
+        if (ROOT / "broken").exists():
+            raise RuntimeError("broken on purpose")
+        return super().train_indices(client_round)
+"""
+
+
+@pytest.fixture(scope="module")
+def project(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """With a method that waits or fails while there is a file."""
+    root = tmp_path_factory.mktemp("clone") / "project"
+    project = Project(root, PYTHONPATH=os.pathsep.join([str(root), os.environ["PYTHONPATH"]]))
+    (root / "stamp_core/methods/broken.py").write_text(METHOD)
+    methods = ["fedavg", "replay", "stamp", "sam", "broken"]
+    project.change("params.yaml", "grid.method", methods)  # whose code has fingerprints
+    project.change("params/paper.yaml", "grid.method", ["fedavg", "broken"])
+    return project
+
+
+def drive(*groups: str) -> tuple[str, ...]:
+    """The command that runs some groups of stages."""
+    return sys.executable, "-c", DRIVER, *groups
+
+
+def done(output: str) -> set[str]:
+    """The stages that have run, by the driver's output."""
+    return {line.split()[0] for line in output.splitlines() if "done after" in line}
+
+
+def started_at(project: Project, run: str) -> str:
+    """When papermill began to train."""
+    notebook = project.root / f"data/executed/paper-train-{run}.ipynb"
+    start: str = json.loads(notebook.read_text())["metadata"]["papermill"]["start_time"]
+    return start
+
+
+def test_a_failing_stage_tells_its_error_and_runs_again_alone(project: Project) -> None:
+    project.environment["SLURM"] = "local"
+    groups = (SPLIT, f"{FEDAVG} {BROKEN}")
+    (project.root / "broken").touch()
+    output = project.run(*drive(*groups), ok=False)
+    notebook = "data/executed/paper-train-tiny-broken-0.ipynb"
+    assert "RuntimeError: broken on purpose" in output
+    assert f"failed: {BROKEN}; the tracebacks are in {notebook}" in output
+    assert "broken on purpose" in (project.root / notebook).read_text()
+    assert done(output) == {SPLIT, FEDAVG}
+    (project.root / "broken").unlink()
+    assert done(project.run(*drive(*groups))) == {BROKEN}
+    assert not list(project.root.glob(".dvc/tmp/submitted/*"))
+
+
+def test_results_are_those_of_stages_that_run_here(project: Project) -> None:
+    folder = project.root / "data/paper/runs/tiny-fedavg-0/0"
+    sent = load_record(folder)
+    project.run("dvc", "repro", "--force", "--single-item", FEDAVG)
+    here = load_record(folder)
+    assert sent.about["identity"] == here.about["identity"]
+    assert sent.weights.keys() == here.weights.keys()
+    for name, value in here.weights.items():
+        assert value.tobytes() == sent.weights[name].tobytes()
+
+
+def stop_while_training(project: Project, with_signal: int) -> list[Path]:
+    """Start the driver and stop it in the middle of a training; returns the folders of its jobs.
+
+    All processes end that wait here for the cluster.
+    """
+    driver = subprocess.Popen(
+        drive(SPLIT, BROKEN),
+        cwd=project.root,
+        env=project.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    job, waiting = ".dvc/tmp/submitted/*broken*/*", list[psutil.Process]()
+
+    def trains() -> bool:
+        if not list(project.root.glob(f"{job}/view/data/executed/*.ipynb")):
+            return False
+        children = {each.pid for each in psutil.Process(driver.pid).children(recursive=True)}
+        running = [each for each in psutil.process_iter(["cmdline"]) if each.pid in children]
+        waiting[:] = [e for e in running if "submit import main" in str(e.info["cmdline"])]
+        return bool(waiting)
+
+    wait_until(lambda: driver.poll() is not None or trains(), "a training")
+    driver.send_signal(with_signal)
+    output, _ = driver.communicate()
+    assert waiting, output
+    wait_until(lambda: all(map(gone, waiting)), "the end of what waits for the cluster")
+    return list(project.root.glob(job))
+
+
+def test_a_driver_that_was_stopped_finds_its_stage_again(
+    project: Project, cluster: Cluster
+) -> None:
+    """After Ctrl-C the job still runs; after kill -9 it has ended before the next call."""
+    project.environment.pop("SLURM", None)
+    project.environment["RAY"] = cluster.address
+    project.change("params/settings.yaml", "tiny.training.epochs", 2)
+    (project.root / "held").touch()
+    (job,) = stop_while_training(project, signal.SIGINT)
+    assert stop_while_training(project, signal.SIGKILL) == [job]
+    assert not (job / "status").exists()
+    (project.root / "held").unlink()
+    wait_until(lambda: (job / "status").exists(), "the end of the job")
+    before = datetime.now().isoformat()
+    assert done(project.run(*drive(SPLIT, BROKEN, TABLES))) == {BROKEN, TABLES}
+    assert started_at(project, "tiny-broken-0") < before
+    about = load_record(project.root / "data/paper/runs/tiny-broken-0/0").about
+    assert about["setting"]["training"]["epochs"] == 2
+    assert (project.root / "figures/paper/tables/paper.md").exists()
+
+
+# What submitit asks of SLURM, for one job on this machine.
+SLURM = {
+    "sbatch": """
+cp "$1" "$PRETENDED/script"
+SLURM_JOB_ID=7 setsid sh "$1" > /dev/null 2>&1 &
+echo $! > "$PRETENDED/group"
+echo Submitted batch job 7
+""",
+    "srun": """
+while [ "${1#--}" != "$1" ]; do
+    case $1 in
+        --error) errors=$(echo "$2" | sed "s/%j/7/; s/%t/0/"); shift ;;
+        --output) shift ;;
+    esac
+    shift
+done
+exec "$@" 2> "$errors"
+""",
+    "sacct": """
+kill -0 -$(cat "$PRETENDED/group") && state=RUNNING || state=CANCELLED
+printf "JobID|State|NodeList\\n7|$state|here\\n"
+""",
+    "scancel": 'kill -KILL -$(cat "$PRETENDED/group")',
+}
+
+
+@pytest.fixture(params=["ray", "local", "slurm"])
+def some_cluster(
+    request: pytest.FixtureRequest,
+    cluster: Cluster,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[AnyCluster]:
+    """Each kind of cluster as a driver sees it."""
+    if request.param == "ray":
+        yield RayCluster(cluster.address)
+        ray.shutdown()
+    elif request.param == "local":
+        yield SlurmCluster("local")
+    else:
+        folder = tmp_path_factory.mktemp("slurm")
+        for name, script in SLURM.items():
+            (folder / name).write_text(f"#!/bin/sh{os.linesep}{script}")
+            (folder / name).chmod(0o755)
+        monkeypatch.setenv("PRETENDED", str(folder))
+        monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+        yield SlurmCluster("--partition=gpu --gpus-per-node=1 --time=2-00:00:00")
+        script = (folder / "script").read_text()
+        for option in ("partition=gpu", "gpus-per-node=1", "time=2-00:00:00", "cpus-per-task=1"):
+            assert script.count(f"#SBATCH --{option}\n") == 1
+
+
+def test_a_folder_that_a_node_does_not_see_is_named(
+    some_cluster: AnyCluster, tmp_path: Path
+) -> None:
+    """What the job is to do lies elsewhere, as in a folder of the same name that is not shared."""
+    job = some_cluster.submit(tmp_path)
+    (tmp_path / "id").write_text(job)
+    with pytest.raises(ClusterError, match=f"does not see {tmp_path}: .* must be shared"):
+        wait_for_job(tmp_path, some_cluster)
+
+
+def test_a_job_that_is_cancelled_ends_with_its_kernel(
+    some_cluster: AnyCluster, tmp_path: Path, project: Project
+) -> None:
+    """And leaves no status."""
+    code = "import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(600)"
+    cell = {"cell_type": "code", "source": code, "metadata": {}, "outputs": []}
+    kernel = {"kernelspec": {"name": "python3", "display_name": ""}, "language_info": {"name": ""}}
+    notebook = {"cells": [{**cell, "execution_count": None}], "metadata": kernel}
+    view = tmp_path / "view"
+    view.mkdir()
+    (view / "in.ipynb").write_text(json.dumps({**notebook, "nbformat": 4, "nbformat_minor": 4}))
+    job = {"command": ["in.ipynb", "out.ipynb"], "environment": {}}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    number = some_cluster.submit(tmp_path)
+    wait_until(lambda: (view / "pid").exists() and (view / "pid").read_text(), "the kernel")
+    process = psutil.Process(int((view / "pid").read_text()))
+    some_cluster.cancel(tmp_path, number)
+    wait_until(lambda: gone(process), "the end of the kernel")
+    wait_until(lambda: not some_cluster.alive(tmp_path, number), "the end of the job")
+    assert not (tmp_path / "status").exists()
+
+
+def test_as_many_stages_as_fit_the_nodes_are_submitted(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two nodes with a core each; then one more with a core and a GPU, which every stage needs."""
+    assert room(cluster) == 2
+    monkeypatch.setenv("STAMP_WORKERS", "2")
+    with pytest.raises(ClusterError, match=r"STAMP_WORKERS is 2; no node .* has room"):
+        room(cluster)
+    monkeypatch.delenv("STAMP_WORKERS")
+    cluster.add_node(num_cpus=1, num_gpus=1)
+    assert room(cluster) == 1
+
+
+def room(cluster: Cluster) -> int:
+    """The room of a cluster for a new driver."""
+    try:
+        return RayCluster(cluster.address).room()
+    finally:
+        ray.shutdown()

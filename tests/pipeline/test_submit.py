@@ -1,0 +1,155 @@
+"""Stages that are sent away, without a cluster: which job is found again, what a job sees."""
+
+import fcntl
+import sys
+from pathlib import Path
+
+import pytest
+
+from stamp_core.pipeline import submit
+from stamp_core.pipeline.clusters import ClusterError, chosen_cluster, sbatch_options
+
+
+class Pretended:
+    """A cluster with the running jobs that it is given."""
+
+    def __init__(self, *running: str) -> None:
+        self.running, self.submitted = {*running}, list[Path]()
+
+    def room(self) -> int:
+        return 1
+
+    def submit(self, folder: Path) -> str:
+        self.submitted.append(folder)
+        return folder.name
+
+    def alive(self, folder: Path, job: str) -> bool:
+        return job in self.running
+
+    def cancel(self, folder: Path, job: str) -> None:
+        self.running.remove(job)
+
+    def reason(self, folder: Path, job: str) -> str:
+        return "its node is gone"
+
+
+def make_job(home: Path, name: str, identity: str, status: int | None = None) -> Path:
+    """The folder of a job whose id is its name."""
+    folder = home / name
+    folder.mkdir(parents=True)
+    (folder / "job.json").write_text(f'{{"identity": "{identity}"}}')
+    (folder / "id").write_text(name)
+    if status is not None:
+        (folder / "status").write_text(str(status))
+    return folder
+
+
+def test_a_job_is_found_again_if_it_runs_or_has_ended_well(tmp_path: Path) -> None:
+    runs, ended = make_job(tmp_path / "a", "1", "same"), make_job(tmp_path / "b", "2", "same", 0)
+    cluster = Pretended("1")
+    assert submit.find_job(tmp_path / "a", "same", cluster) == runs
+    assert submit.find_job(tmp_path / "b", "same", cluster) == ended
+    assert cluster.running == {"1"} and runs.exists() and ended.exists()
+
+
+def test_a_job_that_failed_or_ended_without_a_status_is_forgotten(tmp_path: Path) -> None:
+    for name, status in (("1", 1), ("2", None)):
+        folder = make_job(tmp_path, name, "same", status)
+        assert submit.find_job(tmp_path, "same", Pretended()) is None
+        assert not folder.exists()
+
+
+def test_a_job_of_other_inputs_is_cancelled(tmp_path: Path) -> None:
+    """Two jobs of one stage would write to the same checkpoint."""
+    folder, cluster = make_job(tmp_path, "1", "before"), Pretended("1")
+    assert submit.find_job(tmp_path, "now", cluster) is None
+    assert not folder.exists() and not cluster.running
+
+
+def test_all_jobs_can_be_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submit, "SUBMITTED", tmp_path)
+    runs, ended = make_job(tmp_path / "a", "1", "same"), make_job(tmp_path / "b", "2", "same", 0)
+    cluster = Pretended("1")
+    submit.cancel_jobs(cluster)
+    assert not cluster.running and not runs.exists() and not ended.exists()
+
+
+def test_a_job_sees_the_project_without_its_outputs_and_they_are_copied_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What DVC deletes meanwhile is not what the job writes; what it keeps is."""
+    root, view = tmp_path / "root", tmp_path / "view"
+    for name in ("code/a.py", "data/runs/one/run.json", "data/runs/two/run.json", "figures/b.png"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("old")
+    monkeypatch.setattr(submit, "ROOT", root)
+    outs = [root / "data/runs/one", root / "figures/b.png", root / "figures/missing.png"]
+    submit.link_entries(root, view, {*outs})
+    assert (view / "code").is_symlink() and (view / "data/runs/two").is_symlink()
+    assert not (view / "data/runs/one").exists() and not (view / "figures/b.png").exists()
+    (view / "data/runs/one").mkdir()
+    (view / "data/runs/one/run.json").write_text("new")
+    (view / "figures/b.png").write_text("new")
+    assert (root / "figures/b.png").read_text() == "old"
+    submit.copy_outs(view, outs)
+    for out in ("data/runs/one/run.json", "figures/b.png"):
+        assert (root / out).read_text() == "new"
+    assert not (root / "figures/missing.png").exists()
+
+
+def test_a_job_that_has_vanished_is_an_error_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submit, "DELAY", 0)
+    folder = make_job(tmp_path, "1", "same")
+    with pytest.raises(ClusterError, match=r"in a folder that all share.*its node is gone"):
+        submit.wait_for_job(folder, Pretended())
+
+
+def test_output_is_shown_as_it_comes(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    assert submit.show_output(tmp_path, 0) == 0
+    (tmp_path / "output").write_bytes("α\n".encode())
+    assert (shown := submit.show_output(tmp_path, 0)) == 3
+    (tmp_path / "output").write_bytes("α\nβ\n".encode())
+    assert submit.show_output(tmp_path, shown) == 6
+    assert capfdbinary.readouterr().out.decode() == "α\nβ\n"
+
+
+def test_a_driver_lives_as_long_as_it_holds_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert submit.driver_lives()  # without one, DVC was called by hand
+    file = tmp_path / "papermill"
+    monkeypatch.setenv(submit.DRIVER, str(file))
+    assert not submit.driver_lives()
+    file.touch()
+    with file.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert submit.driver_lives()
+    assert not submit.driver_lives()
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("gpu", {"partition": "gpu"}),
+        (
+            "--partition=gpu --gpus-per-node=1 --time=2-00:00:00 --exclusive",
+            {"partition": "gpu", "gpus_per_node": "1", "time": "2-00:00:00", "exclusive": True},
+        ),
+    ],
+)
+def test_options_are_those_of_sbatch(text: str, options: dict[str, str | bool]) -> None:
+    assert sbatch_options(text) == options
+
+
+@pytest.mark.parametrize(("name", "package"), [("RAY", "ray"), ("SLURM", "submitit")])
+def test_without_the_package_the_error_names_the_command(
+    name: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setenv(name, "somewhere")
+    with pytest.raises(ClusterError, match=r"pip install -e \.\[cluster\]"):
+        chosen_cluster()
