@@ -22,7 +22,7 @@ from threading import Event
 from stamp_core.config.decode import ParameterError
 from stamp_core.config.params import DEFAULT, PAPER, check_names, expand_grid, read_params
 from stamp_core.core.paths import ROOT
-from stamp_core.pipeline.clusters import ClusterError, chosen_cluster, sends_stages
+from stamp_core.pipeline.clusters import chosen_cluster, sends_stages
 from stamp_core.pipeline.kernels import serve_kernels
 from stamp_core.pipeline.lockfile import (
     clear_rwlock,
@@ -203,9 +203,6 @@ def main() -> int:
         restore_damaged_files()
         print("interrupted: finished stages and rounds are kept, the next call goes on")
         return 130
-    except ClusterError as error:
-        print(error, file=sys.stderr)
-        return 1
 
 
 def drive(setting: str | None, only_estimate: bool) -> int:
