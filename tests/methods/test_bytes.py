@@ -49,6 +49,7 @@ EXPECTED: dict[str, tuple[int, int]] = {
     "fsdgpm": MODEL,
     "vrmcl": MODEL,
     "agem": MODEL,
+    "fbl": MODEL,
     "pfeddil": MODEL,
     "refed": MODEL,
     "srfdil": (4 * (P + FEATURES), 4 * (P + FEATURES)),
