@@ -4,6 +4,7 @@ import gc
 import os
 from contextlib import ExitStack
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -28,5 +29,14 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the pipeline first, then the notebooks: no long file should be the last one to run."""
-    items.sort(key=lambda item: item.path.parent.name not in ("pipeline", "notebooks"))
+    """Put the pipeline first, then the notebooks and long files: none should be the last to run."""
+    items.sort(key=lambda item: _turn(item.path))
+
+
+def _turn(path: Path) -> int:
+    """When a file's tests run, counted from 0."""
+    if path.name in ("test_pipeline.py", "test_recovery.py"):
+        return 0
+    return 1 + (
+        path.parent.name not in ("pipeline", "notebooks") and path.name != "test_methods.py"
+    )
