@@ -77,6 +77,7 @@ PARTS: dict[str, Some] = {
     },
     "tagfed": {"exchange": "weights", "keep": 0.3, "mask_lr": 0.01},
     "target": {**SYNTHESIS, "kd": 1.0},
+    "vrmcl": {"inner_steps": 2},
 }
 
 # A few scenes with masks, and a network for pixels.

@@ -326,7 +326,7 @@ def test_a_run_stopped_after_every_round_ends_like_an_unbroken_one(
 ) -> None:
     """Stopped after each of its 6 rounds, so that every round starts from a file; its record comes
     back from its own files."""
-    training, split = {**RANDOM, "buffers": "local"}, {"images_per_class": 20}
+    training, split = {**RANDOM, "buffers": "local"}, {"images_per_class": 10}
     experiment = whole(kind, network=BATCH_NORM, split=split, training=training)
     unbroken = run(experiment)
     for k in range(ROUNDS):

@@ -66,6 +66,7 @@ EXPECTED: dict[str, tuple[int, int]] = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "fedweit": {"lambda1": 1000.0},
     "tagfed": {"exchange": "weights"},
+    "vrmcl": {"inner_steps": 1, "r": 0.0},
 }
 
 
