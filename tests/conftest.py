@@ -35,8 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _turn(path: Path) -> int:
     """When a file's tests run, counted from 0."""
-    if path.name in ("test_pipeline.py", "test_recovery.py"):
+    if path.name == "test_pipeline.py":
         return 0
-    return 1 + (
-        path.parent.name not in ("pipeline", "notebooks") and path.name != "test_methods.py"
-    )
+    early = path.parent.name in ("pipeline", "notebooks") or path.name == "test_methods.py"
+    return 1 if early else 2
