@@ -25,7 +25,10 @@ NAMES = ("dvc.lock", "pipelines/paper/dvc.lock")
 
 @contextmanager
 def sole_driver() -> Iterator[None]:
-    """A context in which no other driver works on this copy of the project: the second waits."""
+    """A context in which no other driver works on this copy of the project: the second waits.
+
+    DVC inherits the lock, so that it waits for what a killed driver has left as well.
+    """
     with (_temporary_folder() / "driver").open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -36,6 +39,7 @@ def sole_driver() -> Iterator[None]:
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
+        os.set_inheritable(file.fileno(), True)
         yield
 
 

@@ -126,7 +126,8 @@ def default_jobs() -> int:
 
 def dvc(*arguments: str, environment: dict[str, str] | None = None) -> int:
     """The exit status of a DVC command whose output is shown."""
-    return subprocess.run(["dvc", *arguments], cwd=ROOT, env=environment).returncode
+    command = ["dvc", *arguments]  # which inherits the driver's lock
+    return subprocess.run(command, cwd=ROOT, env=environment, close_fds=False).returncode
 
 
 def outdated(stages: Sequence[str]) -> list[str]:
@@ -165,6 +166,7 @@ def run_chunk(stages: Sequence[str], environment: dict[str, str], stop: Event) -
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,  # else Ctrl-C would reach it at any moment
+        close_fds=False,  # it inherits the driver's lock
     )
     assert process.stdout
     stage, start = "", 0.0

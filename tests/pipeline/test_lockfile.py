@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from processes import wait_until
 
 from stamp_core.core import paths
 from stamp_core.pipeline import lockfile
@@ -34,6 +35,17 @@ paths.ROOT = Path(sys.argv[1])
 with sole_driver():
     print("working", flush=True)
     time.sleep(120)
+"""
+
+
+FIRST_STAGE = """
+import sys
+from pathlib import Path
+from stamp_core.core import paths
+from stamp_core.pipeline import lockfile, repro
+paths.ROOT = repro.ROOT = Path(sys.argv[1])
+with lockfile.sole_driver():
+    repro.dvc("repro", "source")
 """
 
 
@@ -125,17 +137,17 @@ def test_stages_that_are_gone_leave_the_lock_file(lock: Path) -> None:
     assert expected in WHOLE and lock.read_text() == WHOLE.replace(expected, "")
 
 
-def start_driver(root: Path) -> subprocess.Popen[str]:
-    """A process that drives the pipeline in this folder."""
-    command = [sys.executable, "-c", DRIVER, str(root)]
+def start(program: str, root: Path) -> subprocess.Popen[str]:
+    """A process that runs a program on a project."""
+    command = [sys.executable, "-c", program, str(root)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def test_a_second_driver_waits_for_the_first_and_says_for_whom(tmp_path: Path) -> None:
     """The first one is killed: nothing has to be removed by hand."""
-    first = start_driver(tmp_path)
+    first = start(DRIVER, tmp_path)
     assert first.stdout and first.stdout.readline() == "working\n"
-    second = start_driver(tmp_path)
+    second = start(DRIVER, tmp_path)
     assert second.stdout
     waiting = f"process {first.pid} runs this pipeline: waiting for its end\n"
     assert second.stdout.readline() == waiting
@@ -144,3 +156,19 @@ def test_a_second_driver_waits_for_the_first_and_says_for_whom(tmp_path: Path) -
     for process in (first, second):
         process.kill()
         process.communicate()
+
+
+def test_a_driver_waits_for_the_dvc_that_a_killed_one_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may not have written yet which paths it uses."""
+    program, begun, ended = (tmp_path / name for name in ("dvc", "begun", "ended"))
+    program.write_text(f"#!/bin/sh\ntouch {begun}\nsleep 1\ntouch {ended}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    with start(FIRST_STAGE, tmp_path) as driver:
+        wait_until(begun.exists, "its DVC")
+        driver.kill()
+    assert not ended.exists()
+    with lockfile.sole_driver():
+        assert ended.exists()
