@@ -183,7 +183,7 @@ def test_selection_class_by_class_equals_that_among_all_images_of_the_task(
 
     monkeypatch.setattr(rehearsal, "hard_label_proposal", counted)
     by_class = memories(small.worker(experiment, plan_), plan_, 0)
-    assert set(sizes) == {20} and len(by_class[-1]["labels"]) == 3 * 2 * 3
+    assert set(sizes) == {FEW["images_per_class"]} and len(by_class[-1]["labels"]) == 3 * 2 * 3
     monkeypatch.setattr(rehearsal.Rehearsal, "propose_class", whole_task)
     for one, other in zip(
         by_class, memories(small.worker(experiment, plan_), plan_, 0), strict=True
@@ -197,7 +197,7 @@ def test_a_rule_for_whole_tasks_is_called_once_a_task(monkeypatch: pytest.Monkey
     plan_, proposals, propose = plan(experiment), list[Proposal](), rehearsal.propose_exemplars
 
     def noted(rule: str, task: Any) -> Proposal:
-        assert len(task.labels) == 40
+        assert len(task.labels) == 2 * FEW["images_per_class"]
         proposals.append(propose(rule, task))
         return proposals[-1]
 
