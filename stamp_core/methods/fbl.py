@@ -136,7 +136,7 @@ class FBL(Rehearsal):
         current = self.current_classes(client_round)
         old = past - set(current)
         background = {self.work.classes} if self.work.dataset.masks else set()
-        scratch["columns"] = torch.tensor(sorted((old or past) | background), device=device)  # [O]
+        scratch["columns"] = torch.tensor(sorted((old or past) | background)).to(device)  # [O]
         scratch["power"] = len(old) / (len(old) + len(current))
         groups = torch.zeros(self.outputs, dtype=torch.int64)  # the background: the first task's
         own = client_round.plan.clients[client_round.client]
@@ -159,12 +159,13 @@ class FBL(Rehearsal):
         if not work.dataset.masks:
             images = client_round.state["memory"]["images"][self.past_indices(client_round)]
         if not len(images):
-            return [torch.full((self.outputs,), SMALLEST_THRESHOLD)] * len(work.each_epoch())
+            lowest = torch.full((self.outputs,), SMALLEST_THRESHOLD).to(work.device)
+            return [lowest] * len(work.each_epoch())
         logits = samples(work.outputs(images, self.teacher.module).to(work.device))
         if work.dataset.masks:
             logits = logits[(images[:, -1] == work.classes).flatten().to(work.device)]
         teacher = logits[:, scratch["columns"]].softmax(1)
-        predicted, unsure = scratch["columns"][teacher.argmax(1)], entropies(teacher)
+        predicted, unsure = scratch["columns"][teacher.argmax(1)].cpu(), entropies(teacher).cpu()
         shares = [
             params.quantile + params.quantile_step * (scratch["epochs"] + epoch)
             for epoch in work.each_epoch()
@@ -176,7 +177,7 @@ class FBL(Rehearsal):
         if found and len(unsure):
             used = (unsure <= found[-1][predicted]).float().mean()
             client_round.log.numbers["pseudo labels used"] = float(used)
-        return found
+        return [limits.to(work.device) for limits in found]
 
     # --- training
 
@@ -216,7 +217,7 @@ class FBL(Rehearsal):
         if not self.work.dataset.masks:
             hidden[len(labels) - len(scratch["soft"]) :] = True
         predicted = scratch["columns"][teacher.argmax(1)]
-        limits = scratch["thresholds"][scratch["epoch"]].to(predicted.device)
+        limits = scratch["thresholds"][scratch["epoch"]]
         sure = entropies(teacher) <= limits[predicted]
         return torch.where(hidden, predicted.where(sure, UNSURE), labels.flatten())
 

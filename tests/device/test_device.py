@@ -74,6 +74,7 @@ def test_the_device_counts_what_crosses():
 ALLOWED = {
     "affcl": (2, 0, 4),  # draws of the flow; whether its loss is finite
     "agem": (1, 0, 2),  # the drawn reference; the closed form of the projection
+    "fbl": (0, 0, 5),  # which samples have a label, and which classes are among them
     "fedcil": (2, 0, 1),  # draws of the generator; whether its images are finite
     "fedl2p": (0, 0, 4),  # whether a loss is finite, before the gradient is clipped
     "gem": (0, 1, 0),  # solved on the CPU
