@@ -22,6 +22,7 @@ from stamp_core.engine import train as engine
 from stamp_core.engine.executor import Worker
 from stamp_core.engine.trees import Store, Tree
 from stamp_core.methods.base.registry import method_names
+from stamp_core.results.records import SCORINGS
 
 KINDS = ["fedavg", "stamp", "fedas", "fedl2p"]
 ROUNDS = [(experience, round_) for experience in range(3) for round_ in range(2)]
@@ -106,7 +107,7 @@ def test_local_buffers_are_evaluated_on_nodes_without_class_means(tmp_path: Path
     federation = Federation(tmp_path, experiment)
     found, expected = federation.train()[0], federation.simulate()[0]
     small.assert_same_weights(found, expected)
-    (place,) = [k for k, name in enumerate(engine.SCORINGS) if name == "nearest mean"]
+    (place,) = [k for k, name in enumerate(SCORINGS) if name == "nearest mean"]
     others = [k for k in range(len(engine.SCORINGS)) if k != place]
     mine, theirs = found.scores["global"], expected.scores["global"]
     np.testing.assert_array_equal(mine[others], theirs[others])
