@@ -108,7 +108,7 @@ def test_local_buffers_are_evaluated_on_nodes_without_class_means(tmp_path: Path
     found, expected = federation.train()[0], federation.simulate()[0]
     small.assert_same_weights(found, expected)
     (place,) = [k for k, name in enumerate(SCORINGS) if name == "nearest mean"]
-    others = [k for k in range(len(engine.SCORINGS)) if k != place]
+    others = [k for k in range(len(SCORINGS)) if k != place]
     mine, theirs = found.scores["global"], expected.scores["global"]
     np.testing.assert_array_equal(mine[others], theirs[others])
     assert np.isnan(mine[place]).all() and not np.isnan(theirs[place]).all()
