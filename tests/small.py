@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -9,9 +10,11 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
+from stamp_core.client import workspace
 from stamp_core.client.workspace import RoundId
 from stamp_core.config.decode import build
 from stamp_core.config.schema import Setting
@@ -20,6 +23,7 @@ from stamp_core.data import dataset as data
 from stamp_core.data import split
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.split import Plan
+from stamp_core.engine import experiment as experiments
 from stamp_core.engine import train as engine
 from stamp_core.engine.checkpoint import Checkpoint, checkpoint_folder
 from stamp_core.engine.executor import Worker
@@ -216,6 +220,31 @@ def run(experiment: Experiment, plan_: Plan | None = None, **options: Any) -> Re
     """One seed trained in this process."""
     plan_ = plan_ or plan(experiment)
     return engine.train(experiment, {plan_.seed: plan_}, device="cpu", **options)[plan_.seed]
+
+
+@contextmanager
+def stopped_after(rounds: int) -> Iterator[None]:
+    """A context in which a training must be interrupted, as it is after so many rounds."""
+    finished, left = engine.Progress.round, [rounds]
+
+    def stop(progress: engine.Progress) -> None:
+        finished(progress)
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine.Progress, "round", stop)
+        yield
+
+
+@contextmanager
+def channels_last() -> Iterator[None]:
+    """A context in which every device has the layout of a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (workspace, experiments):
+            patch.setattr(module, "weights_format", lambda device: torch.channels_last)
+        yield
 
 
 def worker(experiment: Experiment, *plans: Plan) -> Worker:

@@ -15,7 +15,6 @@ from torch import Tensor
 from stamp_core.client.pixels import count_pixels, intersection_over_union, predict_pixels
 from stamp_core.client.workspace import RoundId, Workspace
 from stamp_core.config.decode import ParameterError
-from stamp_core.core.progress import Progress
 from stamp_core.engine.experiment import Experiment
 
 SOURCE, FCN = small.SCENES["source"], small.SCENES["network"]
@@ -175,21 +174,12 @@ def test_methods_with_a_memory_learn_from_its_masks(past: str) -> None:
 
 @pytest.mark.parametrize("kind", ["replay", "fbl"])
 def test_a_run_on_scenes_that_is_stopped_ends_like_an_unbroken_one(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path
 ) -> None:
     """Stopped after four of six rounds: memories with masks and old models come from the disk."""
     experiment = scenes(kind, memory=small.kept(3))
-    unbroken, finished = run(experiment), Progress.round
-    left = [4]
-
-    def stop(progress: Progress) -> None:
-        finished(progress)
-        left[0] -= 1
-        if not left[0]:
-            raise InterruptedError
-
-    monkeypatch.setattr(Progress, "round", stop)
-    with pytest.raises(InterruptedError):
+    unbroken = run(experiment)
+    with small.stopped_after(4):
         run(experiment, resume=tmp_path)
     small.assert_same(run(experiment, resume=tmp_path), unbroken)
 

@@ -46,19 +46,9 @@ def test_a_cluster_has_the_results_of_one_process(kind: str, tmp_path: Path) -> 
             small.assert_same(found[seed], expected[seed])
 
 
-def test_a_training_stopped_on_the_cluster_goes_on_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    experiment, finished, rounds = whole("fedas"), engine.Progress.round, list[int]()
-
-    def stop(progress: engine.Progress) -> None:
-        finished(progress)
-        rounds.append(1)
-        if len(rounds) == 3:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(engine.Progress, "round", stop)
+def test_a_training_stopped_on_the_cluster_goes_on_there(tmp_path: Path) -> None:
+    experiment = whole("fedas")
+    with small.stopped_after(3):
         engine.train(experiment, plans(experiment, *SEEDS), 1, "cpu", tmp_path)
     found = engine.train(experiment, plans(experiment, *SEEDS), 1, "cpu", tmp_path)
     for seed, record in unbroken(experiment).items():

@@ -6,7 +6,6 @@ It prints, for every case, what was wrong: "" where both are bit-identical.
 import json
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import astuple, replace
 from functools import partial
 from typing import Any
@@ -27,7 +26,6 @@ from stamp_core.coresets import learner
 from stamp_core.coresets.selection.base import selection_rules
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.split import Plan
-from stamp_core.engine import experiment as experiments
 from stamp_core.engine import train as engine
 from stamp_core.engine.experiment import Experiment
 from stamp_core.methods import fedala, gradma
@@ -143,15 +141,6 @@ def different_without_room(experiment: Experiment) -> str:
 # --- channels last
 
 
-@contextmanager
-def channels_last() -> Iterator[None]:
-    """A context in which weights are channels last on every device."""
-    with MonkeyPatch.context() as patch:
-        for module in (workspace, experiments):
-            patch.setattr(module, "weights_format", lambda device: torch.channels_last)
-        yield
-
-
 def layouts() -> Iterator[tuple[str, Experiment]]:
     """Every method, and in more steps those that read the weights of convolutions by position."""
     for kind in method_names():
@@ -173,7 +162,7 @@ def moved(experiment: Experiment) -> float:
     """By how much channels last changes a run's numbers, relative to the largest of each kind."""
     plans = small.plans(experiment, 0)
     first = engine.train(experiment, plans, device="cpu")[0]
-    with channels_last():
+    with small.channels_last():
         last = engine.train(experiment, plans, device="cpu")[0]
     pairs = zip(numbers(first), numbers(last), strict=True)
     return max(float(np.nanmax(abs(one - other)) / np.nanmax(abs(one))) for one, other in pairs)
@@ -210,7 +199,7 @@ def misread(kind: str) -> float:
 
 def different_with_channels_last(experiment: Experiment) -> str:
     """How a run on the device differs from one on the CPU where both have channels last."""
-    with channels_last():
+    with small.channels_last():
         return difference(experiment)
 
 

@@ -62,19 +62,10 @@ def test_a_checkpoint_names_states_that_it_does_not_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed in the third round and resumed; the states' own store is asked for all of them."""
-    experiment, folder, finished = whole("fedas"), tmp_path / "run", engine.Progress.round
+    experiment, folder = whole("fedas"), tmp_path / "run"
     start = elsewhere(tmp_path / "node")
     expected = engine.train(experiment, plans(experiment, 0), 1, "cpu", None, start)[0]
-    rounds: list[int] = []
-
-    def stop(progress: engine.Progress) -> None:
-        finished(progress)
-        rounds.append(1)
-        if len(rounds) == 3:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(engine.Progress, "round", stop)
+    with small.stopped_after(3):
         engine.train(experiment, plans(experiment, 0), 1, "cpu", folder, start)
     held = list((folder / "tiny-fedas-0" / "states").iterdir())
     verify, asked = Store.verify, list[Path]()

@@ -1,7 +1,6 @@
 """Channels last in flat vectors: files by name do not show it, checkpoints are not mistaken."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +9,8 @@ import small
 import torch
 from pytest import MonkeyPatch
 
-from stamp_core.client import workspace
 from stamp_core.core import paths
 from stamp_core.data.dataset import ImageDataset
-from stamp_core.engine import experiment as experiments
 from stamp_core.models.flat import split_like
 
 
@@ -31,19 +28,10 @@ def coloured() -> Coloured:
     return Coloured(made.setting, made.method, made.kind, made.params)
 
 
-@contextmanager
-def channels_last() -> Iterator[None]:
-    """A context in which the CPU has the layout of a GPU."""
-    with MonkeyPatch.context() as patch:
-        for module in (workspace, experiments):
-            patch.setattr(module, "weights_format", lambda device: torch.channels_last)
-        yield
-
-
 def test_a_checkpoint_of_the_other_layout_is_not_resumed(tmp_path: Path) -> None:
     experiment = coloured()
     expected = small.run(experiment)
-    with channels_last():
+    with small.channels_last():
         small.run(experiment, resume=tmp_path)
         server = small.saved(experiment, tmp_path)["server"]["parameters"]
     with pytest.warns(UserWarning, match="belongs to other layout; kept as"):
@@ -55,7 +43,7 @@ def test_a_checkpoint_of_the_other_layout_is_not_resumed(tmp_path: Path) -> None
 def test_initial_weights_are_the_same_in_both_layouts() -> None:
     experiment = coloured()
     plan, found = small.plan(experiment), []
-    for context in (nullcontext, channels_last):
+    for context in (nullcontext, small.channels_last):
         with context():
             worker = small.worker(experiment, plan)
             vector = worker.initial_states(0)[0]["parameters"]
@@ -71,14 +59,14 @@ def test_the_weights_of_a_record_do_not_depend_on_the_layout(
     """A record of channels last is loaded by name where channels are first, and back."""
     monkeypatch.setattr(paths, "RAW", tmp_path)
     experiment = coloured()
-    with channels_last():
+    with small.channels_last():
         record = small.run(experiment)
     record.save(tmp_path / "record")
     assert record.about["identity"]["layout"] == "torch.channels_last"
     network = replace(experiment.setting.network, pretrained="record/weights.safetensors")
     setting = replace(experiment.setting, network=network)
     pretrained = Coloured(setting, experiment.method, experiment.kind, experiment.params)
-    for context in (nullcontext, channels_last):
+    for context in (nullcontext, small.channels_last):
         with context():
             named = small.worker(pretrained, small.plan(pretrained)).work.network(7).state_dict()
         for name, value in record.weights.items():

@@ -46,19 +46,6 @@ def without(patch: pytest.MonkeyPatch, client: int, lost: list[tuple[int, int]])
     patch.setattr(engine.Run, "select_clients", select)
 
 
-def stopping(patch: pytest.MonkeyPatch, after: int) -> None:
-    """Stop a training after some rounds, as Ctrl-C does."""
-    finished, rounds = engine.Progress.round, list[int]()
-
-    def stop(progress: engine.Progress) -> None:
-        finished(progress)
-        rounds.append(1)
-        if len(rounds) == after:
-            raise KeyboardInterrupt
-
-    patch.setattr(engine.Progress, "round", stop)
-
-
 # --- the same results
 
 
@@ -76,12 +63,9 @@ def test_a_federation_has_the_results_of_the_simulation(kind: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_server_goes_on_where_it_was(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_server_goes_on_where_it_was(kind: str, tmp_path: Path) -> None:
     federation = Federation(tmp_path, whole(kind))
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        stopping(patch, after=3)
+    with small.stopped_after(3):
         federation.train()
     (states,) = (tmp_path / "resume").glob("*/states")
     assert len(list(states.iterdir())) == 1  # the results: no state of a client
@@ -282,8 +266,7 @@ def test_a_state_that_is_missing_or_altered_is_refused(
 ) -> None:
     """Its client drops out; the other one of the node goes on."""
     federation = Federation(tmp_path, whole("fedas"))
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        stopping(patch, after=3)
+    with small.stopped_after(3):
         federation.train()
     for file in (tmp_path / "node1").glob("states/*/0/*"):
         content = bytearray(file.read_bytes())
