@@ -1,24 +1,20 @@
-"""What one process works with: the images, the live model, batches and scores."""
+"""What one process works with: the images, the live model, batches and outputs."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stamp_core.client.augmentation import Drawn, apply_changes, draw_changes, split_changes
 from stamp_core.client.by_class import averaging_matrix, first_per_class
 from stamp_core.client.graphs import Inputs, StepGraphs
-from stamp_core.client.pixels import (
-    check_masks,
-    count_pixels,
-    intersection_over_union,
-    predict_pixels,
-)
-from stamp_core.config.schema import Setting, Training
-from stamp_core.core.devices import free_memory, set_deterministic, weights_format
+from stamp_core.client.pixels import check_masks
+from stamp_core.config.schema import Setting
+from stamp_core.core.devices import set_deterministic, storage_device, weights_format
 from stamp_core.core.seeding import generator
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.split import Plan
@@ -31,23 +27,9 @@ from stamp_core.results.records import PIXEL_SCORINGS, SCORINGS
 # Images of up to 32 x 32 pixels per forward pass in evaluation; fewer of larger ones.
 EVALUATION_BATCH = 512
 MEAN_IMAGES = 100  # of a class, at most, in its mean feature
-SHARE = 4  # what is stored on the GPU takes at most 1/4 of its free memory
 FLOATS = 2**22  # values of images that are normalised once, not in every batch
 
 Batches = Iterable[tuple[Tensor, Tensor]]  # images, float32 and normalised, and targets
-
-Classes = tuple[int, ...]
-Changes = tuple[Tensor | None, Tensor | None]  # which images are mirrored, and their shifts
-
-
-class Drawn(NamedTuple):
-    """Which images a batch has, and how they are augmented."""
-
-    places: Tensor  # [n], on the device
-    stored: Tensor  # the same on the CPU, for images that are there
-    mirrored: Tensor | None  # [n, 1, 1, 1], on the device
-    shifts: Tensor | None  # [2, n, 1], on the device
-
 
 Reader = Callable[[Drawn], Tensor]  # the images of a batch, or its targets, on the device
 
@@ -95,7 +77,6 @@ class Workspace:
         self.x_test = dataset.x_test.to(storage_device(dataset.x_test, self.device))
         self.y_test = dataset.y_test.to(self.device)
         self._tests: dict[tuple[str, int, int], Tensor] = {}  # by plan, client and task
-        self._means: tuple[Tensor, Tensor, Tensor] | None = None  # what `class_means` needs
 
     def network(self, seed: int) -> Classifier:
         """The setting's network with the initial weights of `seed`, in memory as on the device."""
@@ -264,128 +245,16 @@ class Workspace:
         chunks = [(layer or module)(self.normalise(part)) for part in images.split(self.chunk)]
         return torch.cat(chunks)
 
-    @torch.no_grad()
-    def score(
-        self, plan: Plan, clients: list[int], experience: int, nearest_mean: bool = False
-    ) -> Tensor:
-        """The live model's accuracies.  # [scorings, U, T], NaN where undefined
+    @cached_property
+    def mean_images(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Each class's first training images, the matrix that averages them by class, the classes.
 
-        Those by the nearest class mean of training features only if `nearest_mean`.
+        Indices [n] where the images are; [L, n] and [L] on the device.
         """
-        if self.dataset.masks:
-            return self.mask_scores(plan, clients, experience)
-        needed = self.tests_of(plan, clients).to(self.device)
-        means = self.class_means() if nearest_mean else None
-        logits = self.scale.new_empty(len(self.y_test), self.classes)
-        nearest = torch.empty_like(self.y_test) if means else None
-        for part in needed.split(self.chunk):  # never all images of a large data set at once
-            features = self.outputs_there(self.test_images(part), self.classifier.encode)
-            logits[part] = self.classifier.head(features)
-            if means and nearest is not None:
-                nearest[part] = means[1][torch.cdist(features, means[0]).argmin(1)]
-        return self.accuracies(plan, clients, experience, logits, nearest)
-
-    def accuracies(
-        self,
-        plan: Plan,
-        clients: list[int],
-        experience: int,
-        logits: Tensor,
-        nearest: Tensor | None = None,
-    ) -> Tensor:
-        """Accuracies of predictions for all test images.  # [scorings, U, T], NaN where undefined
-
-        By the logits, and by the class of the nearest mean feature if it is given; on the CPU.
-        """
-        logits = logits.to(self.device)
-        shape = len(SCORINGS), len(clients), plan.tasks
-        scores = logits.new_full(shape, torch.nan, dtype=torch.float32)
-        for place, task, (test, *allowed) in self._test_sets(plan, clients, experience):
-            labels, of_test = self.y_test[test], logits[test]
-            for scoring, classes in enumerate(allowed):  # as SCORINGS
-                if len(classes):
-                    predicted = classes[of_test[:, classes].argmax(1)]
-                    scores[scoring, place, task] = (predicted == labels).double().mean()
-            if nearest is not None:
-                correct = nearest.to(self.device)[test] == labels
-                scores[SCORINGS.index("nearest mean"), place, task] = correct.double().mean()
-        return scores.cpu()
-
-    def _test_sets(
-        self, plan: Plan, clients: list[int], experience: int
-    ) -> Iterator[tuple[int, int, list[Tensor]]]:
-        """The place of a client and a task, its test images, and what may be predicted.
-
-        That is all classes, those seen and those of the task; none where the task's are not among
-        them. All tensors go to the device at once.
-        """
-        places, parts = [], list[Tensor]()
-        for place, client in enumerate(clients):
-            seen = plan.seen(client, experience)
-            for task in range(plan.tasks):
-                test, own = self.tests(plan, client, task), plan.clients[client][task].classes
-                if not len(test):
-                    continue
-                scored = [c if set(own) <= set(c) else () for c in (range(self.classes), seen, own)]
-                places.append((place, task))
-                parts += [test, *(torch.tensor(list(c), dtype=torch.int64) for c in scored)]
-        if not parts:
-            return
-        moved = iter(torch.cat(parts).to(self.device).split([len(part) for part in parts]))
-        for place, task in places:
-            yield place, task, [next(moved) for _ in range(4)]
-
-    def mask_scores(self, plan: Plan, clients: list[int], experience: int) -> Tensor:
-        """The live model's scores on masks.  # [PIXEL_SCORINGS, U, T], NaN where undefined
-
-        Intersection and union of a task's class are summed over the test images of all tasks of
-        the client; the accuracy of pixels, of any class, is that on the task's own.
-        """
-        every, needed = tuple(range(self.classes)), self.tests_of(plan, clients)
-        seen = {client: plan.seen(client, experience) for client in clients}
-        each = {task.classes for client in clients for task in plan.clients[client]}
-        counts = self.pixel_counts(needed, {every, *seen.values(), *each})
-        scores = torch.full((len(self.scorings), len(clients), plan.tasks), torch.nan)
-        for place, client in enumerate(clients):
-            rows = torch.searchsorted(needed, self.tests_of(plan, [client]))
-            for task in range(plan.tasks):
-                tests, own = self.tests(plan, client, task), plan.clients[client][task].classes
-                for scoring, allowed in enumerate((every, seen[client], own)):
-                    if len(tests) and set(own) <= set(allowed):
-                        shares = intersection_over_union(counts[allowed][rows].sum(0))
-                        scores[scoring, place, task] = shares[list(own)].mean()
-                right, _, true = counts[every][torch.searchsorted(needed, tests)].sum((0, 2))
-                scores[-1, place, task] = right / true
-        return scores
-
-    def pixel_counts(self, tests: Tensor, choices: Collection[Classes]) -> dict[Classes, Tensor]:
-        """Right, predicted and true pixels where some classes are predicted.  # [n, 3, L + 1]"""
-        parts: dict[Classes, list[Tensor]] = {choice: [] for choice in choices}
-        for part in tests.split(self.chunk):
-            images = self.test_images(part)
-            logits, masks = self.outputs(images), images[:, -1].cpu()
-            for choice, found in parts.items():
-                predicted = predict_pixels(logits, choice)
-                found.append(count_pixels(predicted, masks, self.classes + 1))
-        return {choice: torch.cat(found) for choice, found in parts.items()}
-
-    def tests_of(self, plan: Plan, clients: list[int]) -> Tensor:
-        """Indices of the test images of some clients' tasks.  # [n]"""
-        tasks = range(plan.tasks)
-        tests = torch.cat([self.tests(plan, c, task) for c in clients for task in tasks])
-        unique: Tensor = tests.unique()
-        return unique
-
-    def class_means(self) -> tuple[Tensor, Tensor]:
-        """Mean features of each class's first training images, and the classes.  # [L, D], [L]"""
-        if self._means is None:
-            indices = first_per_class(self.dataset.y_train, MEAN_IMAGES)
-            matrix, classes = averaging_matrix(self.dataset.y_train[indices])
-            stored = indices.to(self.x_train.device)
-            self._means = stored, matrix.to(self.device), classes.to(self.device)
-        stored, matrix, classes = self._means
-        features = self.outputs_there(self.x_train[stored], self.classifier.encode)
-        return matrix @ features, classes
+        indices = first_per_class(self.dataset.y_train, MEAN_IMAGES)
+        matrix, classes = averaging_matrix(self.dataset.y_train[indices])
+        stored = indices.to(self.x_train.device)
+        return stored, matrix.to(self.device), classes.to(self.device)
 
     def tests(self, plan: Plan, client: int, task: int) -> Tensor:
         """Indices of the test images of a client's task, computed once.  # [n]"""
@@ -399,51 +268,3 @@ def evaluation_batch_size(shape: Shape, micro_batch_size: int | None) -> int:
     """How many images of a shape are evaluated at once."""
     size = max(1, min(EVALUATION_BATCH, EVALUATION_BATCH * 32 * 32 // (shape[1] * shape[2])))
     return min(size, micro_batch_size or size)
-
-
-def storage_device(images: Tensor, device: torch.device) -> torch.device:
-    """Where images or vectors are stored: on the GPU if there is room, else where they are."""
-    return device if has_room(images.nbytes, device) else images.device
-
-
-def has_room(size: int, device: torch.device) -> bool:
-    """Whether so many bytes may be stored on a device."""
-    free = free_memory(device)
-    return free is None or SHARE * size <= free
-
-
-def augment(images: Tensor, training: Training, generator: torch.Generator) -> Tensor:
-    """Images, each randomly shifted (with edges repeated) and mirrored."""
-    drawn = draw_changes(len(images), training, generator)
-    whole = torch.cat(drawn).to(images.device) if drawn else images.new_empty(0, len(images))
-    return apply_changes(images, *split_changes(whole, training))
-
-
-def draw_changes(count: int, training: Training, generator: torch.Generator) -> list[Tensor]:
-    """Whether images are mirrored [1, n], and their shifts [2, n], where there are any."""
-    changes, shift = [], training.shift
-    if training.flip:
-        changes.append(torch.randint(2, (1, count), generator=generator))
-    if shift:
-        changes.append(torch.randint(-shift, shift + 1, (2, count), generator=generator))
-    return changes
-
-
-def split_changes(changes: Tensor, training: Training) -> Changes:
-    """What `draw_changes` returned, as one tensor, in the form that images need.  # [k, n]"""
-    mirrored = changes[0].bool().view(-1, 1, 1, 1) if training.flip else None  # [n, 1, 1, 1]
-    return mirrored, changes[-2:, :, None] if training.shift else None  # [2, n, 1]
-
-
-def apply_changes(images: Tensor, mirrored: Tensor | None, shifts: Tensor | None) -> Tensor:
-    """The images mirrored and shifted as drawn."""
-    n, _, height, width = images.shape
-    if mirrored is not None:
-        images = torch.where(mirrored, images.flip(3), images)
-    if shifts is not None:
-        ys = (torch.arange(height, device=images.device) + shifts[0]).clamp(0, height - 1)  # [N, H]
-        xs = (torch.arange(width, device=images.device) + shifts[1]).clamp(0, width - 1)  # [N, W]
-        each = torch.arange(n, device=images.device)[:, None, None]
-        shifted = images.permute(0, 2, 3, 1)[each, ys[:, :, None], xs[:, None, :]]
-        images = shifted.permute(0, 3, 1, 2)
-    return images

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 _GPU = "cuda"
+SHARE = 4  # what is stored on the GPU takes at most 1/4 of its free memory
 
 
 def resolve_device(device: str) -> str:
@@ -26,6 +27,17 @@ def device_name(device: torch.device) -> str:
 def free_memory(device: torch.device) -> int | None:
     """The free bytes of a GPU; None where tensors are in the memory of the process."""
     return torch.cuda.mem_get_info(device)[0] if device.type == _GPU else None
+
+
+def has_room(size: int, device: torch.device) -> bool:
+    """Whether so many bytes may be stored on a device."""
+    free = free_memory(device)
+    return free is None or SHARE * size <= free
+
+
+def storage_device(images: Tensor, device: torch.device) -> torch.device:
+    """Where images or vectors are stored: on the GPU if there is room, else where they are."""
+    return device if has_room(images.nbytes, device) else images.device
 
 
 def reset_device_peak(device: torch.device) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from stamp_core.client.diagnostics import temporal_angles
+from stamp_core.client.scoring import score
 from stamp_core.client.workspace import RoundId, Workspace
 from stamp_core.config.decode import invalid, unknown_name
 from stamp_core.config.schema import Setting
@@ -115,7 +116,7 @@ class Worker:
         recorded = self.work.setting.diagnostics
         scores = None
         if "local" in models:
-            scores = self.work.score(plan, [round_id.client], round_id.experience)
+            scores = score(self.work, plan, [round_id.client], round_id.experience)
         if not recorded.angles or models == ("global",):  # joint training: no client has tasks
             return scores, {}
         return scores, temporal_angles(self.work, plan, round_id, recorded.displacements)
@@ -125,7 +126,7 @@ class Worker:
         plan = self.plans[seed]
         self.work.model.load(message["parameters"], message["buffers"])
         clients = list(range(len(plan.clients)))
-        return self.work.score(plan, clients, experience, nearest_mean=True)
+        return score(self.work, plan, clients, experience, nearest_mean=True)
 
     def extract_features(self, message: Message, indices: Tensor) -> Tensor:
         """Features of some test images under the model in `message`.  # float16 [n, D]"""
@@ -142,9 +143,8 @@ class Worker:
         if personal:
             return self.method.personal_scores(client_round)
         Method.receive(self.method, client_round)
-        return self.work.score(  # [scorings, 1, T]
-            plan, [round_id.client], round_id.experience, nearest_mean=True
-        )
+        client, experience = round_id.client, round_id.experience
+        return score(self.work, plan, [client], experience, nearest_mean=True)  # [scorings, 1, T]
 
 
 def require_on_cpu(message: Message) -> None:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stamp_core.client.scoring import score
 from stamp_core.client.workspace import Workspace
 from stamp_core.config.decode import require_at_least, require_fraction
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Log, Message, Reply, State
@@ -325,7 +326,7 @@ class FedWeIT(TaskServer):
         """The accuracies of a model on all tasks of the client.  # [scorings, 1, T]"""
         address = client_round.round_id
         self.work.model.load(self.channels.join(theta, rest), buffers)
-        return self.work.score(client_round.plan, [address.client], address.experience)
+        return score(self.work, client_round.plan, [address.client], address.experience)
 
 
 def _is_weight(name: str, value: Tensor) -> bool:

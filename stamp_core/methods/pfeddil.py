@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from stamp_core.client.scoring import accuracies, indices_of_tests, score
 from stamp_core.client.workspace import Workspace
 from stamp_core.config.decode import invalid, require_at_least
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Method, State
@@ -164,11 +165,11 @@ class PFedDIL(Method):
         plan, client, experience = client_round.plan, address.client, address.experience
         if not models:
             super().receive(client_round)
-            return work.score(plan, [client], experience)
-        needed = work.tests_of(plan, [client])
+            return score(work, plan, [client], experience)
+        needed = indices_of_tests(work, plan, [client])
         votes = torch.empty(len(work.dataset.y_test), work.classes)
         votes[needed] = self.vote(models, work.dataset.x_test[needed])
-        return work.accuracies(plan, [client], experience, votes)
+        return accuracies(work, plan, [client], experience, votes)
 
     def vote(self, models: list[State], images: Tensor) -> Tensor:
         """The mean of the models' probabilities, by the auxiliary classifiers.  # [n, classes]"""

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stamp_core.client.scoring import accuracies, indices_of_tests, score
 from stamp_core.client.workspace import Workspace
 from stamp_core.config.decode import invalid, require_above, require_at_least
 from stamp_core.core.seeding import address, generator
@@ -395,12 +396,12 @@ class TagFed(Method):
         place = client_round.client
         if not state["task"]:
             self.receive(client_round)
-            return work.score(plan, [place], client_round.experience)
-        needed = work.tests_of(plan, [place])
+            return score(work, plan, [place], client_round.experience)
+        needed = indices_of_tests(work, plan, [place])
         outputs = [
             self.probabilities(state, task + 1, needed) for task in range(len(state["keys"]))
         ]
-        rate = partial(work.accuracies, plan, [place], client_round.experience)
+        rate = partial(accuracies, work, plan, [place], client_round.experience)
         scores = rate(torch.stack(outputs).amax(0))
         keys = [self.key(task) for task in plan.clients[place]]
         known = SCORINGS.index("task")

@@ -12,6 +12,7 @@ from small import BATCH_NORM, plan, tiny
 from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 
+from stamp_core.client.augmentation import augment
 from stamp_core.client.personalisation import (
     LayerStatistics,
     MetaNets,
@@ -26,7 +27,7 @@ from stamp_core.client.personalisation import (
     running_statistics,
     store_mixture,
 )
-from stamp_core.client.workspace import RoundId, Workspace, augment
+from stamp_core.client.workspace import RoundId, Workspace
 from stamp_core.config.schema import Network
 from stamp_core.core.seeding import generator
 from stamp_core.models import networks as models

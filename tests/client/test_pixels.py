@@ -13,6 +13,7 @@ from small import plan, run, tiny
 from torch import Tensor
 
 from stamp_core.client.pixels import count_pixels, intersection_over_union, predict_pixels
+from stamp_core.client.scoring import mask_scores
 from stamp_core.client.workspace import RoundId, Workspace
 from stamp_core.config.decode import ParameterError
 from stamp_core.engine.experiment import Experiment
@@ -76,7 +77,7 @@ def test_scores_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.cat([4 * drawn, 2 * drawn, 2 * drawn, 1 - drawn], 1)
 
     monkeypatch.setattr(work, "outputs", outputs)
-    scores = work.mask_scores(whole, [0, 1], experience=1)
+    scores = mask_scores(work, whole, [0, 1], experience=1)
     masks, labels = work.dataset.x_test[:, -1], work.dataset.y_test
     assert scores.shape == (5, 2, 3) and scores[3].isnan().all()
     share = [float((masks == c).sum() / (masks != 3).sum()) for c in range(3)]

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from stamp_core.client import workspace
-from stamp_core.client.workspace import RoundId, Workspace, augment
+from stamp_core.client.augmentation import augment
+from stamp_core.client.scoring import score
+from stamp_core.client.workspace import RoundId, Workspace
 from stamp_core.config.schema import Network, Setting, Split, Training
 from stamp_core.core.seeding import generator
 from stamp_core.data import dataset as data
@@ -293,7 +295,7 @@ def test_scores_are_those_of_a_loop(
     scored: tuple[Workspace, Plan], clients: list[int], experience: int
 ) -> None:
     work, plan = scored
-    scores = work.score(plan, clients, experience, nearest_mean=True).numpy()
+    scores = score(work, plan, clients, experience, nearest_mean=True).numpy()
     wanted = [
         [
             [expected(work, client, experience, task, scoring) for task in range(2)]
@@ -310,25 +312,25 @@ def test_the_scorings_differ_and_a_future_task_is_undefined_among_seen_classes(
     """After experience 0 client 0 has seen a and b, so its task of b and c is undefined among them.
     Fewer classes to choose from can only increase the accuracy."""
     work, plan = scored
-    scores = dict(zip(SCORINGS, work.score(plan, [0], 0)[:, 0], strict=True))
+    scores = dict(zip(SCORINGS, score(work, plan, [0], 0)[:, 0], strict=True))
     assert scores["seen"].isnan().tolist() == [False, True]
     assert not scores["all"].isnan().any() and not scores["task"].isnan().any()
     assert scores["seen"][0] == scores["task"][0] > scores["all"][0]
-    after = dict(zip(SCORINGS, work.score(plan, [0], 1)[:, 0], strict=True))
+    after = dict(zip(SCORINGS, score(work, plan, [0], 1)[:, 0], strict=True))
     assert (after["all"] <= after["seen"]).all() and (after["seen"] <= after["task"]).all()
     assert after["seen"].tolist() != after["task"].tolist()
 
 
 def test_a_task_without_test_images_is_undefined(scored: tuple[Workspace, Plan]) -> None:
     work, plan = scored
-    scores = work.score(plan, [2], 1, nearest_mean=True)
+    scores = score(work, plan, [2], 1, nearest_mean=True)
     assert scores[:, 0].isnan().tolist() == len(SCORINGS) * [[False, True]]
 
 
 def test_the_nearest_mean_is_scored_on_demand(scored: tuple[Workspace, Plan]) -> None:
     """Without it the other scorings are the same."""
     work, plan = scored
-    without, with_means = (work.score(plan, [0, 1], 1, nearest_mean=on) for on in (False, True))
+    without, with_means = (score(work, plan, [0, 1], 1, nearest_mean=on) for on in (False, True))
     place = SCORINGS.index("nearest mean")
     assert without[place].isnan().all() and not with_means[place].isnan().any()
     assert torch.equal(without[:place], with_means[:place])
@@ -339,7 +341,7 @@ def test_scores_follow_the_live_model(scored: tuple[Workspace, Plan]) -> None:
     work, plan = scored
     work.model.parameters.zero_()
     work.model.module.head.bias.data[1] = 1.0
-    assert work.score(plan, [0], 1)[:3].tolist() == 3 * [[[0.5, 0.5]]]
+    assert score(work, plan, [0], 1)[:3].tolist() == 3 * [[[0.5, 0.5]]]
 
 
 # --- batches of evaluation, and where images are stored
@@ -383,23 +385,9 @@ def test_scores_do_not_depend_on_the_batch_of_evaluation(scored: tuple[Workspace
     work, plan = scored
     scores = []
     for work.chunk in (1, 2, 7, 29, 30, 512):
-        scores.append(work.score(plan, [0, 1, 2], 1, nearest_mean=True).numpy())
+        scores.append(score(work, plan, [0, 1, 2], 1, nearest_mean=True).numpy())
         np.testing.assert_array_equal(scores[-1], scores[0])
     assert np.unique(scores[0][np.isfinite(scores[0])]).size > 3
-
-
-@pytest.mark.parametrize(("free", "home"), [(4 * 288, "cuda"), (4 * 288 - 1, "cpu")])
-def test_training_images_are_stored_on_a_gpu_with_room_for_four_times_as_many(
-    free: int, home: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """8 images of 36 bytes; the rest of the room is for models and batches."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10**12))
-    assert workspace.storage_device(images(8, 1, 6, 6), torch.device("cuda")).type == home
-
-
-def test_without_a_gpu_its_memory_is_not_queried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", None)
-    assert workspace.storage_device(images(8, 1, 6, 6), torch.device("cpu")).type == "cpu"
 
 
 def test_images_stored_elsewhere_are_moved_to_the_device_batch_by_batch() -> None:

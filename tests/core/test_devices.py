@@ -94,3 +94,18 @@ def test_no_other_module_asks_which_device_it_is() -> None:
     """Branches on the kind of device never run in a test: there is one place for them."""
     files = set(Path(stamp_core.__file__).parent.rglob("*.py")) - {Path(devices.__file__)}
     assert [file.name for file in files if "cuda" in file.read_text().lower()] == ["vision.py"]
+
+
+@pytest.mark.parametrize(("free", "home"), [(4 * 288, "cuda"), (4 * 288 - 1, "cpu")])
+def test_training_images_are_stored_on_a_gpu_with_room_for_four_times_as_many(
+    free: int, home: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 images of 36 bytes; the rest of the room is for models and batches."""
+    images = torch.zeros(8, 1, 6, 6, dtype=torch.uint8)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10**12))
+    assert devices.storage_device(images, GPU).type == home
+
+
+def test_without_a_gpu_its_memory_is_not_queried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", None)
+    assert devices.storage_device(torch.zeros(8), CPU) == CPU

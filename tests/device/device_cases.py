@@ -22,6 +22,7 @@ from benchmarks.transfers import Counted, cost, per_epoch, per_step
 from stamp_core.client import personalisation, workspace
 from stamp_core.client.by_class import first_per_class
 from stamp_core.client.workspace import Workspace
+from stamp_core.core import devices
 from stamp_core.coresets import learner
 from stamp_core.coresets.selection.base import selection_rules
 from stamp_core.data.dataset import ImageDataset
@@ -134,7 +135,7 @@ def difference(experiment: Experiment, counted: list[Counted] | None = None) -> 
 def different_without_room(experiment: Experiment) -> str:
     """How a run differs on a device that has no memory for images, exemplars and all models."""
     with MonkeyPatch.context() as patch:
-        patch.setattr(workspace, "free_memory", lambda device: 0)
+        patch.setattr(devices, "free_memory", lambda device: 0)
         return difference(experiment)
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from small import BATCH_NORM, P, plan, run, tiny
 from torch import Tensor, nn
 
+from stamp_core.client.scoring import score
 from stamp_core.client.workspace import RoundId
 from stamp_core.config.decode import ParameterError
 from stamp_core.core.seeding import generator
@@ -359,7 +360,7 @@ def test_the_personal_model_is_the_mixture_before_training() -> None:
     assert torch.equal(worker.work.model.parameters, mixture)
     assert not torch.equal(mixture[-HEAD:], sent["parameters"][-HEAD:])
     assert torch.equal(mixture[:-HEAD], sent["parameters"][:-HEAD])
-    assert torch.equal(worker.work.score(plan_, [0], 1).nan_to_num(), scores.nan_to_num())
+    assert torch.equal(score(worker.work, plan_, [0], 1).nan_to_num(), scores.nan_to_num())
     Method.receive(method, client_round)
     assert torch.equal(worker.work.model.parameters, sent["parameters"])
 

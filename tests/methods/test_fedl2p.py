@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from stamp_core.client import personalisation
 from stamp_core.client.personalisation import endless_batches, layer_statistics
+from stamp_core.client.scoring import score
 from stamp_core.client.workspace import RoundId
 from stamp_core.config.decode import ParameterError
 from stamp_core.data.split import Plan
@@ -367,9 +368,9 @@ def test_with_beta_and_multiplier_0_the_personal_model_is_the_global_one(backbon
     model = worker.work.model
     assert torch.equal(model.parameters, source["parameters"])
     assert torch.equal(model.buffers, source["buffers"])
-    scores = worker.work.score(worker.plans[0], [0], 0)
+    scores = score(worker.work, worker.plans[0], [0], 0)
     model.load(source["parameters"], source["buffers"])
-    same = worker.work.score(worker.plans[0], [0], 0)
+    same = score(worker.work, worker.plans[0], [0], 0)
     assert torch.equal(scores.nan_to_num(7), same.nan_to_num(7))
 
 

@@ -12,6 +12,7 @@ from by_hand import CLOSE, FULL_BATCH, Array, inputs
 from small import BATCH_NORM, P, plan, run, tiny
 from torch import Tensor, nn
 
+from stamp_core.client.scoring import score
 from stamp_core.client.workspace import RoundId
 from stamp_core.config.decode import ParameterError
 from stamp_core.core.seeding import generator
@@ -584,7 +585,7 @@ def test_a_task_not_learnt_yet_is_evaluated_with_the_received_model() -> None:
     work = federation.worker.work
     base = federation.method.merged_base(client_round)
     work.model.load(federation.method.channels.join(base, client_round.message["rest"]))
-    expected = work.score(federation.plan, [0], 1)
+    expected = score(work, federation.plan, [0], 1)
     assert torch.equal(scores[2, 0, 1:], expected[2, 0, 1:])
     assert scores[:2].isnan().all()  # a model that is told the task has no other accuracy
 

@@ -12,6 +12,7 @@ from by_hand import CLOSE
 from small import P, plan, run, tiny
 from torch import Tensor
 
+from stamp_core.client.scoring import score
 from stamp_core.client.workspace import RoundId
 from stamp_core.config.decode import ParameterError
 from stamp_core.data.split import Plan
@@ -271,7 +272,7 @@ def test_personal_scores_are_those_of_the_votes() -> None:
     server, states, *_ = worker.initial_states(0)
     without = scores_of(worker, plan_, states[0])
     worker.work.model.load(server["parameters"])
-    torch.testing.assert_close(without, worker.work.score(plan_, [0], 1), equal_nan=True)
+    torch.testing.assert_close(without, score(worker.work, plan_, [0], 1), equal_nan=True)
 
 
 # --- what is kept, what is refused

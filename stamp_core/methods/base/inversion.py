@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stamp_core.client.augmentation import augment
 from stamp_core.client.by_class import first_per_class
-from stamp_core.client.workspace import augment
 from stamp_core.config.decode import require_above, require_at_least
 from stamp_core.config.schema import Training
 from stamp_core.core.seeding import address, generator

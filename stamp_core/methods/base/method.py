@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stamp_core.client.graphs import Inputs
-from stamp_core.client.workspace import RoundId, Workspace, has_room
+from stamp_core.client.scoring import score
+from stamp_core.client.workspace import RoundId, Workspace
 from stamp_core.config.decode import invalid, require_above
 from stamp_core.config.schema import Setting
+from stamp_core.core.devices import has_room
 from stamp_core.data.split import Plan
 from stamp_core.models.flat import FlatModel
 from stamp_core.results.records import tree_bytes
@@ -293,7 +295,7 @@ class Method:
         """Scores of the client's personal model.  # [scorings, 1, T]"""
         self.load_personal_model(client_round)
         address = client_round.round_id
-        return self.work.score(client_round.plan, [address.client], address.experience)
+        return score(self.work, client_round.plan, [address.client], address.experience)
 
     def memory_samples(self, server: State, client: State, count: int) -> dict[str, Tensor]:
         """Up to `count` images per class of what is remembered ("images", "labels")."""

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stamp_core.client.by_class import class_means, first_per_class, sample_balanced
-from stamp_core.client.workspace import Workspace, storage_device
+from stamp_core.client.workspace import Workspace
 from stamp_core.config.decode import invalid, require_at_least
+from stamp_core.core.devices import storage_device
 from stamp_core.core.seeding import generator
 from stamp_core.coresets.learner import Learner
 from stamp_core.coresets.memory import (
