@@ -34,6 +34,7 @@ EXECUTED = {
     "7_coresets": ("coresets",),
     "8_heterogeneity": ("heterogeneity",),
     "9_paper": ("paper-tables", "paper-*tables"),
+    "10_related": ("related",),
     "explore_matching": (),
 }
 

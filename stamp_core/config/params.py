@@ -23,15 +23,14 @@ Params = Mapping[str, Any]
 FILES = {"settings": "params/settings.yaml", "methods": "params/methods.yaml"}
 # The blocks of a profile, and whether each is required.
 BLOCKS = {
-    **{"grid": True, "more_seeds": False, "returning_classes": False, "returning_tasks": False},
-    **{"masks": False, "tour": False, "ablation": True, "sweeps": True},
+    **{"grid": True, "more_seeds": False, "returning_classes": False},
+    **{"tour": False, "ablation": True, "sweeps": True},
 }
-COMPARED = ("grid", "more_seeds", "returning_classes", "returning_tasks")  # by accuracy
-GRIDS = (*COMPARED, "masks")  # blocks that are trained
+GRIDS = ("grid", "more_seeds", "returning_classes")  # blocks that are trained
 AXES = ("setting", "method", "seeds")  # of a grid
 DEFAULT, QUICK, PAPER = "default", "quick", "paper"
 PROFILES = {DEFAULT: "params.yaml", QUICK: "params/quick.yaml", PAPER: "params/paper.yaml"}
-PAGES = ("grid", "comparison", "ablation", "tour", "masks")  # parts of a profile's grids
+PAGES = ("grid", "comparison", "ablation", "tour")  # parts of a profile's grid
 
 
 def read_params(profile: str = DEFAULT, root: Path = PARAMS.parent) -> dict[str, Any]:
@@ -136,14 +135,13 @@ def expand_grid(page: str, params: Params) -> Iterator[tuple[str, str, str]]:
     """Setting, method and range of seeds of every experiment of a page.
 
     "grid" is all that is trained, "comparison" that without the variants of the ablation,
-    "ablation" its baselines and variants, "tour" and "masks" the blocks of these names: scores of
-    masks are compared with no others. "comparison.digits" is one setting of a page.
+    "ablation" its baselines and variants, "tour" the block of that name. "comparison.digits" is one
+    setting of a page.
     """
     page, _, only = page.partition(".")
     if page not in PAGES:
         raise unknown_name("page", page, PAGES)
-    wanted = {"grid": GRIDS, "tour": ("tour",), "masks": ("masks",)}.get(page, COMPARED)
-    blocks = [name for name in wanted if name in params or name == page]
+    blocks = ["tour"] if page == "tour" else [name for name in GRIDS if name in params]
     grids = [_check_axes(params, name, AXES) for name in blocks]
     settings = dict.fromkeys(setting for grid in grids for setting in grid["setting"])
     if only and only not in settings:

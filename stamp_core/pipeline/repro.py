@@ -36,7 +36,7 @@ from stamp_core.pipeline.submit import send_stages
 # stages of dvc.yaml
 SPLIT_STAGES = ("split", "split_more_seeds", "split_returning_classes")
 TRAIN_STAGES = ("train", "train_more_seeds", "train_returning_classes", "sweep")
-PAGE_STAGES = ("heterogeneity", "coresets", "ablation", "analyses", "compare", "tour")
+PAGE_STAGES = ("heterogeneity", "related", "coresets", "ablation", "analyses", "compare", "tour")
 PAPER_FILE = "pipelines/paper/dvc.yaml"
 
 

@@ -42,7 +42,9 @@ class Sweep:
     seeds: str
     keys: tuple[str, ...]  # settings.NAME... or methods.NAME...; all get the same value
     values: tuple[Any, ...]
-    figure: Literal["sensitivity", "coresets", "heterogeneity"] = "sensitivity"
+    figure: Literal[
+        "sensitivity", "coresets", "heterogeneity", "protection", "returning", "masks"
+    ] = "sensitivity"
 
     def __post_init__(self) -> None:
         """Refuse keys that would change nothing, and empty lists."""
@@ -159,10 +161,10 @@ def _coreset_baselines(params: Mapping[str, Any], profile: str) -> list[Record]:
     )
 
 
-def sweep_captions(profile: str = QUICK) -> dict[str, tuple[str, str]]:
-    """The label of every sensitivity sweep, and the preset's own value, "" if not among them."""
+def sweep_captions(profile: str = QUICK, figure: str = "sensitivity") -> dict[str, tuple[str, str]]:
+    """The label of every sweep of a figure, and the preset's own value, "" if not among them."""
     params, captions = read_params(profile), {}
-    for name in sweep_names("sensitivity", params):
+    for name in sweep_names(figure, params):
         sweep = read_sweep(name, params)
         preset = load_experiment(sweep.setting[0], sweep.method[0], params)
         default = (without_diagnostics(preset.setting), preset.params)

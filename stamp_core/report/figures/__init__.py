@@ -1,7 +1,7 @@
 """Figures from images, plans and run records: one function per figure, which returns a Figure.
 
-`plans`, `runs`, `ablation`, `coresets`, `heterogeneity` and `analyses` draw what was recorded,
-`matching` and `architecture` the method itself; `style` holds what all share.
+`plans`, `runs`, `ablation`, `coresets`, `heterogeneity`, `related` and `analyses` draw what was
+recorded, `matching` and `architecture` the method itself; `style` holds what all share.
 
 Every figure says its n and what its bars mean. Clients count from 0, as in the records, tasks from
 1, as in "after 3 tasks". Figures stay open: a notebook shows those of a cell at its end, so end the
@@ -18,6 +18,7 @@ with without_garbage_collection():
     from stamp_core.report.figures.heterogeneity import heterogeneity
     from stamp_core.report.figures.matching import explore, plane, products, solvers
     from stamp_core.report.figures.plans import images, schedule, shares
+    from stamp_core.report.figures.related import protection, returning, scenes
     from stamp_core.report.figures.runs import (
         accuracy,
         accuracy_all,
@@ -39,7 +40,10 @@ __all__ += [
     "nearest_mean",
     "plane",
     "products",
+    "protection",
+    "returning",
     "save",
+    "scenes",
     "schedule",
 ]
 __all__ += ["sensitivity", "shares", "solvers", "synthetic", "training"]

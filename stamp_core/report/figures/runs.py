@@ -15,15 +15,20 @@ from stamp_core.report.figures import style
 from stamp_core.report.tables import frames
 from stamp_core.report.tables.text import MB
 from stamp_core.results import metrics
-from stamp_core.results.records import Record
+from stamp_core.results.records import SCORINGS, Record
 
 _POINTS = "points: seeds, lines: means"
 _SHAPES = "osD^vPX"  # of settings in one panel
 
 
 def accuracy(records: Sequence[Record]) -> Figure:
-    """Accuracy over the tasks learnt so far: a panel per setting, up to eight methods by name."""
-    return _highlights(_accuracies(records), "Accuracy over the tasks learnt so far", "accuracy, %")
+    """Accuracy over the tasks learnt so far: a panel per setting, up to eight methods by name.
+
+    Mean intersection over union where images have masks.
+    """
+    score = "mean IoU" if len(records[0].scores["initial"]) > len(SCORINGS) else "accuracy"
+    title = f"{score[0].upper()}{score[1:]} over the tasks learnt so far"
+    return _highlights(_accuracies(records), title, f"{score}, %")
 
 
 def gap(records: Sequence[Record]) -> Figure:

@@ -65,9 +65,9 @@ def _run_row(record: Record) -> dict[str, Any]:
         **scores["global"],
         **{f"personal_{name}": value for name, value in scores["personal"].items()},
         **{f"main_{name}": value for name, value in scores[model].items()},
-        "nearest_mean": _final_accuracy(record, "global", "nearest mean"),
-        "local_accuracy": _final_accuracy(record, "local"),
-        "task_accuracy": _final_accuracy(record, _task_model(record), "task"),
+        "nearest_mean": final_score(record, "global", "nearest mean"),
+        "local_accuracy": final_score(record, "local"),
+        "task_accuracy": final_score(record, _task_model(record), "task"),
         **_costs(record),
     }
 
@@ -77,7 +77,8 @@ def _task_model(record: Record) -> str:
     return "global" if np.isnan(record.accuracy("personal", "task")).all() else "personal"
 
 
-def _final_accuracy(record: Record, model: str, scoring: str = "all") -> float:
+def final_score(record: Record, model: str, scoring: str = "all") -> float:
+    """The final score of one model by one scoring, over all tasks and clients."""
     a = metrics.last_cycle(record.accuracy(model, scoring), record.tests.shape[1])
     return metrics.final_accuracy(metrics.micro_average(a, record.tests))
 
