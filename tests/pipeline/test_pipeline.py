@@ -17,7 +17,7 @@ REPRO = ("python", "-m", "stamp_core.pipeline.repro")  # what `make repro` runs
 SETTINGS, METHODS = "params/settings.yaml", "params/methods.yaml"
 STAMP, REHEARSAL = "stamp_core/methods/stamp.py", "stamp_core/methods/base/rehearsal.py"
 PAGES = {"compare", "ablation", "analyses", "coresets"}  # which need every run
-OTHER_PAGES = {"tour", "heterogeneity"}
+OTHER_PAGES = {"tour", "heterogeneity", "related"}
 BROKEN = "train@tiny-broken-0to1"
 OF_REPLAY = {"train@tiny-replay-0to1", "train_more_seeds@tiny-replay-2"}
 OF_STAMP = {"train@tiny-stamp-0to1", "sweep@kappa"}
@@ -137,14 +137,15 @@ def test_a_methods_code_and_parameters_concern_that_method_alone(project: Projec
 def test_a_shared_base_concerns_all_methods_that_use_it(project: Project) -> None:
     project.replace(REHEARSAL, "\n\n\n", "\n\nEDITED = True\n\n\n")
     rehearsing = OF_REPLAY | OF_STAMP | OF_STAMP_ELSEWHERE
-    assert project.outdated() == rehearsing | {"sweep@exemplars_tiny"}
+    assert project.outdated() == rehearsing | {"sweep@exemplars_tiny", "sweep@masks_tiny"}
     project.restore()
 
 
 def test_a_setting_concerns_what_is_trained_on_it(project: Project) -> None:
     """Plans are not drawn again, and with the old code nothing above has to run."""
     project.change(SETTINGS, "tiny.training.lr", 0.2)
-    others = {"train@tiny-fedavg-0to1", BROKEN, "sweep@exemplars_tiny"}
+    swept = {f"sweep@{name}_tiny" for name in ("exemplars", "projection", "cycles")}
+    others = {"train@tiny-fedavg-0to1", BROKEN, *swept}
     assert project.outdated() == OF_REPLAY | OF_STAMP | others
     project.restore()
 
