@@ -10,7 +10,7 @@ export STAMP_DATA ?= $(CURDIR)/data/raw
 unexport PYTHONDONTWRITEBYTECODE  # with it every process compiles the package again: a second each
 
 .DEFAULT_GOAL := help
-.PHONY: tour repro tune test test-device test-recovery test-cluster test-federation federation paper cancel estimate lab notebooks docs lint bench faults clean help
+.PHONY: tour repro tune test test-device test-end-to-end test-cluster test-federation federation paper cancel estimate lab notebooks docs lint bench faults clean help
 
 tour: $(READY) .dvc/config.local  ## two minutes: a first table and figures, in figures/tour
 	$(VENV)/bin/python -m stamp_core.config.names default
@@ -22,20 +22,20 @@ repro: $(READY) .dvc/config.local  ## regenerate what is out of date (JOBS=n at 
 tune: $(READY)  ## the candidates of params/tuning.yaml on choosing seeds, of all methods or METHOD='a b'
 	STAMP_PROGRESS=none $(VENV)/bin/python -m stamp_core.pipeline.tune $(METHOD)
 
-# Four processes even on two cores: the tests of the pipeline wait for other processes. One thread
+# Four processes even on two cores: tests of notebooks wait for other processes. One thread
 # in each: threads of several processes would compete for the cores.
 test: $(READY) .dvc/config.local  ## lint, types, import contracts, unit tests, pipeline, notebooks
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
-	OMP_NUM_THREADS=1 $(VENV)/bin/pytest --numprocesses 4 --dist loadfile --ignore tests/device --ignore tests/recovery --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(VENV)/bin/pytest --numprocesses 4 --dist loadfile --ignore tests/device --ignore tests/end_to_end --no-loadscope-reorder
 
 test-device: $(READY)  ## every method on a pretend device with the rules of a GPU
 	OMP_NUM_THREADS=1 $(VENV)/bin/pytest tests/device
 
-test-recovery: $(READY) .dvc/config.local  ## killed and interrupted pipelines, a sample of `make faults`
-	OMP_NUM_THREADS=1 $(VENV)/bin/pytest tests/recovery --numprocesses 2 --dist loadfile
+test-end-to-end: $(READY) .dvc/config.local  ## the pipeline in a copy of the project: whole, killed, interrupted, damaged
+	OMP_NUM_THREADS=1 $(VENV)/bin/pytest tests/end_to_end --numprocesses 2 --dist loadfile
 
 test-cluster: $(READY) $(CLUSTER)/.ready  ## clients and stages on a Ray cluster of two nodes on this machine
 	PYTHONPATH=$(CURDIR)/$(CLUSTER) OMP_NUM_THREADS=1 $(VENV)/bin/pytest tests/cluster
