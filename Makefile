@@ -24,7 +24,7 @@ tune: $(READY)  ## the candidates of params/tuning.yaml on choosing seeds, of al
 
 # Four processes even on two cores: tests of notebooks wait for other processes. One thread
 # in each: threads of several processes would compete for the cores.
-test: $(READY) .dvc/config.local  ## lint, types, import contracts, unit tests, pipeline, notebooks
+test: $(READY) .dvc/config.local  ## lint, types, import contracts, unit tests, notebooks
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
@@ -41,7 +41,7 @@ test-cluster: $(READY) $(CLUSTER)/.ready  ## clients and stages on a Ray cluster
 	PYTHONPATH=$(CURDIR)/$(CLUSTER) OMP_NUM_THREADS=1 $(VENV)/bin/pytest tests/cluster
 
 test-federation: $(FLOWER)/.ready  ## a federation in one process, then one of four programs
-	OMP_NUM_THREADS=1 $(FLOWER)/bin/python -m pytest tests/federation
+	OMP_NUM_THREADS=1 $(FLOWER)/bin/python -m pytest tests/federation --numprocesses 2 --dist worksteal
 
 federation: $(FLOWER)/.ready  ## STAMP on three nodes with TLS, compared with the simulation
 	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(FLOWER)/bin/python -m federation.local

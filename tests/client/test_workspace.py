@@ -1,57 +1,25 @@
-"""Batches, augmentation and scores of one process."""
+"""Batches, normalisation, training mode and outputs of one process."""
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from by_hand import images, labelled
 from torch import Tensor
 
 from stamp_core.client import workspace
-from stamp_core.client.augmentation import augment
-from stamp_core.client.scoring import score
 from stamp_core.client.workspace import RoundId, Workspace
 from stamp_core.config.schema import Network, Setting, Split, Training
-from stamp_core.core.seeding import generator
 from stamp_core.data import dataset as data
 from stamp_core.data.dataset import ImageDataset
-from stamp_core.data.split import Plan, Task
-from stamp_core.results.records import SCORINGS
 
 MLP = Network("mlp", features=16)
 NORMED = Network("cnn", features=8, channels=(4,), norm="batch")
 SPLIT = Split("classes", clients=2, tasks=2, classes_per_task=2)
 TRAINING = Training(rounds=1, epochs=3, batch_size=16, lr=0.1)
 HERE = RoundId(seed=1, client=2, experience=3, round=4)
-
-
-def images(count: int, *shape: int, seed: int = 0) -> Tensor:
-    """Random images: no two rows, columns or mirror images alike."""
-    return torch.randint(256, (count, *shape), generator=generator(seed)).to(torch.uint8)
-
-
-def labelled(x: Tensor, test: Tensor, y_test: Tensor) -> ImageDataset:
-    """Images of four classes whose normalised pixels are their bytes (mean 0, deviation 1/255)
-    and whose training labels are their indices."""
-    channels = x.shape[1]
-    return ImageDataset(
-        "by hand",
-        x_train=x,
-        y_train=torch.arange(len(x)),
-        x_test=test,
-        y_test=y_test,
-        classes=tuple("abcd"),
-        domains=("all",),
-        domain_train=torch.zeros(len(x), dtype=torch.int64),
-        domain_test=torch.zeros(len(test), dtype=torch.int64),
-        digest="by hand",
-        mean=torch.zeros(channels),
-        std=torch.full((channels,), 1 / 255),
-    )
 
 
 def numbered(**training: Any) -> Workspace:
@@ -181,172 +149,6 @@ def test_each_channel_is_normalised_separately() -> None:
     torch.testing.assert_close(work.normalise(x), expected, atol=1e-6, rtol=0)
 
 
-# --- augmentation
-
-
-def numbers(*parts: int) -> torch.Generator:
-    return generator("augment", *parts)
-
-
-def test_without_augmentation_images_do_not_change() -> None:
-    x = images(5, 3, 4, 4)
-    assert torch.equal(augment(x, TRAINING, numbers()), x)
-
-
-def test_a_shift_is_a_translation_with_repeated_edges() -> None:
-    """Each image is one of the 25 cuts out of itself with its edges repeated twice, the same cut
-    in every channel; 500 images meet every cut (one is missed with 25 * 0.96^500 < 1e-7)."""
-    x = images(500, 3, 7, 5)
-    moved = augment(x, replace(TRAINING, shift=2), numbers())
-    assert moved.shape == x.shape and moved.dtype == torch.uint8
-    counts: Counter[tuple[int, int]] = Counter()
-    for before, after in zip(x.numpy(), moved.numpy(), strict=True):
-        wide = np.pad(before, ((0, 0), (2, 2), (2, 2)), mode="edge")
-        cuts = [
-            (dy, dx)
-            for dy, dx in product(range(5), range(5))
-            if np.array_equal(wide[:, dy : dy + 7, dx : dx + 5], after)
-        ]
-        assert len(cuts) == 1
-        counts.update(cuts)
-    assert len(counts) == 25
-
-
-def test_a_shift_beyond_the_image_repeats_its_edge() -> None:
-    x = images(50, 1, 2, 2)
-    assert set(augment(x, replace(TRAINING, shift=9), numbers()).unique().tolist()) <= set(
-        x.unique().tolist()
-    )
-
-
-def test_half_of_the_images_are_mirrored_left_to_right() -> None:
-    """Of 1000 images 500, give or take 5 standard deviations of sqrt(250) = 16."""
-    x = images(1000, 3, 4, 5)
-    flipped = augment(x, replace(TRAINING, flip=True), numbers())
-    mirrored = (flipped == x.flip(3)).flatten(1).all(1)
-    assert (mirrored ^ (flipped == x).flatten(1).all(1)).all()
-    assert 420 < mirrored.sum() < 580
-
-
-def test_augmentation_follows_its_address() -> None:
-    x, training = images(20, 1, 6, 6), replace(TRAINING, shift=2, flip=True)
-    assert torch.equal(augment(x, training, numbers(1)), augment(x, training, numbers(1)))
-    assert not torch.equal(augment(x, training, numbers(1)), augment(x, training, numbers(2)))
-
-
-# --- scores
-
-TASKS = (  # client 0 has class b twice, client 1 none twice; there is no test image of d
-    (Task((0, 1)), Task((1, 2))),
-    (Task((2, 3)), Task((0, 1))),
-    (Task((0, 2)), Task((3,))),
-)
-
-
-@pytest.fixture
-def scored(monkeypatch: pytest.MonkeyPatch) -> tuple[Workspace, Plan]:
-    """An untrained network and 30 test images of the classes a, b and c, in batches of 7."""
-    monkeypatch.setattr(workspace, "EVALUATION_BATCH", 7)
-    dataset = labelled(images(4, 1, 5, 5), images(30, 1, 5, 5, seed=1), torch.arange(30) % 3)
-    dataset = replace(dataset, mean=torch.full((1,), 0.5), std=torch.full((1,), 0.3))
-    split = replace(SPLIT, clients=3, cycles=2)
-    plan = Plan(split, seed=0, data_digest="by hand", clients=TASKS, classes=4)
-    return Workspace(Setting("by hand", {}, split, MLP, TRAINING), dataset), plan
-
-
-def expected(work: Workspace, client: int, experience: int, task: int, scoring: str) -> float:
-    """The accuracy, image by image and class by class."""
-    if scoring == "nearest mean":
-        return expected_by_means(work, TASKS[client][task].classes)
-    own, met = TASKS[client][task].classes, TASKS[client][: experience + 1]
-    seen = {label for past in met for label in past.classes}
-    allowed = {"all": {0, 1, 2, 3}, "seen": seen, "task": set(own)}[scoring]
-    right = []
-    for image, label in zip(work.dataset.x_test, work.dataset.y_test.tolist(), strict=True):
-        if label in own:
-            with torch.no_grad():
-                logits = work.model.module.eval()(work.normalise(image[None]))[0].tolist()
-            right.append(max(allowed, key=lambda label_: logits[label_]) == label)
-    if not right or not set(own) <= allowed:
-        return float("nan")
-    return sum(right) / len(right)
-
-
-@torch.no_grad()
-def expected_by_means(work: Workspace, own: Sequence[int]) -> float:
-    """The accuracy if the nearest mean feature of a class's training images decides."""
-    encode, data = work.classifier.eval().encode, work.dataset
-    means = {
-        label: encode(work.normalise(data.x_train[data.y_train == label])).mean(0)
-        for label in data.y_train.unique().tolist()
-    }
-    right = []
-    for image, label in zip(data.x_test, data.y_test.tolist(), strict=True):
-        if label in own:
-            feature = encode(work.normalise(image[None]))[0]
-            nearest = min(means, key=lambda each: float((feature - means[each]).norm()))
-            right.append(nearest == label)
-    return sum(right) / len(right) if right else float("nan")
-
-
-@pytest.mark.parametrize("clients", [[0, 1, 2], [2], [1, 0]])
-@pytest.mark.parametrize("experience", [0, 1, 3])
-def test_scores_are_those_of_a_loop(
-    scored: tuple[Workspace, Plan], clients: list[int], experience: int
-) -> None:
-    work, plan = scored
-    scores = score(work, plan, clients, experience, nearest_mean=True).numpy()
-    wanted = [
-        [
-            [expected(work, client, experience, task, scoring) for task in range(2)]
-            for client in clients
-        ]
-        for scoring in SCORINGS
-    ]
-    np.testing.assert_allclose(scores, wanted, atol=1e-6)
-
-
-def test_the_scorings_differ_and_a_future_task_is_undefined_among_seen_classes(
-    scored: tuple[Workspace, Plan],
-) -> None:
-    """After experience 0 client 0 has seen a and b, so its task of b and c is undefined among them.
-    Fewer classes to choose from can only increase the accuracy."""
-    work, plan = scored
-    scores = dict(zip(SCORINGS, score(work, plan, [0], 0)[:, 0], strict=True))
-    assert scores["seen"].isnan().tolist() == [False, True]
-    assert not scores["all"].isnan().any() and not scores["task"].isnan().any()
-    assert scores["seen"][0] == scores["task"][0] > scores["all"][0]
-    after = dict(zip(SCORINGS, score(work, plan, [0], 1)[:, 0], strict=True))
-    assert (after["all"] <= after["seen"]).all() and (after["seen"] <= after["task"]).all()
-    assert after["seen"].tolist() != after["task"].tolist()
-
-
-def test_a_task_without_test_images_is_undefined(scored: tuple[Workspace, Plan]) -> None:
-    work, plan = scored
-    scores = score(work, plan, [2], 1, nearest_mean=True)
-    assert scores[:, 0].isnan().tolist() == len(SCORINGS) * [[False, True]]
-
-
-def test_the_nearest_mean_is_scored_on_demand(scored: tuple[Workspace, Plan]) -> None:
-    """Without it the other scorings are the same."""
-    work, plan = scored
-    without, with_means = (score(work, plan, [0, 1], 1, nearest_mean=on) for on in (False, True))
-    place = SCORINGS.index("nearest mean")
-    assert without[place].isnan().all() and not with_means[place].isnan().any()
-    assert torch.equal(without[:place], with_means[:place])
-
-
-def test_scores_follow_the_live_model(scored: tuple[Workspace, Plan]) -> None:
-    """A head that always predicts b is right on half of (a, b) and (b, c)."""
-    work, plan = scored
-    work.model.parameters.zero_()
-    work.model.module.head.bias.data[1] = 1.0
-    assert score(work, plan, [0], 1)[:3].tolist() == 3 * [[[0.5, 0.5]]]
-
-
-# --- batches of evaluation, and where images are stored
-
-
 @pytest.mark.parametrize(
     ("shape", "micro_batch_size", "many"),
     [
@@ -379,15 +181,6 @@ def test_evaluation_passes_have_no_more_images(micro_batch_size: int | None) -> 
     encoder.register_forward_pre_hook(lambda module, given: sizes.append(len(given[0])))
     work.outputs(x)
     assert sizes == ([4, 4, 2] if micro_batch_size is None else [3, 3, 3, 1])
-
-
-def test_scores_do_not_depend_on_the_batch_of_evaluation(scored: tuple[Workspace, Plan]) -> None:
-    work, plan = scored
-    scores = []
-    for work.chunk in (1, 2, 7, 29, 30, 512):
-        scores.append(score(work, plan, [0, 1, 2], 1, nearest_mean=True).numpy())
-        np.testing.assert_array_equal(scores[-1], scores[0])
-    assert np.unique(scores[0][np.isfinite(scores[0])]).size > 3
 
 
 def test_images_stored_elsewhere_are_moved_to_the_device_batch_by_batch() -> None:
