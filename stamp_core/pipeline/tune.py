@@ -28,37 +28,27 @@ from stamp_core.results.records import Record
 FILE, PROFILE, REPORTING = "params/tuning.yaml", "tuning", 100  # the first reporting seed
 
 
-Candidates = Mapping[str, list[dict[str, Any]]]  # method -> values by key, e.g. spatial.kappa
-
-
 @dataclass(frozen=True)
 class Tuning:
     """Settings and seeds to choose on, and the candidates of each method."""
 
     setting: tuple[str, ...]
     seeds: str
-    candidates: Candidates
-    masks: Candidates = field(default_factory=dict)  # chosen on the settings `with_masks`
-    with_masks: tuple[str, ...] = ()
-    # What else was tried in search of a better method: any number of variants.
-    explored: Candidates = field(default_factory=dict)
+    candidates: Mapping[str, list[dict[str, Any]]]  # method -> values by key, e.g. spatial.kappa
+    # The same for what else was tried in search of a better method: any number of variants.
+    explored: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse reporting seeds, and methods with more candidates than others."""
         if max(parse_seeds(self.seeds)) >= REPORTING:
             raise invalid("seeds", self.seeds, f"below {REPORTING}: the others are for reporting")
-        for key in ("candidates", "masks"):
-            counts = {name: len(values) for name, values in getattr(self, key).items()}
-            if len(set(counts.values())) > 1:
-                raise invalid(key, counts, "the same number for every method")
+        counts = {name: len(values) for name, values in self.candidates.items()}
+        if len(set(counts.values())) > 1:
+            raise invalid("candidates", counts, "the same number for every method")
 
-    def methods(self, kind: str) -> Candidates:
-        """The candidates of a kind."""
-        return {"tuning": self.candidates, "masks": self.masks, "explored": self.explored}[kind]
-
-    def settings(self, kind: str) -> tuple[str, ...]:
-        """The settings on which candidates of a kind are trained."""
-        return self.with_masks if kind == "masks" else self.setting
+    def methods(self, kind: str) -> Mapping[str, list[dict[str, Any]]]:
+        """The candidates that were tuned, or what was explored."""
+        return self.explored if kind == "explored" else self.candidates
 
 
 def read_tuning() -> Tuning:
@@ -77,7 +67,7 @@ def candidate_experiments(tuning: Tuning) -> Iterator[Experiment]:
             for key, value in values.items():
                 set_value(preset, key.split("."), value)
             candidate = ", ".join(f"{key} {value}" for key, value in values.items())
-            for setting in tuning.settings(kind):
+            for setting in tuning.setting:
                 experiment = load_experiment(setting, method, changed)
                 light = without_diagnostics(experiment.setting)
                 yield replace(experiment, setting=light, sweep=(kind, candidate))
