@@ -6,7 +6,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from table_records import fake_record
+from table_records import fake_record, three_seeds
 
 from stamp_core.data.dataset import load_dataset
 from stamp_core.report import figures, tables
@@ -45,9 +45,9 @@ PROTECTION = [
     projected("update", 0, (0.0, 0.0, 0.0)),
     projected("update", 1, (None, None, None)),
 ]
-RETURNING = [  # with two cycles FedAvg is 10 points better, TagFed 20; its personal models 10 more
+RETURNING = [  # with two cycles FedAvg is 10 points better, pFedDIL 20; its personal models 10 more
     returned(method, cycles, seed, 0.3 + gain * (cycles - 1) + seed / 10, personal=personal)
-    for method, gain, personal in (("fedavg", 0.1, np.nan), ("tagfed", 0.2, 0.1))
+    for method, gain, personal in (("fedavg", 0.1, np.nan), ("pfeddil", 0.2, 0.1))
     for cycles in (1, 2)
     for seed in range(3)
 ]
@@ -68,9 +68,9 @@ def test_moves_inside_are_a_mean_over_the_rounds_that_have_a_note() -> None:
 
 def test_every_model_has_a_row_with_its_accuracy_by_cycles() -> None:
     table = tables.returning_table(RETURNING).set_index("method")
-    assert [*table.index] == ["fedavg (global)", "tagfed (global)", "tagfed (personal)"]
-    assert table.loc["tagfed (personal)", "accuracy, cycles = 1"] == "50.0 ± 10.0"
-    assert table.loc["tagfed (personal)", "accuracy, cycles = 2"] == "70.0 ± 10.0"
+    assert [*table.index] == ["fedavg (global)", "pfeddil † (global)", "pfeddil † (personal)"]
+    assert table.loc["pfeddil † (personal)", "accuracy, cycles = 1"] == "50.0 ± 10.0"
+    assert table.loc["pfeddil † (personal)", "accuracy, cycles = 2"] == "70.0 ± 10.0"
     assert table.loc["fedavg (global)", "accuracy, cycles = 2"] == "50.0 ± 10.0"
     # where the task is told, fake records are 20 points better
     assert table.loc["fedavg (global)", "task-incremental, last"] == "70.0 ± 10.0"
@@ -87,7 +87,7 @@ def test_findings_name_whose_intervals_exclude_0() -> None:
     items = tables.related_findings(records).splitlines()
     assert items[0] == (
         "- toy, accuracy with 2 cycles compared with one (n = 3): higher for fedavg (by 10.0 to "
-        "10.0), tagfed (by 20.0 to 20.0), tagfed (personal models, by 20.0 to 20.0)."
+        "10.0), pfeddil † (by 20.0 to 20.0), pfeddil † (personal models, by 20.0 to 20.0)."
     )
     assert (
         "- toy, mean IoU compared with fedavg (n = 3): higher for fbl (by 30.0 to 30.0)." in items
@@ -115,7 +115,7 @@ def test_the_figure_of_protection_shows_both_measures_by_value() -> None:
 def test_the_figure_of_cycles_shows_the_runs_with_the_most() -> None:
     (axis,) = figures.returning(RETURNING).axes
     lines = {line.get_label(): line for line in axis.lines}
-    assert len(lines["fedavg"].get_xdata()) == 4 and "tagfed (personal)" in lines
+    assert len(lines["fedavg"].get_xdata()) == 4 and "pfeddil † (personal)" in lines
     (end,) = (line for line in axis.lines if len(set(line.get_xdata())) == 1)
     assert end.get_xdata()[0] == 2.5  # two tasks in a cycle
     plt.close("all")
@@ -138,4 +138,17 @@ def test_scenes_have_one_colour_in_training_and_all_in_testing() -> None:
     ]
     # with the background and the white frame
     assert [len(each) for each in colours] == [3, 5]
+    plt.close("all")
+
+
+def test_a_reconstruction_is_marked_wherever_its_numbers_stand(tmp_path: Path) -> None:
+    """In tables, sentences, labels and captions; in files for programs it has its name."""
+    runs = [*three_seeds("fedavg"), *three_seeds("srfdil", [(0.8, 0.9)] * 3)]
+    page, csv, _ = (path.read_text() for path in tables.write_results(runs, tmp_path))
+    assert "| srfdil † | 3 |" in page and "higher for srfdil † (by" in page
+    assert "† marks a method that is reconstructed" in page and "†" not in csv
+    figure = figures.forgetting(runs)
+    labels = [tick.get_text() for tick in figure.axes[0].get_yticklabels()]
+    assert labels == ["fedavg", "srfdil †"]
+    assert "†: reconstructed" in figure.legends[0].get_title().get_text()
     plt.close("all")

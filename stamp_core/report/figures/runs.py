@@ -132,17 +132,17 @@ def forgetting(records: Sequence[Record]) -> Figure:
 def nearest_mean(records: Sequence[Record]) -> Figure:
     """Final accuracy by the head and by the nearest class mean: a row per method."""
     rows = frames.run_frame(records).dropna(subset=["accuracy", "nearest_mean"])
-    names = [*rows.method.unique()]
+    names = {name: style.method_label(part) for name, part in rows.groupby("method", sort=False)}
     figure, found = style.setting_panels(rows, 0.22 * len(names) + 0.8, "")
     for axis, _, part in found:
         for method, group in part.groupby("method", sort=False):
-            place, color = names.index(method), style.method_style(method)["color"]
+            place, color = [*names].index(method), style.method_style(method)["color"]
             head, features = 100 * group.accuracy.mean(), 100 * group.nearest_mean.mean()
             axis.plot([head, features], [place, place], color=color, linewidth=1)
             axis.plot(head, place, "o", color=color)
             axis.plot(features, place, "o", color=color, markerfacecolor="white")
         axis.set_xlabel("final accuracy, %")
-        style.set_rows(axis, names if axis is found[0][0] else [""] * len(names))
+        style.set_rows(axis, [*names.values()] if axis is found[0][0] else [""] * len(names))
         axis.grid(alpha=0.3)
     caption = "filled: the network with its head; open: the nearest class mean of its features"
     caption += f"\nmeans; {style.seed_caption(rows)}"

@@ -18,6 +18,7 @@ from scipy.optimize import isotonic_regression
 from stamp_core.config.params import read_params
 from stamp_core.core.atomic import replacing
 from stamp_core.report.tables.frames import EXPERIMENT
+from stamp_core.report.tables.text import MARK, RECONSTRUCTED, marked
 from stamp_core.results import metrics
 
 Values = NDArray[np.float64]
@@ -73,7 +74,7 @@ def method_style(method: str) -> _Style:
 
 def method_label(rows: pd.DataFrame) -> str:
     """The name of a method, and the model it is scored by where that is not the global one."""
-    name, model = str(rows.method.iloc[0]), rows.model.iloc[0]
+    name, model = marked(str(rows.method.iloc[0])), rows.model.iloc[0]
     return name if model == "global" else f"{name} ({model})"
 
 
@@ -84,6 +85,8 @@ def seed_caption(rows: pd.DataFrame, *by: str) -> str:
     counts = rows.groupby([*EXPERIMENT, *by]).seed.nunique()
     text = f"n = {' to '.join(map(str, sorted({counts.min(), counts.max()})))} seed"
     text += "s" if counts.max() > 1 else ""
+    if rows.method.isin(RECONSTRUCTED).any():
+        text += f"; {MARK}: reconstructed from an abstract"
     return text if (rows.model == "global").all() else f"{text}; (personal): personal models"
 
 

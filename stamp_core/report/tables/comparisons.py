@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from stamp_core.report.tables.text import DASH, count_range, markdown, mean_std
+from stamp_core.report.tables.text import DASH, count_range, markdown, marked, mean_std
 from stamp_core.results import metrics
 
 _ACCURACY = {"accuracy": "accuracy"}  # a measure and its column
@@ -132,4 +132,5 @@ def _names(pairs: pd.DataFrame, name: str) -> Iterator[str]:
         if row["interval"] in ("above 0", "below 0"):
             low, high = sorted((abs(row["low"]), abs(row["high"])))
             notes.append(f"by {low:.1f} to {high:.1f}")
-        yield f"{row[name]} ({', '.join(notes)})" if notes else str(row[name])
+        label = marked(str(row[name]))
+        yield f"{label} ({', '.join(notes)})" if notes else label

@@ -59,7 +59,7 @@ def returning_frame(records: Sequence[Record]) -> pd.DataFrame:
 def returning_table(records: Sequence[Record]) -> pd.DataFrame:
     """One row a model as text: accuracy by the number of cycles, and where the task is told."""
     rows = returning_frame(records)
-    named = rows.assign(method=[f"{r.method} ({r.model})" for r in rows.itertuples()])
+    named = rows.assign(method=[f"{text.marked(r.method)} ({r.model})" for r in rows.itertuples()])
     table = comparisons.accuracy_table(named, ["method"], "cycles", "accuracy, cycles = {}")
     told = named[named.cycles == named.cycles.max()].groupby("method", sort=False)
     last = {name: text.mean_std(runs.task_accuracy) for name, runs in told}

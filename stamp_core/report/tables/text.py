@@ -14,6 +14,8 @@ from stamp_core.results.records import Record
 
 DASH = "\N{EN DASH}"  # an undefined number
 MB = 1e6
+RECONSTRUCTED = ("pfeddil", "srfdil")  # from abstracts: their papers could not be read
+MARK = "\N{DAGGER}"
 
 
 def show(table: pd.DataFrame) -> None:
@@ -45,8 +47,15 @@ def count_range(counts: Iterable[int]) -> str:
     return " to ".join(map(str, values[:: max(1, len(values) - 1)]))
 
 
+def marked(method: str) -> str:
+    """The name of a method, marked where it is a reconstruction."""
+    return f"{method} {MARK}" if method in RECONSTRUCTED else method
+
+
 def markdown(rows: pd.DataFrame) -> str:
     """A GitHub table; columns are not padded, so that one changed cell is one changed line."""
+    if "method" in rows:
+        rows = rows.assign(method=rows.method.map(marked))
     lines = [list(rows.columns), ["---"] * len(rows.columns), *rows.to_numpy().tolist()]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
