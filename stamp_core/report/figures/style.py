@@ -86,7 +86,7 @@ def seed_caption(rows: pd.DataFrame, *by: str) -> str:
     text = f"n = {' to '.join(map(str, sorted({counts.min(), counts.max()})))} seed"
     text += "s" if counts.max() > 1 else ""
     if rows.method.isin(RECONSTRUCTED).any():
-        text += f"; {MARK}: reconstructed from an abstract"
+        text += f"\n{MARK}: reconstructed from an abstract"
     return text if (rows.model == "global").all() else f"{text}; (personal): personal models"
 
 
