@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 import torch
-from by_hand import images
+from four_classes import images
 
 from stamp_core.client.augmentation import augment
 from stamp_core.config.schema import Training

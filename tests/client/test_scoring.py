@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from by_hand import images, labelled
+from four_classes import images, labelled
 
 from stamp_core.client import workspace
 from stamp_core.client.scoring import score

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import images, labelled
+from four_classes import images, labelled
 from torch import Tensor
 
 from stamp_core.client import workspace

@@ -239,11 +239,12 @@ def test_a_rule_on_whole_tasks_needs_no_features(monkeypatch: pytest.MonkeyPatch
     def no_outputs(self: Workspace, images: Tensor, layer: object = None) -> Tensor:
         raise AssertionError("a forward pass for a rule that needs none")
 
-    def no_scores(self: Workspace, *_: object, **__: object) -> Tensor:
+    def no_scores(*_: object, **__: object) -> Tensor:
         return torch.full((len(SCORINGS), 1, 3), torch.nan)
 
     monkeypatch.setattr(Workspace, "outputs", no_outputs)
-    monkeypatch.setattr(Workspace, "score", no_scores)
+    for module in ("engine.executor", "methods.base.method"):
+        monkeypatch.setattr(f"stamp_core.{module}.score", no_scores)
     _, client_round = arrived(replaying("recording"), 1)
     assert len(client_round.state["memory"]["labels"]) == 6
 

@@ -62,7 +62,8 @@ def _highlights(rows: pd.DataFrame, title: str, unit: str) -> Figure:
         axis.set_xlabel("tasks learnt")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     others = "; grey: other methods" if len(methods) > len(shown) else ""
-    style.add_caption(figure, title, f"{style.seed_caption(defined)}; {_POINTS}{others}")
+    seeds = style.seed_caption(defined[defined.method.isin(shown)])
+    style.add_caption(figure, title, f"{seeds}; {_POINTS}{others}")
     return figure
 
 
