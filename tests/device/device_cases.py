@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.pretend import DEVICE, pretending, register
 from benchmarks.transfers import Counted, cost, per_epoch, per_step
-from stamp_core.client import personalisation, workspace
+from stamp_core.client import personalisation, scoring, workspace
 from stamp_core.client.by_class import first_per_class
 from stamp_core.client.workspace import Workspace
 from stamp_core.core import devices
@@ -247,15 +247,15 @@ def average_on_device(self: Workspace, vectors: list[Tensor], weights: list[floa
     return weighted_average([each.to(self.device) for each in vectors], weights)
 
 
-def labels_of_tests_on_cpu(self: Workspace, plan: Plan, *args: Any) -> Tensor:
-    self.y_test = self.dataset.y_test
-    return ACCURACIES(self, plan, *args)
+def labels_of_tests_on_cpu(work: Workspace, plan: Plan, *args: Any) -> Tensor:
+    work.y_test = work.dataset.y_test
+    return ACCURACIES(work, plan, *args)
 
 
-ACCURACIES = Workspace.accuracies
-OF_WORKSPACE = {
-    "a mean on the device": ("average", average_on_device),
-    "labels of test images on the CPU": ("accuracies", labels_of_tests_on_cpu),
+ACCURACIES = scoring.accuracies
+ELSEWHERE = {  # mistakes that are no hook's
+    "a mean on the device": (Workspace, "average", average_on_device),
+    "labels of test images on the CPU": (scoring, "accuracies", labels_of_tests_on_cpu),
 }
 MISTAKES = {
     "labels on the CPU": ("loss", labels_on_cpu),
@@ -267,10 +267,10 @@ MISTAKES = {
 }
 
 
-def mistaken(name: str, mistake: Callable[..., Any], kind: type = Method) -> str:
+def mistaken(name: str, mistake: Callable[..., Any], owner: object = Method) -> str:
     """The outcome of FedAvg with a mistake in one of its steps."""
     with MonkeyPatch.context() as patch:
-        patch.setattr(kind, name, mistake)
+        patch.setattr(owner, name, mistake)
         return outcome(partial(difference, few("fedavg")))
 
 
@@ -339,7 +339,10 @@ def main() -> None:
         "epochs": epochs,
         "mistakes": {
             **{name: mistaken(*mistake) for name, mistake in MISTAKES.items()},
-            **{name: mistaken(*each, Workspace) for name, each in OF_WORKSPACE.items()},
+            **{
+                name: mistaken(mistake, change, owner)
+                for name, (owner, mistake, change) in ELSEWHERE.items()
+            },
         },
     }
     print(json.dumps(results))
