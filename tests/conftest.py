@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +16,11 @@ collect_ignore = [folder for folder, package in NEEDED.items() if not find_spec(
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Serve warm kernels, as `make repro` does, from the process that starts the others."""
+    """Serve warm kernels, as `make repro` does, from the process that starts the others.
+
+    A shell's `&` has interrupts ignored, also by children: those that tests interrupt would go on.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if not hasattr(config, "workerinput"):
         server = ExitStack()
         os.environ.update(server.enter_context(serve_kernels()))
