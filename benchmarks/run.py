@@ -12,7 +12,18 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import Row, bare, cluster, coresets, matching, networks, seconds, section, spread
+from benchmarks import (
+    Row,
+    bare,
+    clients,
+    cluster,
+    coresets,
+    matching,
+    networks,
+    seconds,
+    section,
+    spread,
+)
 from stamp_core.client.workspace import RoundId
 from stamp_core.core.paths import ROOT
 from stamp_core.data.split import make_plan
@@ -23,13 +34,13 @@ from stamp_core.engine.train import Run
 REPEATS = 7
 
 
-def small(batch_size: int = 16, clients: int = 10, tasks: int = 2, width: int = 1) -> Experiment:
+def small(batch_size: int = 16, tasks: int = 2, width: int = 1) -> Experiment:
     """FedAvg on glyphs with a small convolutional network."""
     experiment = load_experiment("glyphs", "fedavg")
     setting = experiment.setting
     setting = replace(
         setting,
-        split=replace(setting.split, clients=clients, tasks=tasks),
+        split=replace(setting.split, clients=10, tasks=tasks),
         training=replace(setting.training, batch_size=batch_size, rounds=100),
         network=replace(setting.network, channels=(16 * width, 32 * width)),
     )
@@ -87,9 +98,7 @@ def two_workers(seeds: int) -> Row:
 def growth() -> Iterator[Row]:
     """Time and memory of a round as the setting grows; each in a process of its own."""
     for name, experiment in {
-        "10 clients, 2 tasks": "small()",
-        "40 clients": "small(clients=40)",
-        "160 clients": "small(clients=160)",
+        "2 tasks": "small()",
         "10 tasks": "small(tasks=10)",
         "4 x the channels": "small(width=4)",
     }.items():
@@ -137,7 +146,7 @@ def main() -> None:
     machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, one thread"
     note = f"Measured on {machine} a process. A ratio is the median over paired repeats in one run."
     lines = section("# Speed and memory", note, measurements())[1:]
-    for module in (coresets, matching, networks, cluster):
+    for module in (coresets, matching, networks, clients, cluster):
         lines += module.table()
     lines += transfers()
     Path(ROOT / "benchmarks" / "results.md").write_text("\n".join(lines) + "\n")
