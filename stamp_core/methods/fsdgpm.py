@@ -34,8 +34,8 @@ class FsDgpmParams(RehearsalParams):
     increment: float = 0.003  # added to it for every past task after the first one
     images: int = 125  # of the memory, from which the bases are made
     clip: float | None = 2.0  # of lengths of gradients, and of numbers of the steps up the loss
-    # Log which share of the global model's moves lies in the protected spaces: the client keeps
-    # the received model for that.
+    # Log which share of the global update lies in the protected subspaces: the client keeps the
+    # received model for that.
     drift: bool = False
 
     def __post_init__(self) -> None:
@@ -48,7 +48,7 @@ class FsDgpmParams(RehearsalParams):
 
 
 class FsDgpm(Rehearsal):
-    """Rehearsal at weights moved up the loss inside the protected spaces, then projected.
+    """Rehearsal at weights moved up the loss inside the protected subspaces, then projected.
 
     In their first round of a task, clients make the bases anew from the received model and their
     exemplars of other tasks; λ is 1 then and is learnt until the next task. The first-order form:
@@ -156,7 +156,7 @@ class FsDgpm(Rehearsal):
     def component(
         self, client_round: ClientRound, vector: Tensor, others: Tensor | None = None
     ) -> Tensor:
-        """The part of a vector in the protected spaces, each column times its λ.  # [P]"""
+        """The part of a vector in the protected subspaces, each column times its λ.  # [P]"""
         bases, lambdas = client_round.scratch["bases"], client_round.scratch["lambdas"]
         weights = dict(zip(bases, lambdas.split([b.shape[1] for b in bases.values()]), strict=True))
         return subspaces.component(vector, self.layers, bases, weights, others)

@@ -1,4 +1,4 @@
-"""GPM (Saha et al., 2021): no step in the space of the inputs that layers had in past tasks."""
+"""GPM (Saha et al., 2021): no step in the subspace of layers' inputs in past tasks."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -16,7 +16,7 @@ from stamp_core.methods.base.method import ClientRound, FedAvgParams, Group, Met
 
 @dataclass(frozen=True)
 class GpmParams(FedAvgParams):
-    """How large the protected spaces are, and what is protected."""
+    """How large the protected subspaces are, and what is protected."""
 
     epsilon: float = 0.95  # share of the squares of a layer's inputs that its basis must hold
     increment: float = 0.003  # added to it for every task learnt before
@@ -29,8 +29,8 @@ class GpmParams(FedAvgParams):
     bias: Literal["joint", "freeze", "free"] = "joint"
     # Start from the received model | where it acts on past inputs, from the client's own past.
     receive: Literal["global", "protect"] = "global"
-    # Log which share of the global model's moves lies in the protected spaces: the client keeps
-    # the received model for that.
+    # Log which share of the global update lies in the protected subspaces: the client keeps the
+    # received model for that.
     drift: bool = False
 
     def __post_init__(self) -> None:

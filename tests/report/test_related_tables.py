@@ -1,4 +1,4 @@
-"""The page of related work: protected spaces, tasks that return, masks."""
+"""The page of related work: protected subspaces, tasks that return, masks."""
 
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ def test_moves_inside_are_a_mean_over_the_rounds_that_have_a_note() -> None:
     """Seeds 0 and 1: means 0.3 and 0.1, so 20 % and a deviation of 0.2 / sqrt 2."""
     table = tables.protection_table(PROTECTION)
     assert table.value.tolist() == ["step", "update"] and table.n.tolist() == ["2", "2"]
-    assert table["moves inside, %"].tolist() == ["20.0 ± 14.1", "0.0 (n = 1)"]
+    assert table["update inside, %"].tolist() == ["20.0 ± 14.1", "0.0 (n = 1)"]
     assert table.accuracy.tolist() == 2 * ["55.0 ± 7.1"]
 
 
@@ -98,7 +98,7 @@ def test_the_page_has_a_part_for_each_question(tmp_path: Path) -> None:
     records = {"protection": PROTECTION, "returning": RETURNING, "masks": MASKS}
     page = tables.write_related(records, tmp_path)
     text = page.read_text(encoding="utf-8")
-    titles = ["Protected spaces", "Returning tasks", "Masks", "Definitions"]
+    titles = ["Protected subspaces", "Returning tasks", "Masks", "Definitions"]
     assert [part.splitlines()[0] for part in text.split("\n## ")[1:]] == titles
     assert "| fbl | 3 | **+30.0 (+30.0 to +30.0)** |" in text
 

@@ -1,4 +1,4 @@
-"""Which share of the global model's move lies in the spaces that a client protects."""
+"""Which share of the global update lies in the subspaces that a client protects."""
 
 from stamp_core.client.subspaces import Bases, Layers, share_inside
 from stamp_core.methods.base.method import ClientRound, State
@@ -11,7 +11,7 @@ def received(client_round: ClientRound) -> State:
 
 
 def log_drift(client_round: ClientRound, layers: Layers, bases: Bases) -> None:
-    """Log the share of the move since the client's last round, if it had the same bases then."""
+    """Log the share of the update since the client's last round, if it had the same bases then."""
     before = client_round.state.get("received")
     if before and before["experience"] == client_round.experience:
         move = client_round.message["parameters"] - before["parameters"]

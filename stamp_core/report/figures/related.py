@@ -1,4 +1,4 @@
-"""Figures of related work: what lies in protected spaces, and scenes with their masks."""
+"""Figures of related work: updates inside protected subspaces, and scenes with their masks."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,7 +15,7 @@ from stamp_core.results.records import Record
 
 
 def protection(records: Sequence[Record], captions: Mapping[str, tuple[str, str]]) -> Figure:
-    """How much of the global moves is in protected spaces, and accuracy: a column per sweep.
+    """The share of the global update inside protected subspaces, and accuracy: a column per sweep.
 
     `captions` has for each sweep its label and the preset's value.
     """
@@ -27,18 +27,16 @@ def protection(records: Sequence[Record], captions: Mapping[str, tuple[str, str]
         values = part.value.unique().tolist()
         part = part.assign(place=part.value.map(values.index))
         upper, lower = axes[place], axes[place + len(columns)]
-        _draw_values(upper, part, "percent", "moves inside, %")
+        _draw_values(upper, part, "percent", "update inside, %")
         _draw_values(lower, part, "accuracy", "accuracy, %")
         upper.set_title(f"{setting}, {part.method.iloc[0]}", fontsize=9)
         for axis in (upper, lower):
             axis.set_xticks(range(len(values)), values)
             axis.set_xlim(-0.5, len(values) - 0.5)
-        upper.set_ylim(bottom=0)
+        upper.set_ylim(0, 1.1 * rows.percent.max())
         lower.set_xlabel(captions[sweep][0])
     caption = f"{style.seed_caption(rows, 'sweep', 'value')}; points: seeds, lines: means"
-    style.add_caption(
-        figure, "The global model's moves in the spaces that clients protect", caption
-    )
+    style.add_caption(figure, "Share of the global update inside protected subspaces", caption)
     return figure
 
 

@@ -1,4 +1,4 @@
-"""The page of related work: protected spaces, tasks that return, images with masks."""
+"""The page of related work: protected subspaces, tasks that return, images with masks."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,14 +11,14 @@ from stamp_core.report.tables.frames import final_score, model_frame, run_frame
 from stamp_core.results.records import Record
 
 _BASES = ("fedavg", "replay")  # that tables of differences start from, where they were run
-_PARTS = ("Protected spaces", "Returning tasks", "Masks")  # of the page, and of its definitions
+_PARTS = ("Protected subspaces", "Returning tasks", "Masks")  # of the page, and of its definitions
 
 
 def protection_frame(records: Sequence[Record]) -> pd.DataFrame:
     """One row a run: that of `run_frame` with its sweep, value, and `inside`.
 
-    That is the share of the global model's moves that lies in what clients protect, a mean over
-    rounds and clients.
+    That is the share of the global update that lies in the subspaces which clients protect, a mean
+    over rounds and clients.
     """
     sweeps, values = zip(*(record.sweep for record in records), strict=True)
     rows = run_frame(records).assign(sweep=sweeps, value=values)
@@ -38,7 +38,7 @@ def protection_table(records: Sequence[Record]) -> pd.DataFrame:
         {
             **dict(zip(("setting", "sweep", "value"), keys, strict=True)),
             "n": str(len(runs)),
-            "moves inside, %": text.mean_std(runs.inside),
+            "update inside, %": text.mean_std(runs.inside),
             "accuracy": text.mean_std(runs.main_accuracy),
             "forgetting": text.mean_std(runs.main_forgetting),
         }

@@ -71,7 +71,8 @@ def describe_runs(records: Sequence[Record]) -> str:
     settings, methods, seeds = (list(dict.fromkeys(r.run[k] for r in records)) for k in range(3))
     n = count_range(Counter(record.name for record in records).values())
     return (
-        f"{len(records)} runs: {len(methods)} methods; settings {', '.join(map(str, settings))}; "
+        f"{len(records)} runs: {len(methods)} method{'s' * (len(methods) > 1)}; "
+        f"setting{'s' * (len(settings) > 1)} {', '.join(map(str, settings))}; "
         f"n = {n} seeds for each ({', '.join(map(str, sorted(seeds)))})."
     )
 
