@@ -13,8 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE  # with it every process compiles the package a
 .PHONY: tour repro tune test test-device test-end-to-end test-cluster test-federation federation paper cancel estimate lab notebooks docs lint bench faults clean help
 
 tour: $(READY) .dvc/config.local  ## two minutes: a first table and figures, in figures/tour
-	$(VENV)/bin/python -m stamp_core.config.names default
-	$(VENV)/bin/dvc repro tour
+	$(VENV)/bin/python -m stamp_core.pipeline.repro --tour
 
 repro: $(READY) .dvc/config.local  ## regenerate what is out of date (JOBS=n at a time; RAY=address, SLURM=partition)
 	$(VENV)/bin/python -m stamp_core.pipeline.repro

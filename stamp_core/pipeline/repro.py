@@ -55,6 +55,12 @@ def reproduce() -> int:
     return status
 
 
+def reproduce_tour() -> int:
+    """Run what the first table and figures need; the exit status."""
+    with serve_kernels() as environment:
+        return dvc("repro", "tour", environment=environment)
+
+
 def reproduce_paper(setting: str) -> int:
     """Run what is out of date of one of the paper's settings; the exit status."""
     params = read_params(PAPER)
@@ -191,12 +197,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Regenerate what is out of date.")
     parser.add_argument("setting", nargs="?", help="one of the paper's settings; default: dvc.yaml")
     parser.add_argument("--estimate", action="store_true", help="only say what the setting takes")
+    parser.add_argument("--tour", action="store_true", help="only the first table and figures")
     arguments = parser.parse_args()
     try:
         check_names(read_params(PAPER if arguments.setting else DEFAULT))
         with sole_driver():
             clear_rwlock()
             restore_damaged_files()
+            if arguments.tour:
+                return reproduce_tour()
             return drive(arguments.setting, arguments.estimate)
     except (ParameterError, RuntimeError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

@@ -37,22 +37,18 @@ def unbroken(experiment: Any) -> dict[int, Any]:
 
 
 @pytest.mark.parametrize("kind", ["fedavg", "stamp", "fedas", "fedl2p"])
-def test_a_cluster_has_the_results_of_one_process(kind: str, tmp_path: Path) -> None:
+def test_a_cluster_has_the_results_of_one_process_also_after_a_stop(
+    kind: str, tmp_path: Path
+) -> None:
     experiment = whole(kind)
-    expected = unbroken(experiment)
-    for resume in (None, tmp_path):
-        found = engine.train(experiment, plans(experiment, *SEEDS), 1, "cpu", resume)
-        for seed in SEEDS:
-            small.assert_same(found[seed], expected[seed])
-
-
-def test_a_training_stopped_on_the_cluster_goes_on_there(tmp_path: Path) -> None:
-    experiment = whole("fedas")
+    seeds = plans(experiment, *SEEDS)
+    found = [engine.train(experiment, seeds, 1, "cpu")]
     with small.stopped_after(3):
-        engine.train(experiment, plans(experiment, *SEEDS), 1, "cpu", tmp_path)
-    found = engine.train(experiment, plans(experiment, *SEEDS), 1, "cpu", tmp_path)
-    for seed, record in unbroken(experiment).items():
-        small.assert_same(found[seed], record)
+        engine.train(experiment, seeds, 1, "cpu", tmp_path)
+    found.append(engine.train(experiment, seeds, 1, "cpu", tmp_path))
+    for seed, expected in unbroken(experiment).items():
+        for records in found:
+            small.assert_same(records[seed], expected)
 
 
 def test_a_node_with_other_code_or_another_folder_is_refused(

@@ -61,6 +61,19 @@ def test_the_number_of_workers_changes_no_bit(experiment: Experiment, several: i
                 np.testing.assert_array_equal(record.features[name], values)
 
 
+@pytest.mark.parametrize("kind", ["fedavg", "stamp", "fedas", "fedl2p"])
+def test_stopped_worker_processes_go_on_to_the_results_of_one_process(
+    kind: str, tmp_path: Path
+) -> None:
+    experiment = whole(kind, split=FEW)
+    seeds = plans(experiment, 0, 1)
+    with small.stopped_after(3):
+        engine.train(experiment, seeds, 2, "cpu", tmp_path)
+    found = engine.train(experiment, seeds, 2, "cpu", tmp_path)
+    for seed, plan in seeds.items():
+        small.assert_same(found[seed], run(experiment, plan))
+
+
 def test_trees_come_through_to_another_process_unchanged() -> None:
     """Parts of a tensor travel without the rest of it; all types, also empty and without axes."""
     tree = {
