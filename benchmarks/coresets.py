@@ -57,13 +57,13 @@ def measurements() -> Iterator[Row]:
                 seconds(function, *batch) / seconds(per_sample_gradients, *batch)
                 for _ in range(REPEATS + 1)
             ]
-            yield f"{label} / all parameters by vmap, {config.kind}", spread(ratios[1:])
+            yield f"{label} / all parameters by vmap, {name}", spread(ratios[1:])
         times = [seconds(per_sample_gradients, *batch) for _ in range(REPEATS)]
         every, head = per_sample_gradients(*batch), head_gradients(*batch)
         error = float((every[:, -head.shape[1] :] - head).abs().max())
         result = f"{1000 * statistics.median(times):.1f} ms, {every.shape[1]:,} parameters"
         result += f"; head alone differs by {error:.0e}"
-        yield f"gradients of {IMAGES} images by vmap, {config.kind}", result
+        yield f"gradients of {IMAGES} images by vmap, {name}", result
 
 
 def table() -> list[str]:
