@@ -14,7 +14,7 @@ from stamp_core.models.networks import Classifier, build_network
 
 REPEATS = 7
 IMAGES = 128
-SHAPES = {"digits": (1, 8, 8), "glyphs": (1, 20, 20)}
+SETTINGS = ("digits", "glyphs")
 
 
 def looped_gradients(network: Classifier, images: Tensor, labels: Tensor) -> Tensor:
@@ -48,10 +48,11 @@ def measurements() -> Iterator[Row]:
         "the head alone": head_gradients,
         "the head's products": head_products,
     }
-    for name, shape in SHAPES.items():
-        config = load_experiment(name, "fedavg").setting.network
-        network = build_network(config, shape, 20, seed=0)
-        batch = network, torch.randn(IMAGES, *shape), torch.randint(10, (IMAGES,))
+    for name in SETTINGS:
+        experiment = load_experiment(name, "fedavg")
+        shape, classes = experiment.dataset().shape, len(experiment.dataset().classes)
+        network = build_network(experiment.setting.network, shape, classes, seed=0)
+        batch = network, torch.randn(IMAGES, *shape), torch.randint(classes, (IMAGES,))
         for label, function in functions.items():
             ratios = [
                 seconds(function, *batch) / seconds(per_sample_gradients, *batch)

@@ -2,17 +2,20 @@
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stamp_core.client.pool import Pool
 from stamp_core.client.workspace import Workspace
 from stamp_core.config.decode import invalid, require_above, require_at_least
 from stamp_core.methods.base.distillation import soft_cross_entropy
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Log, Message, Reply, State
 from stamp_core.methods.base.task_server import PREFIX, TaskServer, pack_bits, unpack_bits
+from stamp_core.models.acgan import draw_labels
 from stamp_core.models.adam import FlatAdam
 from stamp_core.models.flat import FlatModel, FlatSGD
 from stamp_core.models.flow import Flow, Scale, build_flow
@@ -150,19 +153,18 @@ class AFFCL(TaskServer):
         if "flow" in scratch["last"]:
             self.last_flow.load(scratch["last"]["flow"])
         moments = client_round.state.get("moments")
-        empty = torch.empty(0, device=work.device)
+        count = work.training.epochs * len(self.train_indices(client_round))
+        names = "replay", "replay of the last task"
+        draw, draw_past = map(client_round.round_id.generator, names)
         scratch |= {
-            "learnt": learnt.nonzero().flatten(),
-            "past": past.nonzero().flatten(),
-            "draw": client_round.round_id.generator("replay"),
-            "draw past": client_round.round_id.generator("replay of the last task"),
-            "pool": [empty.new_empty(0, self.features), empty.long()],
+            "draws": Pool(partial(self.draw_inputs, learnt, count, draw)),
+            "past": Pool(partial(self.past_samples, past, count, draw_past)),
+            "diverged": torch.zeros((), dtype=torch.bool, device=work.device),
             "adam": FlatAdam(self.flow, self.params.flow_lr, moments),
             # a second optimiser, as published; weights decay in the step on images
             "sgd": FlatSGD(work.model, replace(work.training, weight_decay=0.0)),
             "batches": [],
-            "densities": [],
-            "weights": [],
+            "replays": [],  # of each: density, credibility, whether it was used, or failed
         }
 
     def train(self, client_round: ClientRound) -> list[Tensor]:
@@ -217,76 +219,70 @@ class AFFCL(TaskServer):
         features, labels = map(torch.cat, zip(*client_round.scratch["batches"], strict=True))
         client_round.scratch["batches"].clear()
         with client_round.log.clock("flow"):
-            if self.fit_flow(client_round, features, labels):
-                self.replay(client_round, features, labels)
+            self.fit_flow(client_round, features, labels)
+            self.replay(client_round, features, labels)
 
-    def fit_flow(self, client_round: ClientRound, features: Tensor, labels: Tensor) -> bool:
-        """One step of the flow; returns whether it is still usable."""
+    def fit_flow(self, client_round: ClientRound, features: Tensor, labels: Tensor) -> None:
+        """One step of the flow; `scratch` says whether its density was not finite."""
         scratch, count = client_round.scratch, len(labels)
-        if "adam" not in scratch:
-            return False
         if "flow" in scratch["last"]:
-            samples, drawn = self.past_samples(client_round, count)
+            samples, drawn = scratch["past"].take(count)
             features, labels = torch.cat([features, samples]), torch.cat([labels, drawn])
         density = self.flow.module(features, labels)[1]
         loss = -density[:count].mean()
         if len(density) > count:
             loss = loss - self.params.k_lastflow * density[count:].mean()
-        if not loss.isfinite():
-            self.give_up(client_round)
-            return False
+        scratch["diverged"] = scratch["diverged"] | ~loss.isfinite()
         self.flow.gradients.zero_()
         loss.backward()
         scratch["adam"].step()
-        return True
-
-    def give_up(self, client_round: ClientRound) -> None:
-        """Return to the received flow, without moments, for the rest of the client round."""
-        client_round.log.events.append(DIVERGED)
-        self.flow.load(client_round.message["flow"])
-        del client_round.scratch["adam"]
 
     def finish_flow(self, client_round: ClientRound) -> None:
-        """Check the flow after its last step, and record its means of the client round."""
-        scratch, log = client_round.scratch, client_round.log
-        if "adam" in scratch and not self.flow.parameters.isfinite().all():
-            self.give_up(client_round)
-        for name, of in (("flow density", "densities"), ("credibility", "weights")):
-            if scratch[of]:
-                log.numbers[name] = float(torch.stack(scratch[of]).mean())
+        """Check the flow and its replays, and record their means of the client round.
 
-    def past_samples(self, client_round: ClientRound, count: int) -> list[Tensor]:
-        """New features of past classes from the last task's flow, with labels.  # [N, D], [N]
-
-        That flow is fixed, so its samples are computed many at a time.
+        Only here does the host wait for the device.
         """
-        scratch, pool = client_round.scratch, client_round.scratch["pool"]
-        if len(pool[1]) < count:
-            draw = max(count, self.work.chunk)
-            new, _, labels = self.sample(
-                self.last_flow, scratch["past"], draw, scratch["draw past"]
-            )
-            pool = [torch.cat(parts) for parts in zip(pool, (new, labels), strict=True)]
-        scratch["pool"] = [part[count:] for part in pool]
-        return [part[:count] for part in pool]
+        scratch, log = client_round.scratch, client_round.log
+        if scratch["diverged"] or not self.flow.parameters.isfinite().all():
+            log.events.append(DIVERGED)
+            self.flow.load(client_round.message["flow"])
+            del scratch["adam"]
+        if scratch["replays"]:
+            *numbers, used, failed = torch.stack(scratch["replays"], 1).cpu()  # [replays] each
+            log.events += [NOT_REPLAYED] * int(failed.sum())
+            for name, values in zip(("flow density", "credibility"), numbers, strict=True):
+                if used.any():
+                    log.numbers[name] = float(values[used > 0].mean())
+
+    def draw_inputs(
+        self, classes: Tensor, count: int, draw: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """Random labels of some classes, and noise, on the device.  # [N], [N, D]"""
+        labels = draw_labels(classes, count, draw)
+        noise = torch.randn(count, self.features, generator=draw)
+        return labels.to(self.work.device), noise.to(self.work.device)
 
     @torch.no_grad()
-    def sample(
-        self, flow: FlatModel, classes: Tensor, count: int, draw: torch.Generator
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Features of random classes with their noise and labels.  # [N, D], [N, D], [N]"""
-        device = self.work.device
-        labels = classes[torch.randint(len(classes), (count,), generator=draw)].to(device)
-        noise = torch.randn(count, self.features, generator=draw).to(device)
+    def sample(self, flow: FlatModel, noise: Tensor, labels: Tensor) -> Tensor:
+        """Features that a flow makes of noise.  # [N, D]"""
         assert isinstance(flow.module, Flow)
-        return flow.module.sample(noise, labels), noise, labels
+        return flow.module.sample(noise, labels)
+
+    def past_samples(
+        self, classes: Tensor, count: int, draw: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """Features of past classes from the last task's flow, which is fixed.  # [N, D], [N]"""
+        labels, noise = self.draw_inputs(classes, count, draw)
+        return self.sample(self.last_flow, noise, labels), labels
 
     def replay(self, client_round: ClientRound, features: Tensor, labels: Tensor) -> None:
-        """One SGD step of the head alone on samples of the flow, weighted by credibility."""
+        """One SGD step of the head alone on samples of the flow, weighted by credibility.
+
+        Its gradient is 0 if the loss is not finite, or the flow has diverged before.
+        """
         scratch, params, model = client_round.scratch, self.params, self.work.model
-        samples, noise, drawn = self.sample(
-            self.flow, scratch["learnt"], len(labels), scratch["draw"]
-        )
+        drawn, noise = scratch["draws"].take(len(labels))
+        samples = self.sample(self.flow, noise, drawn)
         weights, density = self.weights(features, labels, samples, noise, drawn)
         logits = self.work.classifier.head(samples)
         each = F.cross_entropy(logits, drawn, reduction="none")
@@ -296,14 +292,13 @@ class AFFCL(TaskServer):
                 old = self.teacher.head(samples)
             distance = soft_cross_entropy(logits, old, TEMPERATURE)
             loss = loss + params.k_kd_last * params.k_kd_output * distance
-        if not loss.isfinite():
-            client_round.log.events.append(NOT_REPLAYED)
-            return
         (params.k_loss_flow * loss).backward()
+        finite, usable = loss.isfinite(), ~scratch["diverged"]
+        model.gradients.copy_(model.gradients.where(finite & usable, 0.0))
         scratch["sgd"].step()  # the encoder's gradients are 0
         model.gradients.zero_()
-        scratch["densities"].append(density)
-        scratch["weights"].append(weights.mean())
+        outcome = [density, weights.mean(), finite & usable, ~finite & usable]
+        scratch["replays"].append(torch.stack([each.detach().float() for each in outcome]))
 
     @torch.no_grad()
     def weights(
@@ -314,8 +309,9 @@ class AFFCL(TaskServer):
         density = (log_density / self.features).exp().mean()  # per feature
         compared = samples if self.params.credibility != "noise" else noise
         own = features if self.params.credibility == "features" else own_noise
+        members = F.one_hot(labels, self.work.classes).to(own.dtype)
         least = self.params.min_variance
-        return credibility(compared, drawn, own, labels, density, least), density
+        return credibility(compared, drawn, own, members, density, least), density
 
     # --- state and message
 
@@ -337,21 +333,19 @@ class AFFCL(TaskServer):
 
 
 def credibility(
-    samples: Tensor, drawn: Tensor, own: Tensor, labels: Tensor, absent: Tensor, least: float
+    samples: Tensor, drawn: Tensor, own: Tensor, members: Tensor, absent: Tensor, least: float
 ) -> Tensor:
     """How plausible samples of classes `drawn` are among a client's `own` values.  # [N]
 
+    `members` is 1 at the class of each own value.  # [n, L]
     The mean over dimensions of the normal density with mean and variance, at least `least`, of the
     own values of the same class; `absent` for a class that the client does not have.
     """
-    classes, place = labels.unique(return_inverse=True)
-    members = F.one_hot(place).to(own.dtype)  # [n, C]
-    shares = (members / members.sum(0)).T  # [C, n]
-    means = shares @ own  # [C, D]
-    variances = (shares @ (own - means[place]).square()).clamp(min=least)
-    same = drawn[:, None] == classes  # [N, C]
-    nearest = same.int().argmax(1)
-    mean, variance = means[nearest], variances[nearest]
+    counts = members.sum(0)  # [L]
+    shares = (members / counts.clamp(min=1)).T  # [L, n]
+    means = shares @ own  # [L, D]
+    variances = (shares @ (own - members @ means).square()).clamp(min=least)
+    mean, variance = means[drawn], variances[drawn]  # [N, D]
     exponent = -(samples - mean).square() / (2 * variance)
     density = (exponent.exp() / (2 * math.pi * variance).sqrt()).mean(1)
-    return torch.where(same.any(1), density, absent)
+    return density.where(counts[drawn] > 0, absent)

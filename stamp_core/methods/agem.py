@@ -1,6 +1,7 @@
 """A-GEM (Chaudhry et al., 2019): no step may increase the mean loss on the memory."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,9 +9,9 @@ import torch
 from torch import Tensor
 
 from stamp_core.config.decode import require_at_least
-from stamp_core.matching.projection import NOT_FINITE, Projection
+from stamp_core.matching.projection import NOT_FINITE
 from stamp_core.methods.base.method import ClientRound
-from stamp_core.methods.base.projection import apply_projection, exemplar_gradient
+from stamp_core.methods.base.projection import exemplar_gradient, log_projection
 from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalParams
 
 
@@ -33,34 +34,50 @@ class AGem(Rehearsal):
     Params: ClassVar = AGemParams
 
     def train(self, client_round: ClientRound) -> list[Tensor]:
-        """Local SGD, whose steps draw their exemplars from one generator."""
-        generator = client_round.round_id.generator("reference")
-        client_round.scratch |= {"past": self.past_indices(client_round), "generator": generator}
-        return super().train(client_round)
+        """Local SGD; all samples are drawn before, and what they did is read after."""
+        products: list[Tensor] = []
+        client_round.scratch |= {"samples": self.samples(client_round), "products": products}
+        losses = super().train(client_round)
+        if products:
+            found = torch.stack(products).cpu()
+            finite = found.isfinite()
+            corrected = float((finite & (found < 0)).double().mean())
+            troubles = [NOT_FINITE] * int((~finite).sum())
+            log_projection(client_round.log, "agem", corrected, troubles)
+        return losses
+
+    def samples(self, client_round: ClientRound) -> Iterator[Tensor]:
+        """For every step indices of random exemplars of other tasks.  # [m] each"""
+        past, draw = self.past_indices(client_round), client_round.round_id.generator("reference")
+        steps = self.work.batch_sizes(len(client_round.indices))
+        if not steps or not len(past):
+            return iter(())
+        orders = [torch.randperm(len(past), generator=draw)[: self.params.reference] for _ in steps]
+        indices = past[torch.stack(orders)].to(self.remembered(client_round)[0].device)
+        return iter(indices)
 
     def correct_gradient(self, client_round: ClientRound) -> None:
         """Remove the conflict with the gradient on a sample of exemplars of other tasks."""
-        if not len(client_round.scratch["past"]):
+        sample = next(client_round.scratch["samples"], None)
+        if sample is None:
             return
         images, labels = self.remembered(client_round)
-        sample = self.sample(client_round).to(images.device)
+        gradient = self.work.model.gradients
         with client_round.log.clock("agem"):
             inputs = self.work.normalise(images[sample])
             reference = exemplar_gradient(self.work, inputs, labels[sample])
-            projection = remove_conflict(self.work.model.gradients, reference)
-        apply_projection(self, client_round, projection, "agem")
-
-    def sample(self, client_round: ClientRound) -> Tensor:
-        """Indices of a random sample of exemplars of other tasks.  # [m]"""
-        past: Tensor = client_round.scratch["past"]
-        order = torch.randperm(len(past), generator=client_round.scratch["generator"])
-        return past[order[: self.params.reference]]
+            added, product = remove_conflict(gradient, reference)
+            gradient.add_(added)
+        client_round.scratch["products"].append(product)
 
 
-def remove_conflict(gradient: Tensor, reference: Tensor) -> Projection:
-    """The difference to the nearest vector with <reference, vector> >= 0, in closed form."""
+def remove_conflict(gradient: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
+    """What leads to the nearest vector with <reference, vector> >= 0, in closed form.
+
+    It is 0 if <reference, gradient>, the second result, is at least 0 or not finite. The host does
+    not wait for it.  # float64 [P], []
+    """
     r = reference.double()
-    product, square = float(r @ gradient.double()), float(r @ r)
-    if not math.isfinite(product + square):
-        return Projection(None, (NOT_FINITE,))
-    return Projection(r.mul_(-product / square) if product < 0 else None)
+    product = r @ gradient.double()
+    conflict = (product < 0) & (product > -math.inf)
+    return r.mul_(-product / (r @ r)).masked_fill_(~conflict, 0.0), product

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stamp_core.client.by_class import class_means
 from stamp_core.client.workspace import Workspace
 from stamp_core.config.decode import invalid, require_at_least, require_fraction
 from stamp_core.coresets.memory import MemoryParams
@@ -197,14 +196,13 @@ class FBL(Rehearsal):
         with torch.no_grad():
             teacher = samples(self.teacher.module(images))[:, scratch["columns"]].softmax(1)
             labels = self.pseudo_labels(client_round, teacher, labels)  # [M]
-        used = labels != UNSURE
-        logits, teacher, labels, every = logits[used], teacher[used], labels[used], len(labels)
-        weights = self.compensation(client_round, logits.detach(), labels)
-        losses = F.cross_entropy(logits, labels, reduction="none")
-        loss = (weights * losses).sum() / every
-        if params.relation and len(labels):
-            targets = self.relation_targets(client_round, teacher, labels)
-            relation = relation_loss(logits.softmax(1), targets, labels, weights)
+            members = class_members(labels, self.outputs)
+            weights = self.compensation(client_round, logits, members)
+        losses = F.cross_entropy(logits, labels, reduction="none", ignore_index=UNSURE)
+        loss = (weights * losses).mean()
+        if params.relation:
+            targets = self.relation_targets(client_round, teacher, members)
+            relation = relation_loss(logits.softmax(1), targets, members, weights)
             loss = loss + params.relation * relation
         return loss
 
@@ -221,29 +219,32 @@ class FBL(Rehearsal):
         sure = entropies(teacher) <= limits[predicted]
         return torch.where(hidden, predicted.where(sure, UNSURE), labels.flatten())
 
-    def compensation(self, client_round: ClientRound, logits: Tensor, labels: Tensor) -> Tensor:
-        """Each sample's gap (1 - p)^z, over the mean gap of its task's classes.  # [M]"""
-        scratch = client_round.scratch
+    def compensation(self, client_round: ClientRound, logits: Tensor, members: Tensor) -> Tensor:
+        """Each sample's gap (1 - p)^z, over the mean gap of its task's classes.  # [M]
+
+        0 where the label is UNSURE.
+        """
+        scratch, used = client_round.scratch, members.any(1)
         if self.params.weights == "none":
-            return torch.ones(len(labels), device=logits.device)
-        gaps = 1 - logits.softmax(1).gather(1, labels[:, None])  # [M, 1]
+            return used.float()
+        gaps = 1 - (logits.softmax(1) * members).sum(1)  # [M]
         gaps = gaps.clamp(min=SMALLEST_GAP) ** scratch["power"]
-        members = scratch["groups"][labels]  # [M, G]
-        means = (gaps * members).sum(0) / members.sum(0).clamp(min=1)  # [G]
-        weights: Tensor = gaps[:, 0] / (members @ means)
+        groups = members @ scratch["groups"]  # [M, G]
+        means = gaps @ groups / groups.sum(0).clamp(min=1)  # [G]
+        weights: Tensor = gaps / (groups @ means)
         if self.params.weights == "old":  # the last group is that of the current task
-            weights = torch.where(members[:, -1] > 0, 1.0, weights)
-        return weights
+            weights = weights.where(groups[:, -1] == 0, 1.0)
+        return weights.where(used, 0.0)
 
     def relation_targets(
-        self, client_round: ClientRound, teacher: Tensor, labels: Tensor
+        self, client_round: ClientRound, teacher: Tensor, members: Tensor
     ) -> Tensor:
         """The old model's prediction for old classes, of which new ones have a part.  # [M, L]"""
         columns = client_round.scratch["columns"]
-        table = torch.eye(self.outputs, device=teacher.device)
-        spread = teacher @ table[columns]  # [M, L], 0 outside the columns
-        new = 1 - table[columns].sum(0)[labels, None]  # [M, 1]
-        targets: Tensor = spread + new * (1 - self.params.leak) * (table[labels] - spread)
+        table = torch.eye(self.outputs, device=teacher.device)[columns]  # [O, L]
+        spread = teacher @ table  # [M, L], 0 outside the columns
+        new = 1 - members @ table.sum(0)[:, None]  # [M, 1]
+        targets: Tensor = spread + new * (1 - self.params.leak) * (members - spread)
         return targets
 
     # --- after training
@@ -277,12 +278,19 @@ def class_thresholds(entropy: Tensor, predicted: Tensor, share: float, classes: 
     return found.clamp(min=SMALLEST_THRESHOLD)
 
 
-def relation_loss(p: Tensor, targets: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+def class_members(labels: Tensor, classes: int) -> Tensor:
+    """1 at the class of a sample, all 0 where it is UNSURE.  # [M, L]
+
+    So all shapes depend on the batch alone, and a device does not wait for the labels.
+    """
+    return (labels[:, None] == torch.arange(classes, device=labels.device)).float()
+
+
+def relation_loss(p: Tensor, targets: Tensor, members: Tensor, weights: Tensor) -> Tensor:
     """The mean over classes of KL(mean target || mean prediction), weighted.  # p: [M, L]"""
-    predicted, _ = class_means(p, labels)  # [C, L]
-    target, _ = class_means(targets, labels)
-    weight, _ = class_means(weights[:, None], labels)  # [C, 1]
-    logarithms = predicted.clamp(min=SMALLEST_SHARE).log()
-    divergences = F.kl_div(logarithms, target, reduction="none").sum(1)
-    loss: Tensor = (weight[:, 0] / weight.mean() * divergences).mean()
+    shares = (members / members.sum(0).clamp(min=1)).T  # [L, M], for means of classes
+    logarithms = (shares @ p).clamp(min=SMALLEST_SHARE).log()  # [L, L]
+    divergences = F.kl_div(logarithms, shares @ targets, reduction="none").sum(1)  # [L]
+    weight = shares @ weights  # [L]; 0 for a class without samples
+    loss: Tensor = (weight * divergences).sum() / weight.sum().clamp(min=SMALLEST_SHARE)
     return loss

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stamp_core.client.pool import Pool
 from stamp_core.client.workspace import Workspace, evaluation_batch_size
 from stamp_core.config.decode import invalid, require_above, require_at_least, require_fraction
 from stamp_core.core.seeding import generator
@@ -27,9 +28,9 @@ from stamp_core.methods.base.task_server import PREFIX, TaskServer, pack_bits, u
 from stamp_core.models.acgan import (
     BETAS,
     Generator,
-    conditional_noise,
     draw_balanced,
     draw_labels,
+    generator_inputs,
     unchanged_statistics,
 )
 from stamp_core.models.adam import FlatAdam
@@ -71,10 +72,10 @@ class FedCILParams(FedAvgParams):
 
 
 class Teacher(NamedTuple):
-    """The server's generator as received, and the classes that its images are asked for."""
+    """The server's generator as received, and what its images are made from."""
 
-    parameters: Tensor
-    classes: Tensor  # bool [L]
+    parameters: Tensor  # on the device
+    draws: Pool  # labels [n], and noise for their images and those of real labels [n, 3, noise]
 
 
 class FedCIL(TaskServer):
@@ -115,17 +116,19 @@ class FedCIL(TaskServer):
         """Images in (-1, 1) with the normalisation of training images."""
         return images * self.gain + self.shift
 
-    def noise(self, labels: Tensor, draw: torch.Generator) -> Tensor:
-        """The input of a generator, on the device.  # [n, L + noise]"""
-        return conditional_noise(labels, self.work.classes, self.params.noise, draw).to(
-            self.work.device
-        )
+    def draw_inputs(
+        self, classes: Tensor, count: int, draw: torch.Generator, shape: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """Random labels of some classes, and noise, on the device.  # [count], [count, *, noise]"""
+        labels = draw_labels(classes, count, draw)
+        noise = torch.randn(count, *shape, self.params.noise, generator=draw)
+        return labels.to(self.work.device), noise.to(self.work.device)
 
     @torch.no_grad()
-    def sample(self, parameters: Tensor, labels: Tensor, draw: torch.Generator) -> Tensor:
+    def sample(self, parameters: Tensor, labels: Tensor, noise: Tensor) -> Tensor:
         """Images in (-1, 1) by a generator with these parameters.  # [n, C, H, W]"""
         self.sampler.load(parameters)
-        parts = self.noise(labels, draw).split(self.chunk)
+        parts = generator_inputs(labels, noise, self.work.classes).split(self.chunk)
         return torch.cat([self.sampler.module(part) for part in parts])
 
     def memory_samples(self, server: State, client: State, count: int) -> dict[str, Tensor]:
@@ -134,7 +137,9 @@ class FedCIL(TaskServer):
         if not self.params.adversarial or not len(labels):
             return {}
         draw = generator(server["seed"], server["round"], "memory samples")
-        images = self.sample(server["generator"], labels, draw)
+        noise = torch.randn(len(labels), self.params.noise, generator=draw)
+        device = self.work.device
+        images = self.sample(server["generator"], labels.to(device), noise.to(device))
         pixels = ((images + 1) * 127.5).round().to(torch.uint8).cpu()
         return {"images": pixels, "labels": labels}
 
@@ -189,10 +194,14 @@ class FedCIL(TaskServer):
         images, labels = self.pool(server["clients"], replies, draw)
         self.load(server)
         self.work.model.load(server["parameters"], server["buffers"])
-        training = AcganTraining(self, server["classes"], server["moments"], draw)
         size = self.work.training.batch_size
-        for chosen in draw_balanced(labels, self.params.consolidation * size, draw).split(size):
-            training.step([(images[chosen], labels[chosen].to(images.device))])
+        count = self.params.consolidation * size
+        own = Pool(partial(self.draw_inputs, server["classes"], count, draw))
+        training = AcganTraining(self, own, server["moments"])
+        chosen = draw_balanced(labels, count, draw).to(images.device)
+        labels = labels.to(images.device)
+        for batch in chosen.split(size):
+            training.step([(images[batch], labels[batch])])
         networks = {"parameters": self.work.model, **self.live}
         finite = all(bool(each.parameters.isfinite().all()) for each in networks.values())
         if training.failure() or not finite:
@@ -211,12 +220,11 @@ class FedCIL(TaskServer):
                 sources.append((report["last"]["generator"], report["last"]["classes"]))
         batch, steps = self.work.training.batch_size, self.params.consolidation
         count = max(batch, math.ceil(steps * batch / len(sources)))
-        labels = [draw_labels(classes, count, draw) for _, classes in sources]
-        images = [
-            self.sample(parameters, own, draw)
-            for (parameters, _), own in zip(sources, labels, strict=True)
+        draws = [
+            (parameters, *self.draw_inputs(classes, count, draw)) for parameters, classes in sources
         ]
-        return self.normalised(torch.cat(images)), torch.cat(labels)
+        images = torch.cat([self.sample(*each) for each in draws])
+        return self.normalised(images), torch.cat([labels for _, labels, _ in draws]).cpu()
 
     def load(self, networks: Mapping[str, Any]) -> None:
         """Load the adversarial head and the generator into the live networks."""
@@ -251,10 +259,14 @@ class FedCIL(TaskServer):
         known = current if last is None else current | last["classes"]
         client_round.scratch["known"] = known
         draw = client_round.round_id.generator("adversarial")
-        training = AcganTraining(self, known, client_round.state.get("moments"), draw)
+        count = self.work.training.epochs * len(client_round.indices)
+        own = Pool(partial(self.draw_inputs, known, count, draw))
+        training = AcganTraining(self, own, client_round.state.get("moments"))
         if self.params.consistency and client_round.round_id.round > 0:
             classes = self.past_classes(client_round) | current
-            training.teacher = Teacher(client_round.message["generator"], classes)
+            draws = Pool(partial(self.draw_inputs, classes, count, draw, (3,)))
+            received = client_round.message["generator"].to(self.work.device)
+            training.teacher = Teacher(received, draws)
         return training
 
     def replay(self, client_round: ClientRound) -> Iterator[list[Batch]]:
@@ -262,14 +274,16 @@ class FedCIL(TaskServer):
         last, size = client_round.scratch["last"], self.work.training.batch_size
         while last is None or not self.params.replay:
             yield []
-        draw = client_round.round_id.generator("replay")
         steps = self.work.training.epochs * math.ceil(len(client_round.indices) / size)
-        count = size * max(1, min(steps, self.chunk // size))  # in few passes: that is faster
+        at_once = size * max(1, min(steps, self.chunk // size))  # in few passes: that is faster
+        count = at_once * math.ceil(steps * size / at_once)
+        draw = client_round.round_id.generator("replay")
+        draws = Pool(partial(self.draw_inputs, last["classes"], count, draw))
+        parameters = last["generator"].to(self.work.device)
         while True:
-            labels = draw_labels(last["classes"], count, draw)
-            images = self.normalised(self.sample(last["generator"], labels, draw))
-            parts = zip(images.split(size), labels.to(images.device).split(size), strict=True)
-            yield from ([part] for part in parts)
+            labels, noise = draws.take(at_once)
+            images = self.normalised(self.sample(parameters, labels, noise))
+            yield from ([pair] for pair in zip(images.split(size), labels.split(size), strict=True))
 
     def finish(self, client_round: ClientRound, training: "AcganTraining") -> None:
         """Keep what was trained; a generator that failed is the received one again."""
@@ -314,27 +328,28 @@ class FedCIL(TaskServer):
 class AcganTraining:
     """Training of the live networks: SGD for the discriminator, Adam for the generator."""
 
-    def __init__(
-        self, method: FedCIL, classes: Tensor, moments: State | None, draw: torch.Generator
-    ) -> None:
+    def __init__(self, method: FedCIL, draws: Pool, moments: State | None) -> None:
         self.method, self.work, self.params = method, method.work, method.params
-        self.classes, self.draw = classes, draw  # of generated images: bool [L]
+        self.draws = draws  # labels and noise of generated images
         self.teacher: Teacher | None = None
         self.head, self.generator = (method.live[name] for name in NETWORKS)
         self.sgd = FlatSGD(self.work.model, self.work.training)
         self.head_sgd = FlatSGD(self.head, self.work.training)
         self.adam = FlatAdam(self.generator, self.params.generator_lr, moments, BETAS)
         self.images, self.loss = torch.empty(0), torch.empty(0)  # of the last adversarial step
-        self.stopped = False  # once the generator gives values that are not finite
+        # Whether the generator has given values that are not finite: from then on its images are
+        # 0, and so are the weights of their losses. The host does not wait for it.
+        self.stopped = torch.zeros((), dtype=torch.bool, device=self.work.device)
 
     def step(self, real: list[Batch], adversarial: bool = True) -> Tensor:
         """One step on real images and, if there are any, replayed ones; returns the loss."""
-        generated = self.generate(len(real[0][1])) if adversarial and not self.stopped else None
+        generated = self.generate(len(real[0][1])) if adversarial else None
         self.work.model.gradients.zero_()
         self.head.gradients.zero_()
-        loss, logits = self.real_loss(real, generated is not None)
+        usable = (~self.stopped).float()
+        loss, logits = self.real_loss(real, None if generated is None else usable)
         if generated is not None:
-            loss = loss + self.generated_loss(generated, logits, real[0][1])
+            loss = loss + usable * self.generated_loss(generated, logits, real[0][1])
         loss.backward()
         self.sgd.step()
         if generated is not None:
@@ -342,17 +357,17 @@ class AcganTraining:
             self.train_generator(generated)
         return loss.detach()
 
-    def generate(self, count: int) -> Batch | None:
-        """Images of the generator with the labels asked for; none if they are not finite."""
-        labels = draw_labels(self.classes, count, self.draw)
-        images = self.images_of(labels)
-        self.stopped = not bool(images.isfinite().all())
-        return None if self.stopped else (images, labels.to(images.device))
+    def generate(self, count: int) -> Batch:
+        """Images of the generator, with the labels asked for; of 0 if they are not finite."""
+        labels, noise = self.draws.take(count)
+        images = self.images_of(labels, noise)
+        self.stopped = self.stopped | ~images.isfinite().all()
+        return images.where(~self.stopped, 0.0), labels
 
-    def images_of(self, labels: Tensor) -> Tensor:
+    def images_of(self, labels: Tensor, noise: Tensor) -> Tensor:
         """Images of the live generator, with their graph.  # [n, C, H, W]"""
-        noise = self.method.noise(labels, self.draw)
-        return self.method.normalised(self.generator.module(noise))
+        inputs = generator_inputs(labels, noise, self.work.classes)
+        return self.method.normalised(self.generator.module(inputs))
 
     def discriminate(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Logits of the classes, and scores above 0 for images that look real.  # [n, L], [n]"""
@@ -360,8 +375,11 @@ class AcganTraining:
         features = self.work.classifier.encode(images)
         return self.work.classifier.head(features), self.head.module(features).squeeze(1)
 
-    def real_loss(self, real: list[Batch], adversarial: bool) -> tuple[Tensor, Tensor]:
-        """The loss on real and replayed images, and the logits of the real ones."""
+    def real_loss(self, real: list[Batch], usable: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The loss on real and replayed images, and the logits of the real ones.
+
+        Scores count if the generator is usable (1, not 0), in an adversarial step (not None).
+        """
         logits, scores = self.discriminate(torch.cat([images for images, _ in real]))
         sizes = [len(labels) for _, labels in real]
         losses = []
@@ -369,8 +387,8 @@ class AcganTraining:
             real, logits.split(sizes), scores.split(sizes), strict=True
         ):
             loss = F.cross_entropy(own, labels)
-            if adversarial:
-                loss = loss + self.params.adversarial * F.softplus(-score).mean()
+            if usable is not None:
+                loss = loss + self.params.adversarial * usable * F.softplus(-score).mean()
             losses.append(loss)
         mixed = losses[0]
         if len(losses) > 1:
@@ -397,15 +415,17 @@ class AcganTraining:
         They are compared with `logits`, of real images with `labels`, and with the outputs on the
         generator's own images.
         """
-        shared = draw_labels(teacher.classes, len(labels), self.draw)
-        asked = torch.cat([labels.cpu(), shared])
-        taught = self.method.sample(teacher.parameters, asked, self.draw)
+        shared, noise = teacher.draws.take(len(labels))
+        like_labels, like_shared, for_own = noise.unbind(1)
+        asked, noise = torch.cat([labels, shared]), torch.cat([like_labels, like_shared])
+        taught = self.method.sample(teacher.parameters, asked, noise)
         with torch.no_grad():
-            own = self.images_of(shared)
-        outputs, _ = self.discriminate(torch.cat([self.method.normalised(taught), own]))
+            own = self.images_of(shared, for_own)
+        images = torch.cat([self.method.normalised(taught), own]).where(~self.stopped, 0.0)
+        outputs, _ = self.discriminate(images)
         like_real, like_own, of_own = outputs.chunk(3)
         divergences = softened_divergence(logits, like_real) + softened_divergence(of_own, like_own)
-        return divergences + F.cross_entropy(like_own, shared.to(outputs.device))
+        return divergences + F.cross_entropy(like_own, shared)
 
     def train_generator(self, generated: Batch) -> None:
         """One step of the generator: its images shall look real and have the labels asked for."""

@@ -82,7 +82,8 @@ class GradMA(Method):
             projection = project_gradient(momentum, remembered, self.block_sizes(), rho=rho)
         if projection.added is not None:
             momentum.add_(projection.added)
-        log_projection(log, projection, "gradma server", float(projection.added is not None))
+        corrected = float(projection.added is not None)
+        log_projection(log, "gradma server", corrected, projection.troubles)
         return {
             **averaged,
             "parameters": start.sub(momentum, alpha=params.server_lr),

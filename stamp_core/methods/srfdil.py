@@ -17,7 +17,7 @@ from stamp_core.data.split import Plan
 from stamp_core.methods.base.exemplar_lists import ExemplarLists
 from stamp_core.methods.base.method import ClientRound, InitialStates, Log, Message, Reply, State
 from stamp_core.methods.base.sample_cache import CacheParams, SampleCache
-from stamp_core.models.acgan import BETAS, conditional_noise
+from stamp_core.models.acgan import BETAS
 from stamp_core.models.adam import FlatAdam
 from stamp_core.models.flat import FlatModel, weighted_average
 from stamp_core.models.generators import SLOPE, build_seeded
@@ -214,12 +214,17 @@ class SRFDIL(SampleCache):
         features, classes = self.features(cache)
         draw, labels = client_round.round_id.generator("features"), cache["labels"]
         adams = {n: FlatAdam(net, self.params.gan_lr, betas=BETAS) for n, net in self.live.items()}
-        for _ in range(self.params.gan_steps):
-            places = torch.randint(len(labels), (BATCH,), generator=draw)
-            noise = conditional_noise(labels[places], self.work.classes, NOISE, draw)
-            places = places.to(self.work.device)
+        draws = [
+            (
+                torch.randint(len(labels), (BATCH,), generator=draw),
+                torch.randn(BATCH, NOISE, generator=draw),
+            )
+            for _ in range(self.params.gan_steps)
+        ]
+        stacked = (torch.stack(each).to(self.work.device) for each in zip(*draws, strict=True))
+        for places, noise in zip(*stacked, strict=True):
             real, asked = features[places], classes[places]
-            generated = self.live["generator"].module(noise.to(self.work.device))
+            generated = self.live["generator"].module(torch.cat([asked, noise], 1))
             against = F.softplus(self.discriminate(generated.detach(), asked)).mean()
             of_real = F.softplus(-self.discriminate(real, asked)).mean()
             self.descend("discriminator", of_real + against, adams)

@@ -50,7 +50,7 @@ class Stamp(Rehearsal):
             raise invalid("alternate", True, "false, as training.weight_decay is set")
         if params.prototype and work.dataset.masks:
             raise invalid("prototype", params.prototype, "0, as the data have masks")
-        self.captures = not params.prototype  # whose classes and queries depend on the labels
+        self.captures = not params.alternate  # whose optimiser of the encoder is in `scratch`
 
     # --- the server
 

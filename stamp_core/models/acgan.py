@@ -90,10 +90,9 @@ def draw_balanced(labels: Tensor, count: int, draw: torch.Generator) -> Tensor:
     return order[(sizes.cumsum(0) - sizes)[classes] + place]
 
 
-def conditional_noise(labels: Tensor, classes: int, noise: int, draw: torch.Generator) -> Tensor:
-    """One-hot labels followed by Gaussian numbers.  # [n, classes + noise]"""
-    gaussian = torch.randn(len(labels), noise, generator=draw)
-    return torch.cat([F.one_hot(labels, classes).to(gaussian.dtype), gaussian], 1)
+def generator_inputs(labels: Tensor, noise: Tensor, classes: int) -> Tensor:
+    """One-hot labels followed by noise.  # [n], [n, noise] -> [n, classes + noise]"""
+    return torch.cat([F.one_hot(labels, classes).to(noise.dtype), noise], 1)
 
 
 @contextmanager

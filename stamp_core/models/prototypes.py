@@ -1,5 +1,6 @@
 """The loss of prototypical networks (Snell et al., 2017) inside a batch."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -10,18 +11,20 @@ def prototype_loss(features: Tensor, labels: Tensor) -> Tensor:
     Of the n images of a class in the batch the first ceil(n / 2) are its support, whose mean is the
     prototype p_l; the others are queries. A class with one image is ignored.
     Without queries the loss is 0.
+
+    All shapes depend on N alone, so that a device never waits for the labels: each class is
+    represented by its first image.
     """
-    classes, own = labels.unique(return_inverse=True)  # [L], [N]
-    members = F.one_hot(own, len(classes))  # [N, L]
-    rank = (members.cumsum(0) * members).sum(1)  # [N], from 1 inside each class
-    counts = members.sum(0)  # [L]
-    support = (rank <= (counts[own] + 1) // 2) & (counts[own] > 1)
-    query = (counts[own] > 1) & ~support
-    if not query.any():
-        return features.sum() * 0
-    usable = counts > 1
-    weights = (members * support[:, None]).T.to(features.dtype)[usable]  # [L', N]
-    prototypes = weights @ features / weights.sum(1, keepdim=True)  # [L', D]
-    distances = (features[query][:, None] - prototypes).square().sum(2)  # [Q, L']
-    targets = usable.cumsum(0)[own[query]] - 1  # labels among the usable classes
-    return F.cross_entropy(-distances, targets)
+    same = labels[:, None] == labels  # [N, N]
+    rank, count = same.tril().sum(1), same.sum(1)  # [N]; the rank in the class begins with 1
+    support = (rank <= (count + 1) // 2) & (count > 1)
+    query = (count > 1) & ~support
+    z = features - features.detach().mean(0)  # a common shift of all changes rounding alone
+    members = (same & support).to(z.dtype)  # [N, N]
+    prototypes = members @ z / members.sum(1, keepdim=True).clamp(min=1)  # [N, D], of own classes
+    similarities = 2 * z @ prototypes.T - prototypes.square().sum(1)  # |z|^2 - d(z, p)
+    first = support & (rank == 1)
+    logits = similarities.masked_fill(~first, torch.finfo(z.dtype).min)
+    losses = F.cross_entropy(logits, same.int().argmax(1), reduction="none")
+    loss: Tensor = losses.where(query, 0.0).sum() / query.sum().clamp(min=1)
+    return loss

@@ -46,6 +46,7 @@ BY_POSITION: dict[str, small.Some] = {  # the parameters with which methods do s
     "replay": {"memory": small.kept(3, selection="ocs"), "weight": 1.0},
     "stamp": {"spatial": {"blocks": "layers"}, "temporal": {"blocks": "layers"}},
 }
+DRAWING = ("fedavg", "replay", "affcl", "agem", "fedcil")  # methods with other kinds of draws
 SAMPLES = {"features": 2, "memory": 2}
 SPLIT = {"clients": 2, "tasks": 2, "images_per_class": 6}
 TRAINING = {"rounds": 1, "batch_size": 8}
@@ -319,8 +320,7 @@ def main() -> None:
         if costs[f"{kind}, mlp"]
     }
     epochs = {
-        kind: astuple(per_epoch(few(kind, AUGMENTED), costs[f"{kind}, mlp"][0]))
-        for kind in ("fedavg", "replay")
+        kind: astuple(per_epoch(few(kind, AUGMENTED), costs[f"{kind}, mlp"][0])) for kind in DRAWING
     }
     results = {
         "runs": runs,

@@ -53,6 +53,7 @@ def cases() -> Iterator[tuple[str, Experiment]]:
         yield f"replay, {name}", longer("replay", **options)
         yield f"stamp, {name}", longer("stamp", prototype=0.0, **options)
     yield "stamp, no prototypes", longer("stamp", prototype=0.0)
+    yield "stamp, alternating", longer("stamp", alternate=True)
     for buffers in ("local", "frozen"):
         yield f"{buffers} buffers", longer("fedavg", {"buffers": buffers}, network=small.BATCH_NORM)
     yield "bfloat16", longer("fedavg", network=HALF)

@@ -71,22 +71,13 @@ def test_the_device_counts_what_crosses():
 
 
 # copies to the device, copies back and values read that a step may cost; no other method has any
-ALLOWED = {
-    "affcl": (2, 0, 4),  # draws of the flow; whether its loss is finite
-    "agem": (1, 0, 2),  # the drawn reference; the closed form of the projection
-    "fbl": (0, 0, 5),  # which samples have a label, and which classes are among them
-    "fedcil": (2, 0, 1),  # draws of the generator; whether its images are finite
-    "fedl2p": (0, 0, 4),  # whether a loss is finite, before the gradient is clipped
-    "gem": (0, 1, 0),  # solved on the CPU
-    "gradma": (0, 1, 0),  # solved on the CPU
-    "stamp": (0, 0, 6),  # which classes have prototypes
-}
+ALLOWED = {"gem": (0, 1, 0), "gradma": (0, 1, 0)}  # a quadratic program, solved on the CPU
 
 
 @pytest.mark.parametrize("kind", method_names())
 def test_a_step_copies_and_waits_for_nothing(kind):
-    counted = results()["steps"][kind]
-    assert all(map(float.__le__, map(float, counted), map(float, ALLOWED.get(kind, (0, 0, 0)))))
+    pairs = zip(results()["steps"][kind], ALLOWED.get(kind, (0, 0, 0)), strict=True)
+    assert all(counted <= allowed for counted, allowed in pairs)
 
 
 def test_what_an_evaluation_copies_does_not_depend_on_the_number_of_images():
@@ -95,6 +86,6 @@ def test_what_an_evaluation_copies_does_not_depend_on_the_number_of_images():
     assert one == many and min(one) > 0
 
 
-@pytest.mark.parametrize("kind", ["fedavg", "replay"])
-def test_the_draws_of_a_client_round_go_to_the_device_at_once(kind):
-    assert results()["epochs"][kind] == [0, 0, 0]
+def test_the_draws_of_a_client_round_go_to_the_device_at_once():
+    found = results()["epochs"]
+    assert len(found) == 5 and set(map(tuple, found.values())) == {(0, 0, 0)}

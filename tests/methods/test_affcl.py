@@ -168,8 +168,9 @@ def test_credibility_of_a_class_with_one_image_is_bounded_by_the_least_variance(
     """At its mean the normal density is 1 / sqrt(2 pi var); a class without images has `absent`."""
     own, labels = torch.tensor([[1.0, 2.0]]), torch.tensor([4])
     samples, drawn = torch.tensor([[1.0, 2.0], [1.0, 2.0]]), torch.tensor([4, 5])
+    members = F.one_hot(labels, 6).float()
     for least, expected in ((1e-4, 39.894), (1e-2, 3.9894), (1.0, 0.39894)):
-        found = credibility(samples, drawn, own, labels, torch.tensor(0.5), least)
+        found = credibility(samples, drawn, own, members, torch.tensor(0.5), least)
         assert found.tolist() == pytest.approx([expected, 0.5], rel=1e-4)
 
 
@@ -350,7 +351,7 @@ def test_the_flow_is_fitted_to_features_and_to_samples_of_the_last_one() -> None
         _, reply = trained(worker, plan_, round_id, state, message)
         state, message = reply.state, {**message, "flow": reply.message["flow"]}
         past, used = round_id.generator("replay of the last task"), 0
-        drawn_past = torch.randint(2, (worker.work.chunk,), generator=past)  # for the whole round
+        drawn_past = torch.randint(2, (len(indices),), generator=past)  # for the whole round
         with torch.no_grad():
             pool = last.sample(torch.randn(len(drawn_past), 32, generator=past), drawn_past)
         order = indices[torch.randperm(len(indices), generator=round_id.generator("order"))]
@@ -376,9 +377,9 @@ def test_several_batches_may_share_a_step_of_the_flow(
     sizes: list[int] = []
     fit = AFFCL.fit_flow
 
-    def counted(self: AFFCL, client_round: ClientRound, features: Tensor, labels: Tensor) -> bool:
+    def counted(self: AFFCL, client_round: ClientRound, features: Tensor, labels: Tensor) -> None:
         sizes.append(len(labels))
-        return fit(self, client_round, features, labels)
+        fit(self, client_round, features, labels)
 
     monkeypatch.setattr(AFFCL, "fit_flow", counted)
     split = {"images_per_class": 20}

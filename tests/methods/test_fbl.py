@@ -17,7 +17,14 @@ from stamp_core.engine.executor import Worker
 from stamp_core.engine.experiment import Experiment
 from stamp_core.methods import fbl as module
 from stamp_core.methods.base.method import ClientRound
-from stamp_core.methods.fbl import UNSURE, class_thresholds, entropies, relation_loss, samples
+from stamp_core.methods.fbl import (
+    UNSURE,
+    class_members,
+    class_thresholds,
+    entropies,
+    relation_loss,
+    samples,
+)
 
 ONE_CLASS = small.SCENES["split"]
 OFF: dict[str, Any] = {"weights": "none", "relation": 0.0, "pseudo": False}
@@ -62,7 +69,8 @@ def weigh(power: float, p: list[float], labels: list[int], **params: Any) -> Ten
     logits = torch.full((len(p), 10), -1e9)
     logits[:, 9] = (1 - torch.tensor(p)).log()
     logits[range(len(p)), labels] = torch.tensor(p).log()
-    weights: Tensor = worker.method.compensation(client_round, logits, torch.tensor(labels))
+    members = class_members(torch.tensor(labels), 10)
+    weights: Tensor = worker.method.compensation(client_round, logits, members)
     return weights
 
 
@@ -92,9 +100,10 @@ def test_the_divergence_of_class_means_by_hand() -> None:
     weights of 3 and 1, which are 1.5 and 0.5 times their mean, bring it to three quarters.
     """
     p, y = torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.4, 0.1]]), torch.tensor([[0.8, 0.1, 0.1]] * 2)
-    one = relation_loss(p, y, torch.zeros(2).long(), torch.ones(2))
+    one = relation_loss(p, y, class_members(torch.zeros(2), 3), torch.ones(2))
     assert float(one) == pytest.approx(0.1203, abs=1e-4)
-    both = torch.cat([p, y[:1]]), torch.cat([y, y[:1]]), torch.tensor([0, 0, 1])
+    members = class_members(torch.tensor([0, 0, 1]), 3)
+    both = torch.cat([p, y[:1]]), torch.cat([y, y[:1]]), members
     half = relation_loss(*both, torch.ones(3))
     assert float(half) == pytest.approx(0.1203 / 2, abs=1e-4)
     assert float(relation_loss(*both, torch.tensor([2.0, 4, 1]))) == pytest.approx(
@@ -105,8 +114,8 @@ def test_the_divergence_of_class_means_by_hand() -> None:
 def test_relations_are_zero_where_means_agree() -> None:
     """The value and its gradient, although single predictions differ; a share of 0 is no nan."""
     logits = torch.tensor([[0.3, 0.1, -200.0], [0.1, 0.3, -200.0]], requires_grad=True)
-    p, labels = logits.softmax(1), torch.tensor([1, 1])
-    loss = relation_loss(p, p.detach().flip(0), labels, torch.ones(2))
+    p, members = logits.softmax(1), class_members(torch.tensor([1, 1]), 3)
+    loss = relation_loss(p, p.detach().flip(0), members, torch.ones(2))
     loss.backward()
     assert logits.grad is not None
     assert abs(loss.item()) < 1e-6 and float(logits.grad.abs().max()) < 1e-6
@@ -142,7 +151,8 @@ def test_targets_by_hand() -> None:
     worker, client_round = begun(images(split={**FEW, "order": "given"}))
     assert client_round.scratch["columns"].tolist() == [0, 1]
     teacher = torch.tensor([[0.7, 0.3], [0.2, 0.8]])
-    targets = worker.method.relation_targets(client_round, teacher, torch.tensor([1, 3]))
+    members = class_members(torch.tensor([1, 3]), 10)
+    targets = worker.method.relation_targets(client_round, teacher, members)
     assert targets[0].tolist() == pytest.approx([0.7, 0.3, *[0] * 8])
     assert targets[1].tolist() == pytest.approx([0.02, 0.08, 0, 0.9, *[0] * 6])
 
@@ -184,10 +194,10 @@ def test_a_model_that_is_its_own_teacher_has_no_relation_loss_on_old_samples() -
     others[columns] = False
     logits[:, others] = -1e4
     logits.requires_grad_()
-    labels = columns[torch.arange(6) % len(columns)]
+    members = class_members(columns[torch.arange(6) % len(columns)], 10)
     teacher = logits.detach()[:, columns].softmax(1)
-    targets = worker.method.relation_targets(client_round, teacher, labels)
-    loss = relation_loss(logits.softmax(1), targets, labels, torch.ones(6))
+    targets = worker.method.relation_targets(client_round, teacher, members)
+    loss = relation_loss(logits.softmax(1), targets, members, torch.ones(6))
     loss.backward()
     assert logits.grad is not None
     assert abs(loss.item()) < 1e-6 and float(logits.grad.abs().max()) < 1e-6

@@ -17,6 +17,7 @@ from test_bytes import P as RESNET
 from test_bytes import workspace
 from torch import Tensor, nn
 
+from stamp_core.client.pool import Pool
 from stamp_core.client.workspace import RoundId
 from stamp_core.config.decode import ParameterError
 from stamp_core.core.seeding import generator
@@ -36,7 +37,7 @@ from stamp_core.methods.fedcil import (
     FedCIL,
     Teacher,
 )
-from stamp_core.models.acgan import Generator, conditional_noise, draw_balanced, draw_labels
+from stamp_core.models.acgan import Generator, draw_balanced, draw_labels, generator_inputs
 from stamp_core.models.flat import FlatModel
 from stamp_core.models.generators import build_seeded
 from stamp_core.results.records import tree_bytes
@@ -80,14 +81,14 @@ def test_new_networks_leave_the_global_generator_alone() -> None:
     assert torch.equal(one, same) and not torch.equal(one, other)
 
 
-def test_noise_is_the_one_hot_label_and_gaussian() -> None:
+def test_inputs_of_a_generator_are_the_one_hot_label_and_noise() -> None:
     labels = draw_labels(SEVEN, 7000, generator("labels"))
     assert labels.unique().tolist() == list(range(7))
     assert torch.bincount(labels).double().std() < 4 * math.sqrt(1000)
-    noise = conditional_noise(labels, 10, 5, generator("noise"))
-    assert torch.equal(noise[:, :10], F.one_hot(labels, 10).float())
-    gaussian = noise[:, 10:]
-    assert abs(gaussian.mean()) < 0.03 and abs(gaussian.std() - 1) < 0.03
+    noise = torch.randn(7000, 5, generator=generator("noise"))
+    inputs = generator_inputs(labels, noise, 10)
+    assert torch.equal(inputs[:, :10], F.one_hot(labels, 10).float())
+    assert torch.equal(inputs[:, 10:], noise)
 
 
 def test_balanced_draws_are_uniform_over_the_labels_that_are_present() -> None:
@@ -116,7 +117,8 @@ def started(worker: Worker, method: FedCIL) -> AcganTraining:
     server = worker.initial_states(0)[0]
     worker.work.model.load(server["parameters"], server["buffers"])
     method.load(server)
-    return AcganTraining(method, SEVEN, None, generator("training"))
+    draws = Pool(partial(method.draw_inputs, SEVEN, 12, generator("training")))
+    return AcganTraining(method, draws, None)
 
 
 def real_batch(worker: Worker, first: int = 0, count: int = 12) -> Batch:
@@ -177,7 +179,6 @@ def test_a_step_of_the_discriminator_by_hand(
     theta, head = vectors(worker, method)
     batches = [real_batch(worker), real_batch(worker, 50, 9)][: len(shares)]
     fakes = training.generate(12)
-    assert fakes is not None
     monkeypatch.setattr(training, "generate", lambda count: fakes)
     training.step(batches)
 
@@ -201,7 +202,8 @@ def test_a_step_of_the_generator_is_one_of_adam_against_the_new_discriminator() 
     nn.utils.vector_to_parameters(method.live["generator"].parameters.clone(), net.parameters())
     draw = generator("training")
     labels = draw_labels(SEVEN, 12, draw)
-    images = method.normalised(net(conditional_noise(labels, 10, 6, draw)))
+    noise = torch.randn(12, 6, generator=draw)
+    images = method.normalised(net(generator_inputs(labels, noise, 10)))
     training.step([real_batch(worker)])
 
     adam = torch.optim.Adam(net.parameters(), 2e-3, betas=(0.5, 0.999))
@@ -236,17 +238,18 @@ def test_consistency_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     served, own = (torch.rand(n, 1, 8, 8, generator=numbers) * 2 - 1 for n in (24, 12))
     asked = list[Tensor]()
 
-    def sample(parameters: Tensor, labels: Tensor, draw: torch.Generator) -> Tensor:
+    def sample(parameters: Tensor, labels: Tensor, noise: Tensor) -> Tensor:
         asked.append(labels)
         return served
 
-    def images_of(labels: Tensor) -> Tensor:
+    def images_of(labels: Tensor, noise: Tensor) -> Tensor:
         asked.append(labels)
         return own
 
     monkeypatch.setattr(method, "sample", sample)
     monkeypatch.setattr(training, "images_of", images_of)
-    teacher = Teacher(torch.empty(0), ~SEVEN)
+    draws = Pool(partial(method.draw_inputs, ~SEVEN, 12, generator("consistency"), (3,)))
+    teacher = Teacher(torch.empty(0), draws)
     logits, _ = training.discriminate(images)
     actual = training.consistency_loss(teacher, logits, labels)
     shared = asked[1]
@@ -280,13 +283,15 @@ def test_the_generator_learns_the_images_of_each_class() -> None:
     """Two classes, each with one image: generated images come closer to that of their class."""
     worker, method = acgan_worker(**PLAIN, training={"lr": 0.03})
     training = started(worker, method)
-    training.classes = torch.arange(10) < 2
+    two = torch.arange(10) < 2
+    training.draws = Pool(partial(method.draw_inputs, two, 16, generator("training")))
     images, _ = real_batch(worker, 0, 2)
     labels = torch.arange(2).repeat(8)
+    noise = torch.randn(16, 6, generator=generator("noise"))
 
     def distance() -> float:
         with torch.no_grad():
-            return float(F.mse_loss(training.images_of(labels), images[labels]))
+            return float(F.mse_loss(training.images_of(labels, noise), images[labels]))
 
     before = distance()
     for _ in range(150):
@@ -371,11 +376,11 @@ def test_the_servers_pool_has_current_and_last_generators_with_their_own_labels(
         sources.append((reply.message["generator"], tasks[1].classes))
         sources.append((each.scratch["last"]["generator"], tasks[0].classes))
     assert len(labels) == 16 * len(sources)  # a batch of each
-    expected = [draw_labels(class_mask(classes, 10), 16, same) for _, classes in sources]
-    assert torch.equal(labels, torch.cat(expected))
-    for (parameters, _), own, part in zip(sources, expected, images.split(16), strict=True):
-        again = method.normalised(method.sample(parameters, own, same))
-        assert torch.equal(part, again)
+    parts = zip(sources, labels.split(16), images.split(16), strict=True)
+    for (parameters, classes), own, part in parts:
+        expected, noise = method.draw_inputs(class_mask(classes, 10), 16, same)
+        assert torch.equal(own, expected)
+        assert torch.equal(part, method.normalised(method.sample(parameters, own, noise)))
 
 
 @pytest.mark.parametrize("policy", ["shared", "local", "frozen"])
@@ -464,7 +469,7 @@ def test_consistency_starts_in_the_second_round_with_the_classes_known_to_anybod
         past = {c for u in range(4) for c in whole.seen(u, each.rounds[0].experience - 1)}
         for u, teacher in enumerate(found):
             classes = past | set(whole.clients[u][each.rounds[u].task].classes)
-            assert set(teacher.classes.nonzero().flatten().tolist()) == classes
+            assert set(teacher.draws.take(200)[0].tolist()) == classes
             assert torch.equal(teacher.parameters, each.before["generator"])
 
 
@@ -572,13 +577,18 @@ def test_training_goes_on_after_a_generator_has_failed(monkeypatch: pytest.Monke
     """From its second step on the generator is not finite: no further step is adversarial."""
     worker, method = acgan_worker(**PLAIN)
     training = started(worker, method)
+    live, head = worker.work.model.parameters, method.live["adversarial_head"].parameters
     training.step([real_batch(worker)])
     method.live["generator"].parameters[-1] = math.nan
-    training.step([real_batch(worker)])
-    assert training.stopped and training.adam.steps == 1
-    method.live["generator"].parameters[-1] = 0.0
-    training.step([real_batch(worker)])
-    assert training.adam.steps == 1 and worker.work.model.parameters.isfinite().all()
+    for _ in range(2):  # also after its weights have become finite again
+        before, fixed = live.clone(), head.clone()
+        training.step([real_batch(worker)])
+        after = live.clone()
+        assert training.stopped and torch.equal(head, fixed) and not torch.equal(after, before)
+        live.copy_(before)
+        training.step([real_batch(worker)], adversarial=False)
+        assert torch.equal(live, after)
+        method.live["generator"].parameters.zero_()
     assert training.failure() == NOT_FINITE
 
 

@@ -1,6 +1,7 @@
 """A-GEM and GEM: one step by hand, what holds after every step, and what the memory is used for."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -141,12 +142,13 @@ def test_the_closed_form_of_agem_is_the_minimum_of_gems_program(
     gradient, noise = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
     noise -= (noise @ gradient) / (gradient @ gradient) * gradient
     reference = length * (noise / share - gradient * math.copysign(1.0, share))
-    closed = remove_conflict(gradient, reference)
-    added, program = closed.added, project_gradient(gradient, [reference]).added
+    added, product = remove_conflict(gradient, reference)
+    program = project_gradient(gradient, [reference]).added
+    assert float(product) == pytest.approx(float(reference.double() @ gradient.double()))
     if share < 0:
-        assert added is None and program is None
+        assert not added.any() and program is None
     else:
-        assert added is not None and program is not None
+        assert program is not None
         torch.testing.assert_close(added, program, rtol=1e-9, atol=1e-12)
         assert added.norm() > 0.05 * gradient.norm()
 
@@ -279,20 +281,21 @@ def test_a_reference_is_a_sample_of_exemplars_of_other_tasks(
 ) -> None:
     """Two cycles of three tasks with 10 exemplars each: no exemplar twice, never one of the
     current task, and another sample in most steps of a client round."""
-    sample = AGem.sample
+    drawn = AGem.samples
     samples: dict[tuple[int, int], list[tuple[int, ...]]] = {}
 
-    def noted(self: AGem, client_round: ClientRound) -> Tensor:
-        indices, tasks = sample(self, client_round), client_round.state["memory"]["tasks"]
+    def noted(self: AGem, client_round: ClientRound) -> Iterator[Tensor]:
+        tasks = client_round.state["memory"]["tasks"]
         others = int((tasks != client_round.task).sum())
-        assert client_round.task not in tasks[indices]
-        assert others == (10 if client_round.experience == 1 else 20)
-        assert len(indices) == len(indices.unique()) == min(reference, others)
-        key = (client_round.client, client_round.experience)
-        samples.setdefault(key, []).append(tuple(indices.tolist()))
-        return indices
+        for indices in drawn(self, client_round):
+            assert client_round.task not in tasks[indices]
+            assert others == (10 if client_round.experience == 1 else 20)
+            assert len(indices) == len(indices.unique()) == min(reference, others)
+            key = (client_round.client, client_round.experience)
+            samples.setdefault(key, []).append(tuple(indices.tolist()))
+            yield indices
 
-    monkeypatch.setattr(AGem, "sample", noted)
+    monkeypatch.setattr(AGem, "samples", noted)
     run(tiny("agem", split={"cycles": 2}, memory=kept(5), reference=reference))
     assert {experience for _, experience in samples} == {1, 2, 3, 4, 5}
     assert len(set(samples[0, 4])) > len(samples[0, 4]) / 2

@@ -26,7 +26,7 @@ from stamp_core.methods.srfdil import (
     client_shares,
     ranks_in_class,
 )
-from stamp_core.models.acgan import conditional_noise
+from stamp_core.models.acgan import generator_inputs
 
 FEW = {"images_per_class": 20}  # 40 images in a task
 SMALL: dict[str, Any] = {"cache": 10, "steps": 2, "gan_steps": 2}
@@ -170,7 +170,8 @@ def test_one_step_of_both_networks_is_one_of_adam() -> None:
     draw = client_round.round_id.generator("features")
     for _ in range(2):
         places = torch.randint(len(labels), (BATCH,), generator=draw)
-        fake = nets["generator"](conditional_noise(labels[places], 10, NOISE, draw))
+        noise = torch.randn(BATCH, NOISE, generator=draw)
+        fake = nets["generator"](generator_inputs(labels[places], noise, 10))
         judge = nets["discriminator"]
         real = judge(torch.cat([h[places], y[places]], 1))
         made = judge(torch.cat([fake.detach(), y[places]], 1))

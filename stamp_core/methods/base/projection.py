@@ -1,5 +1,7 @@
 """A gradient corrected by projection, with the share of corrected steps in the run record."""
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,12 +30,13 @@ def apply_projection(
     """Correct the live gradient, and log the share of the round's steps that were corrected."""
     corrected = client_round.scratch.setdefault("corrected", [])
     corrected.append(projection.added is not None)
-    log_projection(client_round.log, projection, name, sum(corrected) / len(corrected))
+    share = sum(corrected) / len(corrected)
+    log_projection(client_round.log, name, share, projection.troubles)
     if projection.added is not None:
         method.work.model.gradients.add_(projection.added)
 
 
-def log_projection(log: Log, projection: Projection, name: str, corrected: float) -> None:
-    """Log a share of corrected vectors, and why blocks of the last one were not corrected."""
+def log_projection(log: Log, name: str, corrected: float, troubles: Iterable[str]) -> None:
+    """Log a share of corrected vectors, and why others, or blocks of them, were not corrected."""
     log.numbers[f"{name} corrected"] = corrected
-    log.events += [f"{name}: {trouble}, not corrected" for trouble in projection.troubles]
+    log.events += [f"{name}: {trouble}, not corrected" for trouble in troubles]
