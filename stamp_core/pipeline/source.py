@@ -11,7 +11,7 @@ from pathlib import Path
 from stamp_core.config.params import DEFAULT, PAPER, Params, expand_grid, read_params
 from stamp_core.core.fingerprint import PACKAGE, fingerprint_files
 from stamp_core.core.paths import SOURCE
-from stamp_core.engine.experiment import Experiment, check_params, check_setting, load_experiment
+from stamp_core.engine.experiment import check_params, check_setting, load_experiment
 from stamp_core.pipeline.notebooks import (
     all_notebooks,
     read_notebook,
@@ -25,15 +25,14 @@ def write_source() -> None:
     """Write data/source: notebooks without outputs, and the fingerprint of every stage's code."""
     params, paper = read_params(DEFAULT), read_params(PAPER)
     count, _ = check_params(params), check_params(paper)
-    sweeps = {name: sweep_experiments(name, p) for p in (params, paper) for name in p["sweeps"]}
-    swept = sum(len(sweeps[name]) for name in params["sweeps"])
+    swept = sum(len(sweep_experiments(name, params)) for name in params["sweeps"])
     for setting in used_settings(params):  # the paper's images are on few machines
         check_setting(setting, params)
     print(f"the parameters are valid: {count} experiments, {swept} in sweeps")
     SOURCE.mkdir(parents=True, exist_ok=True)
     for path in all_notebooks():
         write_notebook(strip_outputs(read_notebook(path)), SOURCE / path.name)
-    write_fingerprints(params, sweeps)
+    write_fingerprints(params, paper)
 
 
 def used_settings(params: Params) -> list[str]:
@@ -44,7 +43,7 @@ def used_settings(params: Params) -> list[str]:
     )
 
 
-def write_fingerprints(params: Params, sweeps: dict[str, list[Experiment]]) -> None:
+def write_fingerprints(params: Params, paper: Params) -> None:
     """Write the fingerprint of each stage's code, with the parameters of methods and sweeps."""
     data, report = PACKAGE / "data", PACKAGE / "report"
     write_fingerprint("split", data / "split.py", *sorted((data / "sources").glob("*.py")))
@@ -61,10 +60,13 @@ def write_fingerprints(params: Params, sweeps: dict[str, list[Experiment]]) -> N
         experiment = load_experiment(setting, method, params)
         resolved = experiment.resolved()["method"]
         write_fingerprint(f"train-{method}", *experiment.files(), parameters=resolved)
-    for name, experiments in sweeps.items():
-        files = {file for experiment in experiments for file in experiment.files()}
-        resolved = {experiment.name: experiment.resolved() for experiment in experiments}
-        write_fingerprint(f"sweep-{name}", *sorted(files), parameters=resolved)
+    for profile in (params, paper):
+        for name in profile["sweeps"]:
+            experiments = sweep_experiments(name, profile)
+            files = {file for experiment in experiments for file in experiment.files()}
+            resolved = {experiment.name: experiment.resolved() for experiment in experiments}
+            used = {"seeds": read_sweep(name, profile).seeds, "experiments": resolved}
+            write_fingerprint(f"sweep-{name}", *sorted(files), parameters=used)
 
 
 def write_fingerprint(name: str, *files: Path, parameters: object = None) -> None:

@@ -32,6 +32,7 @@ def test_a_fingerprint_changes_with_what_its_stage_uses_and_no_other(
         (["methods", "fedavg", "server_lr"], 0.5, {"train-fedavg", "sweep-alpha"}),
         (["settings", "shared", "training", "lr"], 0.05, {"sweep-alpha"}),  # DVC sees train's
         (["sweeps", "kappa", "values"], [0.25], {"sweep-kappa"}),
+        (["sweeps", "kappa", "seeds"], "5to6", {"sweep-kappa"}),
     ]
     for path, value, expected in changes:
         sweeps.set_value(params, path, value)
