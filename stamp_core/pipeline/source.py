@@ -7,6 +7,7 @@ the stages depend on copies of the notebooks without outputs and on fingerprints
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from stamp_core.config.params import DEFAULT, PAPER, Params, expand_grid, read_params
 from stamp_core.core.fingerprint import PACKAGE, fingerprint_files
@@ -43,7 +44,7 @@ def used_settings(params: Params) -> list[str]:
     )
 
 
-def write_fingerprints(params: Params, paper: Params) -> None:
+def write_fingerprints(params: dict[str, Any], paper: dict[str, Any]) -> None:
     """Write the fingerprint of each stage's code, with the parameters of methods and sweeps."""
     data, report = PACKAGE / "data", PACKAGE / "report"
     write_fingerprint("split", data / "split.py", *sorted((data / "sources").glob("*.py")))
