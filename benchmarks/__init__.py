@@ -11,10 +11,10 @@ from stamp_core.core.devices import resolve_device, synchronise
 Row = tuple[str, str]
 
 
-def seconds(work: Callable[..., object], *arguments: object) -> float:
+def seconds(runtime: Callable[..., object], *arguments: object) -> float:
     """The duration of a call, on a GPU as well."""
     start = time.perf_counter()
-    work(*arguments)
+    runtime(*arguments)
     synchronise(torch.device(resolve_device("auto")))
     return time.perf_counter() - start
 

@@ -4,18 +4,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stamp_core.client.workspace import RoundId, Workspace
+from stamp_core.client.runtime import RoundId, ClientRuntime
 
 
 def fedavg_round(
-    work: Workspace, module: nn.Module, round_ids: list[RoundId], data: list[Tensor]
+    runtime: ClientRuntime, module: nn.Module, round_ids: list[RoundId], data: list[Tensor]
 ) -> None:
     """One round of FedAvg on `module`: torch.optim.SGD, state dictionaries, their mean.
 
     The module, the images and the indices are on the device.
     """
-    training, moments = work.training, (work.dataset.mean, work.dataset.std)
-    mean, std = (value.view(-1, 1, 1).to(work.device) for value in moments)
+    training, moments = runtime.training, (runtime.dataset.mean, runtime.dataset.std)
+    mean, std = (value.view(-1, 1, 1).to(runtime.device) for value in moments)
     start = {name: value.clone() for name, value in module.state_dict().items()}
     total = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in start.items()}
     samples = sum(map(len, data))
@@ -25,11 +25,11 @@ def fedavg_round(
         order = round_id.generator("order")
         for _ in range(training.epochs):
             places = torch.randperm(len(indices), generator=order)
-            shuffled = indices[places.to(work.device)]
+            shuffled = indices[places.to(runtime.device)]
             for batch in shuffled.split(training.batch_size):
                 optimiser.zero_grad()
-                images = (work.x_train[batch].float() / 255 - mean) / std
-                F.cross_entropy(module(images), work.y_train[batch]).backward()
+                images = (runtime.x_train[batch].float() / 255 - mean) / std
+                F.cross_entropy(module(images), runtime.y_train[batch]).backward()
                 optimiser.step()
         for name, value in module.state_dict().items():
             total[name] += value * (len(indices) / samples)

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import Row, bare, seconds, section, spread
 from benchmarks.run import transfers
-from stamp_core.client.workspace import RoundId, Workspace
+from stamp_core.client.runtime import RoundId, ClientRuntime
 from stamp_core.config.schema import Network, Setting, Split
 from stamp_core.core.devices import (
     device_name,
@@ -101,8 +101,8 @@ class Client:
         )
         dataset = random_images(case.side, images, classes)
         self.plan: Plan = make_plan(self.setting.split, dataset, seed=0)
-        self.work = Workspace(self.setting, dataset, device)
-        self.method = experiment.kind(experiment.params, self.work)
+        self.runtime = ClientRuntime(self.setting, dataset, device)
+        self.method = experiment.kind(experiment.params, self.runtime)
         self.server = self.method.init_server(0)
         self.state = self.method.init_client(0, self.server)
 
@@ -115,7 +115,7 @@ class Client:
 
     def without_graphs(self) -> "Client":
         """This client, whose steps run as they are."""
-        self.work.graphs.graphs = None
+        self.runtime.graphs.graphs = None
         return self
 
 
@@ -151,17 +151,17 @@ def speeds(case: Case, precision: str, device: str, sizes: Sizes) -> Row:
     eager = Client(case, device, images).without_graphs()
     peak = peak_of_round(eager)  # with nothing else on the device
     client = Client(case, device, images)
-    work = client.work
-    module = work.network(0).to(work.device, memory_format=work.format)
-    indices = client.plan.train_indices(work.dataset, 0, 0).to(work.device)
+    runtime = client.runtime
+    module = runtime.network(0).to(runtime.device, memory_format=runtime.format)
+    indices = client.plan.train_indices(runtime.dataset, 0, 0).to(runtime.device)
     address = RoundId(0, 0, 0, 0)
-    loop = partial(bare.fedavg_round, work, module, [address], [indices])
+    loop = partial(bare.fedavg_round, runtime, module, [address], [indices])
     ways = eager.round, client.round, loop
     times = [tuple(map(seconds, ways)) for _ in range(sizes.repeats + 1)][1:]
     slow, fast, _ = map(statistics.median, zip(*times, strict=True))
-    graphs = work.graphs.usable(case.batch_size)
-    operations = step_operations(module, case, work.device) * case.batches / fast
-    share = operations / peak_operations(work.device, sizes.matrix)
+    graphs = runtime.graphs.usable(case.batch_size)
+    operations = step_operations(module, case, runtime.device) * case.batches / fast
+    share = operations / peak_operations(runtime.device, sizes.matrix)
     cells = [
         precision,
         f"{images / slow:,.0f}",
@@ -176,9 +176,9 @@ def speeds(case: Case, precision: str, device: str, sizes: Sizes) -> Row:
 
 def peak_of_round(client: Client) -> int:
     """The peak memory of a client round on the device, or of this process."""
-    reset_device_peak(client.work.device)
+    reset_device_peak(client.runtime.device)
     client.round()
-    return device_peak(client.work.device) or peak_memory()
+    return device_peak(client.runtime.device) or peak_memory()
 
 
 def step_operations(module: torch.nn.Module, case: Case, device: torch.device) -> int:
@@ -212,8 +212,8 @@ def remembering(client: Client, past: int) -> Client:
         **client.state,
         "memory": {
             **memory,
-            "images": client.work.dataset.x_train[:count].repeat(past, 1, 1, 1),
-            "labels": client.work.dataset.y_train[:count].repeat(past),
+            "images": client.runtime.dataset.x_train[:count].repeat(past, 1, 1, 1),
+            "labels": client.runtime.dataset.y_train[:count].repeat(past),
             "tasks": tasks,
             "soft": memory["soft"].new_empty(len(tasks), 0),
         },
@@ -252,7 +252,7 @@ def determinism(device: str, sizes: Sizes) -> Iterator[Row]:
     eager = Client(case, device, images).without_graphs()
     found = [trained(client) for client in (one, other, eager)]
     yield "two runs are bit-identical", str(torch.equal(found[0], found[1]))
-    if one.work.graphs.usable(case.batch_size):
+    if one.runtime.graphs.usable(case.batch_size):
         yield "graphs and eager are bit-identical", str(torch.equal(found[0], found[2]))
 
 

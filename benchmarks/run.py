@@ -25,7 +25,7 @@ from benchmarks import (
     section,
     spread,
 )
-from stamp_core.client.workspace import RoundId
+from stamp_core.client.runtime import RoundId
 from stamp_core.core.paths import ROOT
 from stamp_core.data.split import make_plan
 from stamp_core.engine.executor import Executor, peak_memory, start_executor
@@ -68,10 +68,10 @@ def middle_round(run: Run) -> None:
 def relative_to_bare(batch_size: int) -> Row:
     """The time of the engine's rounds by that of the bare loop's, in alternation."""
     (run,), _ = started_runs(small(batch_size))
-    work = run.worker.work
+    runtime = run.worker.runtime
     round_ids = [RoundId(0, client, 0, 1) for client in range(10)]
-    data = [run.plan.train_indices(work.dataset, client, 0) for client in range(10)]
-    arguments = work, work.network(0), round_ids, data
+    data = [run.plan.train_indices(runtime.dataset, client, 0) for client in range(10)]
+    arguments = runtime, runtime.network(0), round_ids, data
     bare.fedavg_round(*arguments)  # warm-up
     ratios, times = [], []
     for _ in range(REPEATS):
@@ -110,7 +110,7 @@ def print_cost(experiment: Experiment) -> None:
     (run,), _ = started_runs(experiment)
     times = [seconds(middle_round, run) for _ in range(3)]
     each = 1000 * statistics.median(times) / len(run.plan.clients)
-    parameters, memory = len(run.worker.work.model.parameters), peak_memory() / 1e6
+    parameters, memory = len(run.worker.runtime.model.parameters), peak_memory() / 1e6
     print(f"{each:.1f} ms a client and round, {parameters:,} parameters, peak {memory:.0f} MB")
 
 

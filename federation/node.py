@@ -21,7 +21,7 @@ from torch import Tensor
 from federation.messages import pack, result_to_tree, unpack
 from federation.shares import own_experiment, own_plan, read_share
 from stamp_core.client.scoring import score
-from stamp_core.client.workspace import RoundId
+from stamp_core.client.runtime import RoundId
 from stamp_core.config.decode import build
 from stamp_core.config.schema import Setting
 from stamp_core.core.fingerprint import code_digest
@@ -131,7 +131,7 @@ def _scores(client_round: ClientRound, personal: bool, worker: Worker) -> Tensor
         return worker.method.personal_scores(client_round)
     Method.receive(worker.method, client_round)
     address = client_round.round_id
-    return score(worker.work, client_round.plan, [address.client], address.experience)
+    return score(worker.runtime, client_round.plan, [address.client], address.experience)
 
 
 def read_experiment(resolved: Tree) -> Experiment:

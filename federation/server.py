@@ -74,7 +74,7 @@ class FederationExecutor:
         if asked[0].func is Worker.train_client:
             return [tree_to_result(results[client]) for client in clients if client in results]
         tasks = self.worker.plans[asked[0].keywords["round_id"].seed].tasks
-        unknown = {"scores": torch.full((len(self.worker.work.scorings), 1, tasks), torch.nan)}
+        unknown = {"scores": torch.full((len(self.worker.runtime.scorings), 1, tasks), torch.nan)}
         return [results.get(client, unknown)["scores"] for client in clients]
 
     def ask(self, calls: Sequence[Any]) -> dict[int, Tree]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from stamp_core import load_dataset, load_plans, read_setting
 from stamp_core.client.by_class import first_per_class
-from stamp_core.client.workspace import MEAN_IMAGES
+from stamp_core.client.runtime import MEAN_IMAGES
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.split import Plan
 from stamp_core.engine.experiment import Experiment

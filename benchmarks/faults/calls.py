@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from stamp_core import ROOT, load_experiment, load_plans, read_params, run_folder, train
-from stamp_core.client.workspace import Workspace
+from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.params import QUICK, parse_seeds
 from stamp_core.core.vision import load_torchvision
 from stamp_core.data.dataset import load_dataset
@@ -99,7 +99,7 @@ def load_pretrained(file: str) -> None:
     """Build the network of the setting `tiny` with weights from a file."""
     setting = load_experiment("tiny", "fedavg").setting
     network = dataclasses.replace(setting.network, pretrained=file)
-    Workspace(dataclasses.replace(setting, network=network), load_dataset(setting.data))
+    ClientRuntime(dataclasses.replace(setting, network=network), load_dataset(setting.data))
 
 
 def unpack(archive: str) -> list[str]:

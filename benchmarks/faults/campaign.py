@@ -61,7 +61,7 @@ def campaign(
         waiting.put(each)
     found: list[Found] = []
 
-    def work(place: Place) -> None:
+    def runtime(place: Place) -> None:
         while not waiting.empty() and time.monotonic() < end:
             try:
                 name, number = waiting.get_nowait()
@@ -76,7 +76,7 @@ def campaign(
             text = ", ".join(f"{count} {word}" for word, count in words.items())
             print(f"{name} {number}: {text}  {time.monotonic() - start:.1f} s", flush=True)
 
-    threads = [threading.Thread(target=work, args=(place,)) for place in places]
+    threads = [threading.Thread(target=runtime, args=(place,)) for place in places]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stamp_core.client.workspace import RoundId, Workspace
+from stamp_core.client.runtime import ClientRuntime, RoundId
 from stamp_core.data.split import Plan
 from stamp_core.matching.gram import Difference, gram
 
@@ -33,7 +33,7 @@ def spatial_angles(before: Tensor, after: Tensor, received: Sequence[Tensor]) ->
 
 
 def temporal_angles(
-    work: Workspace, plan: Plan, round_id: RoundId, displacements: bool
+    runtime: ClientRuntime, plan: Plan, round_id: RoundId, displacements: bool
 ) -> dict[str, float]:
     """Angles between the tasks that a client has learnt, at the live model after training.
 
@@ -41,35 +41,37 @@ def temporal_angles(
     `displacements`: of the updates by a client round's epochs on each task from that model.
     """
     tasks = range(min(round_id.experience + 1, plan.tasks))
-    indices = [plan.train_indices(work.dataset, round_id.client, task) for task in tasks]
+    indices = [plan.train_indices(runtime.dataset, round_id.client, task) for task in tasks]
     indices = [each for each in indices if len(each)]
-    gradients = [gradient(work, each) for each in indices]
+    gradients = [gradient(runtime, each) for each in indices]
     angles = {"temporal gradients": mean_pair_cosine(gram(gradients)[0])}
     if displacements:
-        updates = list(_displacements(work, round_id, indices))
+        updates = list(_displacements(runtime, round_id, indices))
         angles["temporal displacements"] = mean_pair_cosine(gram(updates)[0])
     return angles
 
 
-def gradient(work: Workspace, indices: Tensor) -> Tensor:
+def gradient(runtime: ClientRuntime, indices: Tensor) -> Tensor:
     """The gradient of the mean cross-entropy over training images, in evaluation mode.  # [P]"""
-    model = work.model
+    model = runtime.model
     model.module.eval()
     model.gradients.zero_()
-    for part in indices.to(work.x_train.device).split(work.chunk):
-        images, labels = work.train_images(part)
-        loss = F.cross_entropy(model.module(work.normalise(images)), labels, reduction="sum")
+    for part in indices.to(runtime.x_train.device).split(runtime.chunk):
+        images, labels = runtime.train_images(part)
+        loss = F.cross_entropy(model.module(runtime.normalise(images)), labels, reduction="sum")
         (loss / len(indices)).backward()
     return model.gradients.clone()
 
 
-def _displacements(work: Workspace, round_id: RoundId, tasks: list[Tensor]) -> Iterator[Tensor]:
+def _displacements(
+    runtime: ClientRuntime, round_id: RoundId, tasks: list[Tensor]
+) -> Iterator[Tensor]:
     """Minus the update by the local epochs on each task; the live model is restored.  # [P] each"""
-    start, buffers = work.model.parameters.clone(), work.model.buffers.clone()
+    start, buffers = runtime.model.parameters.clone(), runtime.model.buffers.clone()
     for indices in tasks:
-        work.fit(work.batches(round_id, indices))
-        yield start - work.model.parameters
-        work.model.load(start, buffers)
+        runtime.fit(runtime.batches(round_id, indices))
+        yield start - runtime.model.parameters
+        runtime.model.load(start, buffers)
 
 
 def cosines(products: Tensor) -> Tensor:

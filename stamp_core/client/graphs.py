@@ -2,37 +2,32 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from stamp_core.client.batches import Batch, StepContext, tensor_fields
 from stamp_core.core.devices import new_graphs
 from stamp_core.models.networks import Classifier
 
 WARM_UP = 3  # steps before a capture, in which libraries choose their kernels
 
-Inputs = Mapping[str, Tensor]
-Step = Callable[[Inputs], Tensor]  # takes an SGD step on some inputs; its loss
+Step = Callable[[Batch, StepContext], Tensor]  # takes an SGD step; its loss
 
 
-class CapturedStep(NamedTuple):
+@dataclass(frozen=True)
+class CapturedStep:
     """A captured step, with the tensors that it reads and writes."""
 
     replay: Callable[[], None]
-    inputs: Inputs  # at fixed addresses
+    batch: dict[str, Tensor]  # at fixed addresses
+    context: dict[str, Tensor]
     loss: Tensor
     images: int  # encoded for a gradient, which a replay does not count itself
-
-    def take(self, inputs: Inputs) -> Tensor:
-        """The loss of a step on other inputs of the same shapes."""
-        for name, fixed in self.inputs.items():
-            fixed.copy_(inputs[name])
-        self.replay()
-        Classifier.differentiated += self.images
-        return self.loss.clone()
 
 
 class StepGraphs:
@@ -44,40 +39,67 @@ class StepGraphs:
     """
 
     def __init__(self, device: torch.device, network: Classifier) -> None:
-        self.network, self.graphs = network, new_graphs(device)
-        self.seen, self.captured = Counter[object](), dict[object, CapturedStep]()
+        self.network = network
+        self.graphs = new_graphs(device)
+        self.seen = Counter[object]()
+        self.captured = dict[object, CapturedStep]()
+
+    @property
+    def available(self) -> bool:
+        """Whether the device has graphs."""
+        return self.graphs is not None
 
     def usable(self, images: int) -> bool:
         """Whether a step on so many images may be captured: micro-batches are computed again."""
         size = self.network.micro_batch_size
-        return self.graphs is not None and (size is None or images <= size)
+        return self.available and (size is None or images <= size)
 
-    def take(self, name: str, step: Step, inputs: Inputs) -> Tensor:
-        """The loss of an SGD step on `inputs`, among them "images"; `name` says which step."""
-        if self.graphs is None or not self.usable(len(inputs["images"])):
-            return step(inputs)
-        shapes = ((key, t.shape, t.stride(), t.dtype) for key, t in inputs.items())
-        key = name, *shapes
-        if key in self.captured:
-            return self.captured[key].take(inputs)
-        self.seen[key] += 1
-        if self.seen[key] <= WARM_UP:
-            return self.graphs.warm_up(partial(step, inputs))
-        try:
-            self.captured[key] = self.capture(step, inputs)
-        except RuntimeError as error:  # nothing has been changed
-            warnings.warn(f"SGD steps are not captured as graphs: {error}", stacklevel=2)
-            self.graphs = None
-            return step(inputs)
-        return self.captured[key].take(inputs)
+    def take(self, step: Step, batch: Batch, context: StepContext) -> Tensor:
+        """The loss of an SGD step."""
+        if self.graphs is None or not self.usable(len(batch)):
+            return step(batch, context)
+        read = [tensor_fields(batch), tensor_fields(context)]
+        shapes = [(k, t.shape, t.stride(), t.dtype) for each in read for k, t in each.items()]
+        key = (step, batch.exemplars, *shapes)
+        if key not in self.captured:
+            self.seen[key] += 1
+            if self.seen[key] <= WARM_UP:
+                return self.graphs.warm_up(partial(step, batch, context))
+            try:
+                self.captured[key] = self.capture(step, batch, context)
+            except RuntimeError as error:  # nothing has been changed
+                warnings.warn(f"SGD steps are not captured as graphs: {error}", stacklevel=2)
+                self.graphs = None
+                return step(batch, context)
+        return self.replay(self.captured[key], *read)
 
-    def capture(self, step: Step, inputs: Inputs) -> CapturedStep:
+    def capture(self, step: Step, batch: Batch, context: StepContext) -> CapturedStep:
         """A captured step, which has not been taken yet."""
         assert self.graphs is not None
-        fixed = {name: values.clone() for name, values in inputs.items()}
-        before = Classifier.differentiated
+        of_batch: dict[str, Any] = _copies(batch)
+        of_context: dict[str, Any] = _copies(context)
+        nothing = dict.fromkeys(each.name for each in fields(context))
+        inputs = replace(batch, **of_batch), replace(context, **{**nothing, **of_context})
+        before = self.network.images_backpropagated
         try:
-            replay, loss = self.graphs.capture(partial(step, fixed))
-            return CapturedStep(replay, fixed, loss, Classifier.differentiated - before)
+            replay, loss = self.graphs.capture(partial(step, *inputs))
+            counted = self.network.images_backpropagated - before
+            return CapturedStep(replay, of_batch, of_context, loss, counted)
         finally:
-            Classifier.differentiated = before
+            self.network.images_backpropagated = before
+
+    def replay(
+        self, captured: CapturedStep, batch: dict[str, Tensor], context: dict[str, Tensor]
+    ) -> Tensor:
+        """The loss of a captured step on other tensors of the same shapes."""
+        for fixed, values in ((captured.batch, batch), (captured.context, context)):
+            for name, place in fixed.items():
+                place.copy_(values[name])
+        captured.replay()
+        self.network.images_backpropagated += captured.images
+        return captured.loss.clone()
+
+
+def _copies(values: Batch | StepContext) -> dict[str, Tensor]:
+    """Copies of the tensors of a batch or context, at addresses of their own."""
+    return {name: value.clone() for name, value in tensor_fields(values).items()}

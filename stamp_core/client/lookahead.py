@@ -6,15 +6,15 @@ from contextlib import contextmanager, nullcontext
 from torch import Tensor
 from torch.func import functional_call
 
-from stamp_core.client.workspace import Workspace
+from stamp_core.client.runtime import ClientRuntime
 
 
 class LookAhead:
     """The network of a workspace as a function of its parameters."""
 
-    def __init__(self, work: Workspace) -> None:
-        self.work = work
-        self.names = [name for name, _ in work.classifier.named_parameters()]
+    def __init__(self, runtime: ClientRuntime) -> None:
+        self.runtime = runtime
+        self.names = [name for name, _ in runtime.classifier.named_parameters()]
 
     def __call__(
         self, tensors: Sequence[Tensor], images: Tensor, update_norms: bool = False
@@ -24,24 +24,26 @@ class LookAhead:
         No tensor may be a leaf, for the reason that `Classifier.encode` gives. Running statistics
         of batch normalisation change only on request: most of these weights are never the model's.
         """
-        work, values = self.work, dict(zip(self.names, tensors, strict=True))
-        work.train_mode(len(images))
-        with nullcontext() if update_norms else _constant_statistics(work):
+        runtime, values = self.runtime, dict(zip(self.names, tensors, strict=True))
+        runtime.train_mode(len(images))
+        with nullcontext() if update_norms else _constant_statistics(runtime):
             # no network here has two names for one tensor, which it would take time to look for
-            logits: Tensor = functional_call(work.classifier, values, (images,), tie_weights=False)
+            logits: Tensor = functional_call(
+                runtime.classifier, values, (images,), tie_weights=False
+            )
         return logits
 
 
 @contextmanager
-def _constant_statistics(work: Workspace) -> Iterator[None]:
+def _constant_statistics(runtime: ClientRuntime) -> Iterator[None]:
     """A context in which a pass leaves the running statistics of batch normalisation unchanged."""
-    momenta = [norm.momentum for norm in work.classifier.norms]
-    for norm in work.classifier.norms:
+    momenta = [norm.momentum for norm in runtime.classifier.norms]
+    for norm in runtime.classifier.norms:
         norm.momentum = 0.0
     try:
         yield
     finally:
-        for norm, momentum in zip(work.classifier.norms, momenta, strict=True):
+        for norm, momentum in zip(runtime.classifier.norms, momenta, strict=True):
             norm.momentum = momentum
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import grad
 from torch.func import functional_call
 
-from stamp_core.client.workspace import RoundId, Workspace
+from stamp_core.client.runtime import ClientRuntime, RoundId
 from stamp_core.core.seeding import generator
 from stamp_core.models.flat import split_like
 
@@ -96,10 +96,10 @@ def _clamp(x: Tensor, maximum: float) -> Tensor:
 
 @torch.no_grad()
 def layer_statistics(
-    work: Workspace, norms: Sequence[nn.Module], indices: Tensor
+    runtime: ClientRuntime, norms: Sequence[nn.Module], indices: Tensor
 ) -> LayerStatistics:
     """The statistics of some training images in the live model in evaluation mode."""
-    module = work.model.module.eval()
+    module = runtime.model.module.eval()
     layers, sums = _learnable(module), dict[nn.Module, Tensor]()
 
     def add(layer: nn.Module, args: tuple[Tensor]) -> None:
@@ -112,7 +112,7 @@ def layer_statistics(
     with ExitStack() as hooks:
         for layer in layers:
             hooks.callback(layer.register_forward_pre_hook(add).remove)
-        for images, _ in plain_batches(work, indices, work.chunk):
+        for images, _ in plain_batches(runtime, indices, runtime.chunk):
             module(images)
     moments = [_moments(sums[layer].view(2, -1).mean(1)) for layer in layers]
     inputs = [
@@ -183,46 +183,46 @@ def store_mixture(norms: Sequence[Any], net: Sequence[Moments], beta: Tensor) ->
         norm.running_var.copy_(torch.lerp(variance, norm.running_var, share))
 
 
-def plain_batches(work: Workspace, indices: Tensor, size: int) -> BatchIterator:
+def plain_batches(runtime: ClientRuntime, indices: Tensor, size: int) -> BatchIterator:
     """Training images in the given order, in batches, without augmentation."""
-    for batch in indices.to(work.x_train.device).split(size) if len(indices) else ():
-        images, labels = work.train_images(batch)
-        yield work.normalise(images), labels
+    for batch in indices.to(runtime.x_train.device).split(size) if len(indices) else ():
+        images, labels = runtime.train_images(batch)
+        yield runtime.normalise(images), labels
 
 
 def endless_batches(
-    work: Workspace, round_id: RoundId, indices: Tensor, purpose: str
+    runtime: ClientRuntime, round_id: RoundId, indices: Tensor, purpose: str
 ) -> BatchIterator:
     """Augmented batches of training images without end, in a new order each epoch."""
-    draw, read = round_id.generator(purpose), work.reader(work.x_train, indices)
-    labels = work.y_train[indices.to(work.y_train.device)].to(work.device)
+    draw, read = round_id.generator(purpose), runtime.reader(runtime.x_train, indices)
+    labels = runtime.y_train[indices.to(runtime.y_train.device)].to(runtime.device)
     while True:
         order = torch.randperm(len(indices), generator=draw)
-        for drawn in work.draw(order.split(work.training.batch_size), draw):
+        for drawn in runtime.draw(order.split(runtime.training.batch_size), draw):
             yield read(drawn), labels[drawn.places]
 
 
 def epoch_batches(
-    work: Workspace, round_id: RoundId, indices: Tensor, purpose: str, epochs: int
+    runtime: ClientRuntime, round_id: RoundId, indices: Tensor, purpose: str, epochs: int
 ) -> BatchIterator:
     """Augmented batches of training images for some epochs, in a new order each epoch."""
-    steps = epochs * math.ceil(len(indices) / work.training.batch_size)
-    return islice(endless_batches(work, round_id, indices, purpose), steps)
+    steps = epochs * math.ceil(len(indices) / runtime.training.batch_size)
+    return islice(endless_batches(runtime, round_id, indices, purpose), steps)
 
 
-def clipped_gradient(work: Workspace, images: Tensor, labels: Tensor) -> Tensor:
+def clipped_gradient(runtime: ClientRuntime, images: Tensor, labels: Tensor) -> Tensor:
     """The live model's gradient in training mode; zero where the loss is not finite.  # [P]"""
-    work.train_mode(len(labels))
-    work.model.gradients.zero_()
-    loss = F.cross_entropy(work.model.module(images), labels)
+    runtime.train_mode(len(labels))
+    runtime.model.gradients.zero_()
+    loss = F.cross_entropy(runtime.model.module(images), labels)
     loss.backward()
     limit = torch.where(loss > HIGH, CLIP, math.inf)  # of the device, which nobody waits for
-    return work.model.gradients.clamp_(-limit, limit).masked_fill_(~(loss < math.inf), 0.0)
+    return runtime.model.gradients.clamp_(-limit, limit).masked_fill_(~(loss < math.inf), 0.0)
 
 
-def loss_at(work: Workspace, theta: Tensor, images: Tensor, labels: Tensor) -> Tensor:
+def loss_at(runtime: ClientRuntime, theta: Tensor, images: Tensor, labels: Tensor) -> Tensor:
     """The loss with the parameters `theta` in evaluation mode."""
-    module = work.model.module.eval()
+    module = runtime.model.module.eval()
     named = dict(module.named_parameters())
     values = dict(zip(named, split_like(theta, list(named.values())), strict=True))
     return F.cross_entropy(functional_call(module, values, (images,)), labels)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stamp_core.client.workspace import Workspace
+from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid
 from stamp_core.models.flat import in_flat_order
 
@@ -63,14 +63,14 @@ class Layer:
 Layers = Mapping[str, Layer]  # by their names in the classifier, in order
 
 
-def find_layers(work: Workspace, joint: bool = True, head: bool = True) -> Layers:
+def find_layers(runtime: ClientRuntime, joint: bool = True, head: bool = True) -> Layers:
     """The linear and convolutional layers; `joint` makes their biases a part of the matrices."""
-    if work.setting.network.kind == "swin_t":
+    if runtime.setting.network.kind == "swin_t":
         right = "another for gradient projection: its attention uses layers without calling them"
         raise invalid("network.kind", "swin_t", right)
-    places = parameter_slices(work)
+    places = parameter_slices(runtime)
     layers = dict[str, Layer]()
-    for name, module in work.classifier.named_modules():
+    for name, module in runtime.classifier.named_modules():
         if isinstance(module, nn.Linear | nn.Conv2d) and (head or name != "head"):
             bias = places.get(f"{name}.bias") if joint else None
             inputs = module.weight[0].numel() + (bias is not None)
@@ -79,16 +79,16 @@ def find_layers(work: Workspace, joint: bool = True, head: bool = True) -> Layer
     return layers
 
 
-def parameter_slices(work: Workspace) -> dict[str, slice]:
+def parameter_slices(runtime: ClientRuntime) -> dict[str, slice]:
     """Where each parameter is in the flat vector, by its name."""
     slices, start = {}, 0
-    for name, value in work.classifier.named_parameters():
+    for name, value in runtime.classifier.named_parameters():
         slices[name] = slice(start, start + value.numel())
         start += value.numel()
     return slices
 
 
-def layer_inputs(work: Workspace, layers: Layers, images: Tensor) -> dict[str, Tensor]:
+def layer_inputs(runtime: ClientRuntime, layers: Layers, images: Tensor) -> dict[str, Tensor]:
     """What each layer of the live model gets for uint8 images, in evaluation mode.
 
     The vectors as columns R [d, m] or, where there are no fewer than d of them, R R' [d, d].
@@ -106,7 +106,7 @@ def layer_inputs(work: Workspace, layers: Layers, images: Tensor) -> dict[str, T
         for name, layer in layers.items():
             hooks.callback(layer.module.register_forward_pre_hook(partial(add, name)).remove)
         for part in images.split(IMAGES):
-            work.outputs(part)
+            runtime.outputs(part)
     return {name: torch.cat(held, 1) for name, held in found.items()}
 
 
@@ -168,9 +168,9 @@ def share_inside(vector: Tensor, layers: Layers, bases: Bases) -> float:
     return float(torch.cat(inside).norm() / torch.cat(whole).norm())
 
 
-def descent_direction(work: Workspace) -> Tensor:
+def descent_direction(runtime: ClientRuntime) -> Tensor:
     """The live gradient with the weight decay that a step adds to it.  # [P]"""
-    model, decay = work.model, work.training.weight_decay
+    model, decay = runtime.model, runtime.training.weight_decay
     return model.gradients.add(model.parameters, alpha=decay) if decay else model.gradients
 
 

@@ -86,7 +86,8 @@ def per_sample_gradients(network: Classifier, images: Tensor, labels: Tensor) ->
     In evaluation mode: with the statistics of a batch no image has a gradient of its own.
     In float32 whatever the network's precision: vmap does not mix types.
     """
-    counted, network = Classifier.differentiated, copy(network.eval())  # shares its layers
+    network.images_backpropagated += len(images)
+    network = copy(network.eval())  # shares its layers, but counts the images of vmap as one
     network.precision = "float32"
     values = {name: value.detach() for name, value in network.named_parameters()}
     buffers = dict(network.named_buffers())
@@ -96,7 +97,6 @@ def per_sample_gradients(network: Classifier, images: Tensor, labels: Tensor) ->
         return F.cross_entropy(logits, label[None])
 
     gradients = vmap(grad(loss), in_dims=(None, 0, 0), chunk_size=CHUNK)(values, images, labels)
-    Classifier.differentiated = counted + len(images)  # vmap passes many images as one
     pairs = ((gradients[name], value) for name, value in values.items())
     return torch.cat([in_flat_order(*pair).flatten(1) for pair in pairs], dim=1)
 

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from stamp_core.client.diagnostics import temporal_angles
+from stamp_core.client.runtime import ClientRuntime, RoundId
 from stamp_core.client.scoring import score
-from stamp_core.client.workspace import RoundId, Workspace
 from stamp_core.config.decode import invalid, unknown_name
 from stamp_core.config.schema import Setting
 from stamp_core.core.devices import device_peak, reset_device_peak
@@ -32,8 +32,7 @@ from stamp_core.data.split import Plan
 from stamp_core.engine.checkpoint import WORTH_A_FLUSH, state_store
 from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.trees import Stored
-from stamp_core.methods.base.method import ClientRound, Message, Method, Reply, State
-from stamp_core.models.networks import Classifier
+from stamp_core.methods.base.method import LocalModel, Message, Reply, State
 
 _T = TypeVar("_T")
 Kept = State | Stored  # a client's state, or its name in a store
@@ -44,12 +43,11 @@ OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "ALLOC_FAILED")  
 class ClientResult:
     """A client's reply with what its round cost and, after a last round, its model's scores."""
 
-    reply: Reply  # without its state if that is stored
+    reply: Reply  # without its state if that is stored, and without the local model
     state: Kept
     scores: Tensor | None  # [scorings, 1, T] of the model after local training
     angles: dict[str, float]  # between the gradients of the client's tasks, if recorded
     seconds: float
-    images: int  # through the encoder for a gradient
     memory: int  # bytes, peak of this process so far
     gpu: int  # bytes, peak of the client round on the GPU
 
@@ -67,15 +65,15 @@ class Worker:
         device: str,
         resume: Path | None = None,
     ) -> None:
-        self.work = Workspace(experiment.setting, experiment.dataset(), device)
-        self.method = experiment.kind(experiment.params, self.work)
+        self.runtime = ClientRuntime(experiment.setting, experiment.dataset(), device)
+        self.method = experiment.kind(experiment.params, self.runtime)
         self.plans = plans
         self.stores = {seed: state_store(resume, experiment.name, seed) for seed in plans if resume}
         self.lock = threading.Lock()
 
     def run(self, call: "Call[_T]") -> _T:
         """The result of a call; an error for lack of memory names the parameter to lower."""
-        with explain_out_of_memory(self.work.setting):
+        with explain_out_of_memory(self.runtime.setting):
             return call(self)
 
     def initial_states(self, seed: int) -> tuple[State, list[Kept], int, int]:
@@ -96,55 +94,63 @@ class Worker:
 
     def train_client(self, round_id: RoundId, state: Kept, message: Message) -> ClientResult:
         """One client round, with the scores and angles of its local model after a last round."""
-        plan, seed = self.plans[round_id.seed], round_id.seed
-        client_round = ClientRound(round_id, plan, self.load_state(seed, state), message)
-        reset_device_peak(self.work.device)
-        start, before = time.perf_counter(), Classifier.differentiated
+        seed = round_id.seed
+        loaded = self.load_state(seed, state)
+        client_round = self.method.client_round(round_id, self.plans[seed], loaded, message)
+        reset_device_peak(self.runtime.device)
+        start = time.perf_counter()
         reply = self.method.train_client(client_round)
         require_on_cpu(reply.message)
-        seconds, images = time.perf_counter() - start, Classifier.differentiated - before
-        peak = device_peak(self.work.device)
-        scores, angles = self.diagnose(round_id) if round_id.last else (None, {})
+        seconds = time.perf_counter() - start
+        peak = device_peak(self.runtime.device)
+        scores, angles = self.diagnose(round_id, reply.local) if reply.local else (None, {})
         kept = self.keep_state(seed, reply.state, seconds > WORTH_A_FLUSH)
-        if isinstance(kept, Stored):
-            reply = replace(reply, state={})
-        return ClientResult(reply, kept, scores, angles, seconds, images, peak_memory(), peak)
+        own = {} if isinstance(kept, Stored) else reply.state
+        reply = replace(reply, state=own, local=None)
+        return ClientResult(reply, kept, scores, angles, seconds, peak_memory(), peak)
 
-    def diagnose(self, round_id: RoundId) -> tuple[Tensor | None, dict[str, float]]:
-        """Scores and angles of the model after a client round, where the method has them."""
-        plan, models = self.plans[round_id.seed], self.method.models
-        recorded = self.work.setting.diagnostics
+    def diagnose(
+        self, round_id: RoundId, local: LocalModel
+    ) -> tuple[Tensor | None, dict[str, float]]:
+        """Scores and angles of the model after local training, where the method has them."""
+        plan = self.plans[round_id.seed]
+        models = self.method.models
+        recorded = self.runtime.setting.diagnostics
         scores = None
+        self.runtime.model.load(*local)
         if "local" in models:
-            scores = score(self.work, plan, [round_id.client], round_id.experience)
+            scores = score(self.runtime, plan, [round_id.client], round_id.experience)
         if not recorded.angles or models == ("global",):  # joint training: no client has tasks
             return scores, {}
-        return scores, temporal_angles(self.work, plan, round_id, recorded.displacements)
+        return scores, temporal_angles(self.runtime, plan, round_id, recorded.displacements)
 
     def evaluate(self, seed: int, experience: int, message: Message) -> Tensor:
         """Scores of the model in `message` for all clients.  # [scorings, U, T]"""
         plan = self.plans[seed]
-        self.work.model.load(message["parameters"], message["buffers"])
+        self.runtime.model.load(message["parameters"], message["buffers"])
         clients = list(range(len(plan.clients)))
-        return score(self.work, plan, clients, experience, nearest_mean=True)
+        return score(self.runtime, plan, clients, experience, nearest_mean=True)
 
     def extract_features(self, message: Message, indices: Tensor) -> Tensor:
         """Features of some test images under the model in `message`.  # float16 [n, D]"""
-        self.work.model.load(message["parameters"], message["buffers"])
-        images = self.work.test_images(indices)
-        return self.work.outputs(images, self.work.classifier.encode).half()
+        self.runtime.model.load(message["parameters"], message["buffers"])
+        images = self.runtime.test_images(indices)
+        return self.runtime.outputs(images, self.runtime.classifier.encode).half()
 
     def evaluate_client(
         self, round_id: RoundId, state: Kept, message: Message, personal: bool
     ) -> Tensor:
         """Scores of a client's personal model, or of the global one with the client's buffers."""
-        plan, loaded = self.plans[round_id.seed], self.load_state(round_id.seed, state)
-        client_round = ClientRound(round_id, plan, loaded, message)
+        plan = self.plans[round_id.seed]
+        loaded = self.load_state(round_id.seed, state)
         if personal:
+            client_round = self.method.client_round(round_id, plan, loaded, message)
             return self.method.personal_scores(client_round)
-        Method.receive(self.method, client_round)
+        self.runtime.load_received(message, loaded)
         client, experience = round_id.client, round_id.experience
-        return score(self.work, plan, [client], experience, nearest_mean=True)  # [scorings, 1, T]
+        return score(
+            self.runtime, plan, [client], experience, nearest_mean=True
+        )  # [scorings, 1, T]
 
 
 def require_on_cpu(message: Message) -> None:

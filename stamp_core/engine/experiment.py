@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from stamp_core.client.workspace import Workspace
+from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import ParameterError, invalid, to_plain
 from stamp_core.config.params import (
     FILES,
@@ -78,7 +78,9 @@ class Experiment:
     def files(self) -> list[Path]:
         """The files that, with all their imports, determine the results of this experiment."""
         kind = self.kind.__module__.rpartition(".")[2]
-        found = [PACKAGE / "engine" / "train.py", PACKAGE / "methods" / f"{kind}.py"]
+        package = PACKAGE / "methods" / kind
+        method = package / "__init__.py" if package.is_dir() else package.with_suffix(".py")
+        found = [PACKAGE / "engine" / "train.py", method]
         if hasattr(self.params, "memory"):  # its rule is loaded by name, not by an import
             found.append(PACKAGE / "coresets" / "selection" / f"{self.params.memory.selection}.py")
         return found
@@ -124,7 +126,7 @@ def check_setting(name: str, params: Params) -> None:
     dataset = load_dataset(setting.data)
     try:
         make_plan(setting.split, dataset, seed=0)
-        Workspace(setting, dataset)
+        ClientRuntime(setting, dataset)
     except ParameterError as error:
         raise ParameterError(f"{FILES['settings']}: {name}: {error}") from None
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from stamp_core.client.by_class import first_per_class
 from stamp_core.client.diagnostics import spatial_angles
-from stamp_core.client.workspace import RoundId
+from stamp_core.client.runtime import RoundId
 from stamp_core.core.devices import device_name, resolve_device
 from stamp_core.core.progress import Progress
 from stamp_core.core.seeding import generator
@@ -115,7 +115,7 @@ class Run:
         self.method, self.models = worker.method, worker.method.models
         self.training, self.seed = experiment.setting.training, plan.seed
         self.rounds = plan.experiences * self.training.rounds
-        self.identity = experiment.identity(plan, str(worker.work.device))
+        self.identity = experiment.identity(plan, str(worker.runtime.device))
         self.checkpoint: Checkpoint | None = None
         if resume:
             of_run = resume, experiment.name, plan.seed, self.identity
@@ -127,14 +127,14 @@ class Run:
         if not saved:
             self.save(evaluated=True, flush=False)  # a warm-up is kept as well
         count = experiment.setting.diagnostics.features
-        self.feature_indices = first_per_class(worker.work.dataset.y_test, count)
+        self.feature_indices = first_per_class(worker.runtime.dataset.y_test, count)
 
     def initial_state(self) -> dict[str, Any]:
         """The state before the first round, with the untrained model's accuracies."""
         start = time.perf_counter()
         server, clients, down, up = self.worker.run(partial(Worker.initial_states, seed=self.seed))
         setup = {"down": down, "up": up, "seconds": time.perf_counter() - start}
-        scorings = len(self.worker.work.scorings)
+        scorings = len(self.worker.runtime.scorings)
         shape = (scorings, self.plan.experiences, len(clients), self.plan.tasks)
         scores = {model: torch.full(shape, torch.nan) for model in ("global", "personal", "local")}
         scores["initial"] = self.worker.run(
@@ -257,7 +257,7 @@ class Run:
 
     def has_local_buffers(self) -> bool:
         """Whether the global model needs each client's own batch normalisation."""
-        return self.training.buffers == "local" and len(self.worker.work.model.buffers) > 0
+        return self.training.buffers == "local" and len(self.worker.runtime.model.buffers) > 0
 
     def history_entry(
         self,
@@ -277,7 +277,7 @@ class Run:
             "participants": len(messages),
             "completed": len(results),
             "sgd_steps": sum(reply.sgd_steps for reply in replies),
-            "images": sum(result.images for result in results),
+            "images": sum(reply.log.images for reply in replies),
             "loss": sum(loss * n for loss, n in losses) / samples if samples else None,
             "seconds": {
                 "clients": sum(result.seconds for result in results),  # their own work, added up
@@ -316,14 +316,14 @@ class Run:
 
     def test_counts(self) -> npt.NDArray[np.int64]:
         """How many test images each client has of each task.  # [U, T]"""
-        tests, plan = self.worker.work.tests, self.plan
+        tests, plan = self.worker.runtime.tests, self.plan
         clients, tasks = range(len(plan.clients)), range(plan.tasks)
         return np.array([[len(tests(plan, u, t)) for t in tasks] for u in clients])
 
     def record(self) -> Record:
         """The record of the finished run."""
-        work = self.worker.work
-        graphs = self.method.captures and work.graphs.usable(self.training.batch_size)
+        runtime = self.worker.runtime
+        graphs = self.method.graph_safe and runtime.graphs.usable(self.training.batch_size)
         about = {
             **self.experiment.resolved(),
             "group": self.experiment.kind.group,
@@ -333,7 +333,7 @@ class Run:
             "identity": self.identity,
             "environment": {
                 "python": platform.python_version(),
-                "device": device_name(work.device),
+                "device": device_name(runtime.device),
                 "steps": "graphs" if graphs else "eager",  # of local training, on whole batches
                 "cores": os.cpu_count(),
             },
@@ -352,7 +352,7 @@ class Run:
         """Features of test images after each experience, with their labels, if recorded."""
         if not self.state["features"]:
             return {}
-        labels = self.worker.work.dataset.y_test[self.feature_indices]
+        labels = self.worker.runtime.dataset.y_test[self.feature_indices]
         return {"features": torch.stack(self.state["features"]).numpy(), "labels": labels.numpy()}
 
     def memory_samples(self, experience: int) -> list[dict[str, Tensor]]:
@@ -374,7 +374,7 @@ class Run:
         """
         if "global" not in self.models:
             return {}
-        module, server = self.worker.work.model.module, self.state["server"]
+        module, server = self.worker.runtime.model.module, self.state["server"]
         weights = {}
         for named, vector in (
             (dict(module.named_parameters()), server["parameters"]),

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stamp_core.client.pool import Pool
-from stamp_core.client.workspace import Workspace
+from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_above, require_at_least
 from stamp_core.methods.base.distillation import soft_cross_entropy
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Log, Message, Reply, State
@@ -79,23 +79,23 @@ class AFFCL(TaskServer):
     """
 
     Params: ClassVar = AFFCLParams
-    neutral: ClassVar[dict[str, Any]] = {"k_loss_flow": 0.0, "k_kd_last": 0.0}
+    fedavg_equivalent: ClassVar[dict[str, Any]] = {"k_loss_flow": 0.0, "k_kd_last": 0.0}
     group = "continual"
 
-    def __init__(self, params: AFFCLParams, work: Workspace) -> None:
-        super().__init__(params, work)
-        self.features = next(work.classifier.head.parameters()).shape[1]  # D
+    def __init__(self, params: AFFCLParams, runtime: ClientRuntime) -> None:
+        super().__init__(params, runtime)
+        self.features = next(runtime.classifier.head.parameters()).shape[1]  # D
         if params.k_loss_flow:  # live networks, loaded anew in every client round
             self.flow, self.last_flow = (FlatModel(self.new_flow(0)) for _ in range(2))
         if params.distils:
-            self.teacher = work.network(seed=0).to(work.device).eval()
+            self.teacher = runtime.network(seed=0).to(runtime.device).eval()
             self.flat_teacher = FlatModel(self.teacher)
 
     def new_flow(self, seed: int) -> Flow:
         """A flow with the initial weights of `seed`."""
         hidden = self.params.flow_hidden or self.features
-        shape = (self.features, self.work.classes, hidden, self.params.flow_layers)
-        return build_flow(*shape, self.params.flow_scale, seed).to(self.work.device)
+        shape = (self.features, self.runtime.classes, hidden, self.params.flow_layers)
+        return build_flow(*shape, self.params.flow_scale, seed).to(self.runtime.device)
 
     # --- the server
 
@@ -121,7 +121,10 @@ class AFFCL(TaskServer):
         if not self.params.k_loss_flow or not trained:
             return state
         weights = [float(reply.samples) for reply in trained]
-        return {**state, "flow": self.work.average([r.message["flow"] for r in trained], weights)}
+        return {
+            **state,
+            "flow": self.runtime.average([r.message["flow"] for r in trained], weights),
+        }
 
     # --- a client
 
@@ -136,8 +139,8 @@ class AFFCL(TaskServer):
         last = client_round.state.get("last", {})
         if PREFIX + "past" in message:
             last = {name: message[name].clone() for name in self.params.kept if past.any()}
-            if "parameters" in last and len(self.work.model.buffers):
-                last["buffers"] = self.work.model.buffers.cpu().clone()
+            if "parameters" in last and len(self.model.buffers):
+                last["buffers"] = self.model.buffers.cpu().clone()
         if "parameters" in last:
             self.flat_teacher.load(last["parameters"], last.get("buffers"))
         scratch["last"] = last
@@ -146,23 +149,23 @@ class AFFCL(TaskServer):
 
     def prepare_flow(self, client_round: ClientRound, past: Tensor) -> None:
         """Load the flows; the optimisers and the classes to be drawn are in `scratch`."""
-        message, scratch, work = client_round.message, client_round.scratch, self.work
-        learnt = unpack_bits(message["learnt"], work.classes) if "learnt" in message else past
+        message, scratch, runtime = client_round.message, client_round.scratch, self.runtime
+        learnt = unpack_bits(message["learnt"], runtime.classes) if "learnt" in message else past
         learnt = learnt | self.current_classes(client_round)
         self.flow.load(message["flow"])
         if "flow" in scratch["last"]:
             self.last_flow.load(scratch["last"]["flow"])
         moments = client_round.state.get("moments")
-        count = work.training.epochs * len(self.train_indices(client_round))
+        count = runtime.training.epochs * len(self.train_indices(client_round))
         names = "replay", "replay of the last task"
         draw, draw_past = map(client_round.round_id.generator, names)
         scratch |= {
             "draws": Pool(partial(self.draw_inputs, learnt, count, draw)),
             "past": Pool(partial(self.past_samples, past, count, draw_past)),
-            "diverged": torch.zeros((), dtype=torch.bool, device=work.device),
+            "diverged": torch.zeros((), dtype=torch.bool, device=runtime.device),
             "adam": FlatAdam(self.flow, self.params.flow_lr, moments),
             # a second optimiser, as published; weights decay in the step on images
-            "sgd": FlatSGD(work.model, replace(work.training, weight_decay=0.0)),
+            "sgd": FlatSGD(runtime.model, replace(runtime.training, weight_decay=0.0)),
             "batches": [],
             "replays": [],  # of each: density, credibility, whether it was used, or failed
         }
@@ -181,19 +184,19 @@ class AFFCL(TaskServer):
         last = "parameters" in client_round.scratch["last"]
         if not self.params.k_loss_flow and not last:
             return super().loss(client_round, images, labels)
-        features = self.work.classifier.encode(images)  # replay leaves the encoder as it is
+        features = self.classifier.encode(images)  # replay leaves the encoder as it is
         if self.params.k_loss_flow:
             batches = client_round.scratch["batches"]
             batches.append((self.evaluated(images, features), labels))
             if len(batches) == self.params.flow_every:
                 self.learn_and_replay(client_round)
-        logits = self.work.classifier.head(features)
+        logits = self.classifier.head(features)
         loss = F.cross_entropy(logits, labels)
         return loss + self.distillation(images, features, logits) if last else loss
 
     def evaluated(self, images: Tensor, features: Tensor) -> Tensor:
         """The features of evaluation mode, computed again only where they differ.  # [N, D]"""
-        classifier = self.work.classifier
+        classifier = self.classifier
         if not any(norm.training for norm in classifier.norms):
             return features.detach()
         set_train_mode(classifier, update_norms=False)
@@ -260,7 +263,7 @@ class AFFCL(TaskServer):
         """Random labels of some classes, and noise, on the device.  # [N], [N, D]"""
         labels = draw_labels(classes, count, draw)
         noise = torch.randn(count, self.features, generator=draw)
-        return labels.to(self.work.device), noise.to(self.work.device)
+        return labels.to(self.runtime.device), noise.to(self.runtime.device)
 
     @torch.no_grad()
     def sample(self, flow: FlatModel, noise: Tensor, labels: Tensor) -> Tensor:
@@ -280,11 +283,11 @@ class AFFCL(TaskServer):
 
         Its gradient is 0 if the loss is not finite, or the flow has diverged before.
         """
-        scratch, params, model = client_round.scratch, self.params, self.work.model
+        scratch, params, model = client_round.scratch, self.params, self.model
         drawn, noise = scratch["draws"].take(len(labels))
         samples = self.sample(self.flow, noise, drawn)
         weights, density = self.weights(features, labels, samples, noise, drawn)
-        logits = self.work.classifier.head(samples)
+        logits = self.classifier.head(samples)
         each = F.cross_entropy(logits, drawn, reduction="none")
         loss = (weights * each).mean() * ((1 - params.theta) * density + params.theta)
         if "parameters" in scratch["last"] and params.k_kd_output:
@@ -309,7 +312,7 @@ class AFFCL(TaskServer):
         density = (log_density / self.features).exp().mean()  # per feature
         compared = samples if self.params.credibility != "noise" else noise
         own = features if self.params.credibility == "features" else own_noise
-        members = F.one_hot(labels, self.work.classes).to(own.dtype)
+        members = F.one_hot(labels, self.runtime.classes).to(own.dtype)
         least = self.params.min_variance
         return credibility(compared, drawn, own, members, density, least), density
 

@@ -8,11 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from stamp_core.client.batches import Batch
 from stamp_core.config.decode import require_at_least
 from stamp_core.matching.projection import NOT_FINITE
-from stamp_core.methods.base.method import ClientRound
+from stamp_core.methods.base.method import ClientRound, Log
 from stamp_core.methods.base.projection import exemplar_gradient, log_projection
-from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalParams
+from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalContext, RehearsalParams
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,20 @@ class AGemParams(RehearsalParams):
     reference: int = 128  # exemplars for the reference gradient; published: 256
 
     def __post_init__(self) -> None:
-        """Refuse an empty reference."""
+        """Validate the size of the reference."""
         super().__post_init__()
         require_at_least(self, 1, "reference")
+
+
+@dataclass
+class AGemContext(RehearsalContext):
+    """What the steps read besides their batches, and what they leave."""
+
+    images: Tensor  # of the memory
+    labels: Tensor
+    samples: Iterator[Tensor]  # indices of exemplars of other tasks, for each step
+    products: list[Tensor]  # <reference, gradient> of each step
+    log: Log
 
 
 class AGem(Rehearsal):
@@ -33,42 +45,46 @@ class AGem(Rehearsal):
 
     Params: ClassVar = AGemParams
 
-    def train(self, client_round: ClientRound) -> list[Tensor]:
-        """Local SGD; all samples are drawn before, and what they did is read after."""
-        products: list[Tensor] = []
-        client_round.scratch |= {"samples": self.samples(client_round), "products": products}
-        losses = super().train(client_round)
-        if products:
-            found = torch.stack(products).cpu()
-            finite = found.isfinite()
-            corrected = float((finite & (found < 0)).double().mean())
-            troubles = [NOT_FINITE] * int((~finite).sum())
-            log_projection(client_round.log, "agem", corrected, troubles)
-        return losses
+    def start(self, client_round: ClientRound) -> AGemContext:
+        """Load the received model; all samples are drawn before training."""
+        self.receive(client_round)
+        images, labels = self.exemplars_on_device(client_round)
+        samples = self.samples(client_round, images.device)
+        anchors = self.anchors_on_device(client_round)
+        return AGemContext(anchors, images, labels, samples, [], client_round.log)
 
-    def samples(self, client_round: ClientRound) -> Iterator[Tensor]:
-        """For every step indices of random exemplars of other tasks.  # [m] each"""
-        past, draw = self.past_indices(client_round), client_round.round_id.generator("reference")
-        steps = self.work.batch_sizes(len(client_round.indices))
+    def samples(self, client_round: ClientRound, device: torch.device) -> Iterator[Tensor]:
+        """Indices of random exemplars of other tasks for every step.  # [m] each"""
+        past = self.past_indices(client_round)
+        steps = self.runtime.batch_sizes(len(client_round.indices))
         if not steps or not len(past):
             return iter(())
+        draw = client_round.round_id.generator("reference")
         orders = [torch.randperm(len(past), generator=draw)[: self.params.reference] for _ in steps]
-        indices = past[torch.stack(orders)].to(self.remembered(client_round)[0].device)
-        return iter(indices)
+        return iter(past[torch.stack(orders)].to(device))
 
-    def correct_gradient(self, client_round: ClientRound) -> None:
+    def train(self, client_round: ClientRound, context: AGemContext) -> list[Tensor]:
+        """Local SGD; what the corrections did is read after it."""
+        losses = super().train(client_round, context)
+        if context.products:
+            found = torch.stack(context.products).cpu()
+            finite = found.isfinite()
+            corrected = float((finite & (found < 0)).double().mean())
+            failures = [NOT_FINITE] * int((~finite).sum())
+            log_projection(client_round.log, "agem", corrected, failures)
+        return losses
+
+    def correct_gradient(self, batch: Batch, context: AGemContext) -> None:
         """Remove the conflict with the gradient on a sample of exemplars of other tasks."""
-        sample = next(client_round.scratch["samples"], None)
+        sample = next(context.samples, None)
         if sample is None:
             return
-        images, labels = self.remembered(client_round)
-        gradient = self.work.model.gradients
-        with client_round.log.clock("agem"):
-            inputs = self.work.normalise(images[sample])
-            reference = exemplar_gradient(self.work, inputs, labels[sample])
-            added, product = remove_conflict(gradient, reference)
-            gradient.add_(added)
-        client_round.scratch["products"].append(product)
+        with context.log.clock("agem"):
+            inputs = self.runtime.normalise(context.images[sample])
+            reference = exemplar_gradient(self.runtime, inputs, context.labels[sample])
+            added, product = remove_conflict(self.model.gradients, reference)
+            self.model.gradients.add_(added)
+        context.products.append(product)
 
 
 def remove_conflict(gradient: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stamp_core.client.workspace import Workspace
+from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_at_least, require_fraction
 from stamp_core.coresets.memory import MemoryParams
 from stamp_core.methods.base.method import ClientRound, State
@@ -65,7 +65,7 @@ class FBL(Rehearsal):
     """
 
     Params: ClassVar = FBLParams
-    neutral: ClassVar[dict[str, Any]] = {
+    fedavg_equivalent: ClassVar[dict[str, Any]] = {
         "weights": "none",
         "relation": 0.0,
         "pseudo": False,
@@ -73,12 +73,12 @@ class FBL(Rehearsal):
     }
     masks: ClassVar = True
 
-    def __init__(self, params: FBLParams, work: Workspace) -> None:
-        super().__init__(params, work)
+    def __init__(self, params: FBLParams, runtime: ClientRuntime) -> None:
+        super().__init__(params, runtime)
         self.active = params.weights != "none" or params.relation > 0 or params.pseudo
-        self.outputs = work.classes + work.dataset.masks  # the last one is the background
+        self.outputs = runtime.classes + runtime.dataset.masks  # the last one is the background
         if self.active:  # a second live model, loaded before each use
-            self.teacher = FlatModel(work.network(seed=0).to(work.device).eval())
+            self.teacher = FlatModel(runtime.network(seed=0).to(runtime.device).eval())
 
     def init_client(self, client: int, server: State) -> State:
         """No old model and no entropy yet."""
@@ -95,12 +95,16 @@ class FBL(Rehearsal):
         if self.active and len(client_round.indices):
             self.watch(client_round, new)
         if new:
-            live = self.work.model
+            live = self.model
             vectors = {"parameters": live.parameters, "buffers": live.buffers}
             past = self.active and client_round.experience > 0
             kept = {name: vector.cpu().clone() for name, vector in vectors.items()}
             scratch |= {"old": kept if past else {}, "epochs": 0}
-            if client_round.experience and self.work.dataset.masks and self.params.from_background:
+            if (
+                client_round.experience
+                and self.runtime.dataset.masks
+                and self.params.from_background
+            ):
                 self.start_from_background(client_round)
         if scratch["old"]:
             self.prepare_teacher(client_round)
@@ -108,8 +112,8 @@ class FBL(Rehearsal):
 
     def watch(self, client_round: ClientRound, new: bool) -> None:
         """Log the received model's mean entropy, and whether it would have told a new task."""
-        images = self.work.dataset.x_train[client_round.indices]
-        p = samples(self.work.outputs(images)).softmax(1)
+        images = self.runtime.dataset.x_train[client_round.indices]
+        p = samples(self.runtime.outputs(images)).softmax(1)
         entropy = float(torch.special.entr(p).sum(1).mean())  # in nats, as published
         jumped = entropy - client_round.scratch["entropy"] > JUMP
         client_round.scratch["entropy"] = entropy
@@ -118,23 +122,23 @@ class FBL(Rehearsal):
 
     def start_from_background(self, client_round: ClientRound) -> None:
         """Share the background's part of every prediction among it and the task's classes."""
-        head, classes = self.work.classifier.head, self.current_classes(client_round)
+        head, classes = self.classifier.head, self.current_classes(client_round)
         weight, bias = head.weight, head.bias
         assert isinstance(weight, Tensor) and isinstance(bias, Tensor)
         with torch.no_grad():
             weight[classes] = weight[-1].clone()
-            bias[[*classes, self.work.classes]] = bias[-1] - math.log(len(classes) + 1)
+            bias[[*classes, self.runtime.classes]] = bias[-1] - math.log(len(classes) + 1)
 
     def prepare_teacher(self, client_round: ClientRound) -> None:
         """Load the old model, and put into `scratch` what it knows.
 
         Where every class returns, as with domains, all are old.
         """
-        scratch, device = client_round.scratch, self.work.device
+        scratch, device = client_round.scratch, self.runtime.device
         past = set(client_round.plan.seen(client_round.client, client_round.experience - 1))
         current = self.current_classes(client_round)
         old = past - set(current)
-        background = {self.work.classes} if self.work.dataset.masks else set()
+        background = {self.runtime.classes} if self.runtime.dataset.masks else set()
         scratch["columns"] = torch.tensor(sorted((old or past) | background)).to(device)  # [O]
         scratch["power"] = len(old) / (len(old) + len(current))
         groups = torch.zeros(self.outputs, dtype=torch.int64)  # the background: the first task's
@@ -153,21 +157,21 @@ class FBL(Rehearsal):
 
     def thresholds(self, client_round: ClientRound) -> list[Tensor]:
         """For every epoch each class's largest entropy of a pseudo label.  # [L] each"""
-        scratch, params, work = client_round.scratch, self.params, self.work
-        images = work.dataset.x_train[client_round.indices]
-        if not work.dataset.masks:
+        scratch, params, runtime = client_round.scratch, self.params, self.runtime
+        images = runtime.dataset.x_train[client_round.indices]
+        if not runtime.dataset.masks:
             images = client_round.state["memory"]["images"][self.past_indices(client_round)]
         if not len(images):
-            lowest = torch.full((self.outputs,), SMALLEST_THRESHOLD).to(work.device)
-            return [lowest] * len(work.each_epoch())
-        logits = samples(work.outputs(images, self.teacher.module).to(work.device))
-        if work.dataset.masks:
-            logits = logits[(images[:, -1] == work.classes).flatten().to(work.device)]
+            lowest = torch.full((self.outputs,), SMALLEST_THRESHOLD).to(runtime.device)
+            return [lowest] * len(runtime.each_epoch())
+        logits = samples(runtime.outputs(images, self.teacher.module).to(runtime.device))
+        if runtime.dataset.masks:
+            logits = logits[(images[:, -1] == runtime.classes).flatten().to(runtime.device)]
         teacher = logits[:, scratch["columns"]].softmax(1)
         predicted, unsure = scratch["columns"][teacher.argmax(1)].cpu(), entropies(teacher).cpu()
         shares = [
             params.quantile + params.quantile_step * (scratch["epochs"] + epoch)
-            for epoch in work.each_epoch()
+            for epoch in runtime.each_epoch()
         ]
         found = [
             class_thresholds(unsure, predicted, min(share, params.quantile_limit), self.outputs)
@@ -176,13 +180,13 @@ class FBL(Rehearsal):
         if found and len(unsure):
             used = (unsure <= found[-1][predicted]).float().mean()
             client_round.log.numbers["pseudo labels used"] = float(used)
-        return [limits.to(work.device) for limits in found]
+        return [limits.to(runtime.device) for limits in found]
 
     # --- training
 
     def batches(self, client_round: ClientRound) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of rehearsal, with the epoch of each in `scratch`."""
-        steps = math.ceil(len(client_round.indices) / self.work.training.batch_size)
+        steps = math.ceil(len(client_round.indices) / self.runtime.training.batch_size)
         for step, batch in enumerate(super().batches(client_round)):
             client_round.scratch["epoch"] = step // steps
             yield batch
@@ -192,7 +196,7 @@ class FBL(Rehearsal):
         scratch, params = client_round.scratch, self.params
         if "columns" not in scratch:
             return super().loss(client_round, images, labels)
-        logits = samples(self.work.model.module(images))  # [M, L]
+        logits = samples(self.model.module(images))  # [M, L]
         with torch.no_grad():
             teacher = samples(self.teacher.module(images))[:, scratch["columns"]].softmax(1)
             labels = self.pseudo_labels(client_round, teacher, labels)  # [M]
@@ -211,8 +215,8 @@ class FBL(Rehearsal):
         scratch = client_round.scratch
         if not self.params.pseudo:
             return labels.flatten()
-        hidden = labels.flatten() == self.work.classes
-        if not self.work.dataset.masks:
+        hidden = labels.flatten() == self.runtime.classes
+        if not self.runtime.dataset.masks:
             hidden[len(labels) - len(scratch["soft"]) :] = True
         predicted = scratch["columns"][teacher.argmax(1)]
         limits = scratch["thresholds"][scratch["epoch"]]
@@ -253,7 +257,7 @@ class FBL(Rehearsal):
         """The state of rehearsal with the old model, and how long the task has been known."""
         scratch = client_round.scratch
         kept = {name: scratch[name] for name in ("old", "entropy")}
-        epochs = scratch["epochs"] + len(self.work.each_epoch())
+        epochs = scratch["epochs"] + len(self.runtime.each_epoch())
         own = {**kept, "epochs": epochs, "experience": client_round.experience}
         return {**super().update_state(client_round), **own}
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stamp_core.client.personalisation import plain_batches
-from stamp_core.client.workspace import Workspace
+from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_above, require_at_least
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Method, State
 from stamp_core.models.flat import flatten_like
@@ -52,12 +52,12 @@ class FedALA(Method):
 
     Params: ClassVar = FedALAParams
     models = ("global", "personal", "local")  # personal: after local aggregation, before training
-    neutral: ClassVar[dict[str, Any]] = {"lr_product": 0.0}
+    fedavg_equivalent: ClassVar[dict[str, Any]] = {"lr_product": 0.0}
     group = "personalised"
 
-    def __init__(self, params: FedALAParams, work: Workspace) -> None:
-        super().__init__(params, work)
-        tensors = work.model.tensors
+    def __init__(self, params: FedALAParams, runtime: ClientRuntime) -> None:
+        super().__init__(params, runtime)
+        tensors = runtime.model.tensors
         if params.tensors > len(tensors):
             most = f"at most {len(tensors)}: the model has no more"
             raise invalid("tensors", params.tensors, most)
@@ -72,12 +72,12 @@ class FedALA(Method):
     def receive(self, client_round: ClientRound) -> None:
         """Load the received model, then aggregate its last tensors with the own ones."""
         super().receive(client_round)
-        state, device = client_round.state, self.work.device
+        state, device = client_round.state, self.runtime.device
         restart = self.params.refresh == "task" and state["experience"] != client_round.experience
         weights = torch.ones_like(state["weights"]) if restart else state["weights"].clone()
         client_round.scratch["weights"] = weights.to(device)  # [M]
         client_round.scratch["settled"] = state["settled"] and not restart
-        own, live = state["own"].to(device), self.work.model.parameters[-self.size :]
+        own, live = state["own"].to(device), self.model.parameters[-self.size :]
         if not torch.equal(own, live):  # equal tensors need no aggregation
             with client_round.log.clock("mixing"):
                 self.learn_weights(client_round, own, live.clone())
@@ -85,7 +85,7 @@ class FedALA(Method):
     def learn_weights(self, client_round: ClientRound, own: Tensor, received: Tensor) -> None:
         """Learn W on the window: until it converges the first time, then one epoch per round."""
         weights, first = client_round.scratch["weights"], not client_round.scratch["settled"]
-        self.work.model.parameters[-self.size :] = torch.lerp(own, received, weights)
+        self.model.parameters[-self.size :] = torch.lerp(own, received, weights)
         window, losses = self.window(client_round), list[float]()
         if not len(window):
             return
@@ -100,14 +100,14 @@ class FedALA(Method):
 
     def epoch(self, window: Tensor, own: Tensor, received: Tensor, weights: Tensor) -> float:
         """One epoch of SGD on W alone; returns the loss of the last batch."""
-        work, training = self.work, self.work.training
+        runtime, training = self.runtime, self.runtime.training
         lr = self.params.lr_product / training.lr  # not 0: then own and received model are equal
-        for images, labels in plain_batches(work, window, training.batch_size):
-            loss = F.cross_entropy(work.model.module.eval()(images), labels)  # fixed statistics
+        for images, labels in plain_batches(runtime, window, training.batch_size):
+            loss = F.cross_entropy(runtime.model.module.eval()(images), labels)  # fixed statistics
             slopes = torch.autograd.grad(loss, self.tensors)
             gradient = flatten_like(slopes, self.tensors)  # [M]
             weights.sub_(lr * gradient * (received - own)).clamp_(0, 1)
-            work.model.parameters[-self.size :] = torch.lerp(own, received, weights)
+            runtime.model.parameters[-self.size :] = torch.lerp(own, received, weights)
         return float(loss.detach())
 
     def window(self, client_round: ClientRound) -> Tensor:
@@ -121,7 +121,7 @@ class FedALA(Method):
 
     def update_state(self, client_round: ClientRound) -> State:
         """The last tensors after training, and W."""
-        scratch, own = client_round.scratch, self.work.model.parameters[-self.size :]
+        scratch, own = client_round.scratch, self.model.parameters[-self.size :]
         return {
             **super().update_state(client_round),
             "own": own.cpu().clone(),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stamp_core.client.by_class import class_means
 from stamp_core.client.personalisation import BatchIterator, plain_batches
-from stamp_core.client.workspace import Workspace
+from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_above, require_at_least
 from stamp_core.methods.base.method import (
     ClientRound,
@@ -51,11 +51,15 @@ class FedAS(Method):
 
     Params: ClassVar = FedASParams
     models: tuple[str, ...] = ("personal", "local")
-    neutral: ClassVar[dict[str, Any]] = {"align": False, "weights": "samples", "head": "shared"}
+    fedavg_equivalent: ClassVar[dict[str, Any]] = {
+        "align": False,
+        "weights": "samples",
+        "head": "shared",
+    }
     group = "personalised"
 
-    def __init__(self, params: FedASParams, work: Workspace) -> None:
-        super().__init__(params, work)
+    def __init__(self, params: FedASParams, runtime: ClientRuntime) -> None:
+        super().__init__(params, runtime)
         if params.head != "local":
             self.models = ("global", "personal", "local")
 
@@ -63,7 +67,7 @@ class FedAS(Method):
         """The encoder, and the head where it is shared."""
         message = super().broadcast(server, client)
         if self.params.head != "shared":
-            message["base"] = message.pop("parameters")[: self.work.encoder_size]
+            message["base"] = message.pop("parameters")[: self.runtime.encoder_size]
         return message
 
     def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
@@ -73,9 +77,9 @@ class FedAS(Method):
             return server
         weights = self.client_weights(replies, log)
         names = [name for name in replies[0].message if name != "trace"]
-        mean = {n: self.work.average([r.message[n] for r in replies], weights) for n in names}
+        mean = {n: self.runtime.average([r.message[n] for r in replies], weights) for n in names}
         if "base" in mean:
-            head = server["parameters"][self.work.encoder_size :]
+            head = server["parameters"][self.runtime.encoder_size :]
             mean["parameters"] = torch.cat([mean.pop("base"), head])
         if lr != 1:
             mean["parameters"] = torch.lerp(server["parameters"], mean["parameters"], lr)
@@ -102,10 +106,10 @@ class FedAS(Method):
         """The parts of its own model that a client keeps for its next round."""
         parts: State = {}
         if self.params.align:
-            parts["base"] = parameters[: self.work.encoder_size].cpu().clone()
+            parts["base"] = parameters[: self.runtime.encoder_size].cpu().clone()
             parts["base buffers"] = buffers.cpu().clone()
         if self.params.head != "shared":
-            parts["head"] = parameters[self.work.encoder_size :].cpu().clone()
+            parts["head"] = parameters[self.runtime.encoder_size :].cpu().clone()
         return parts
 
     def receive(self, client_round: ClientRound) -> None:
@@ -130,21 +134,21 @@ class FedAS(Method):
 
     def prototypes(self, client_round: ClientRound) -> Tensor:
         """Mean features of the classes present, by the client's own encoder.  # [classes, F]"""
-        work, indices = self.work, self.train_indices(client_round)
-        work.model.parameters[: work.encoder_size] = client_round.state["base"]
-        work.model.buffers.copy_(client_round.state["base buffers"])
-        features = work.outputs(work.train_images(indices)[0], work.classifier.encode)
-        means, present = class_means(features, work.dataset.y_train[indices])
-        table = torch.zeros(work.classes, means.shape[1])
-        return table.index_copy(0, present, means).to(work.device)
+        runtime, indices = self.runtime, self.train_indices(client_round)
+        runtime.model.parameters[: runtime.encoder_size] = client_round.state["base"]
+        runtime.model.buffers.copy_(client_round.state["base buffers"])
+        features = runtime.outputs(runtime.train_images(indices)[0], runtime.classifier.encode)
+        means, present = class_means(features, runtime.dataset.y_train[indices])
+        table = torch.zeros(runtime.classes, means.shape[1])
+        return table.index_copy(0, present, means).to(runtime.device)
 
     def align(self, client_round: ClientRound, prototypes: Tensor) -> None:
         """One epoch of SGD on the encoder: features approach the prototype of their class."""
-        model, lr = self.work.model, self.params.align_lr
+        model, lr = self.model, self.params.align_lr
         size = self.params.align_batch_size
         for images, labels in self.batches_of(client_round, "alignment", size):
             model.gradients.zero_()
-            features = self.work.classifier.encode(images)
+            features = self.classifier.encode(images)
             errors = (features - prototypes[labels]).square().mean(1)  # [N]
             _, classes, counts = labels.unique(return_inverse=True, return_counts=True)
             (errors / counts[classes]).sum().backward()  # the sum of the means of the classes
@@ -158,12 +162,14 @@ class FedAS(Method):
         So a batch of one image is defined and no running statistics change.
         """
         indices, draw = self.train_indices(client_round), client_round.round_id.generator(purpose)
-        self.work.model.module.eval()
-        return plain_batches(self.work, indices[torch.randperm(len(indices), generator=draw)], size)
+        self.model.module.eval()
+        return plain_batches(
+            self.runtime, indices[torch.randperm(len(indices), generator=draw)], size
+        )
 
     def update_state(self, client_round: ClientRound) -> State:
         """The parts of the trained model that the client's next round uses."""
-        parts = self.own_parts(self.work.model.parameters, self.work.model.buffers)
+        parts = self.own_parts(self.model.parameters, self.model.buffers)
         state = super().update_state(client_round)
         return {**state, **parts, "experience": client_round.experience}
 
@@ -171,7 +177,7 @@ class FedAS(Method):
         """The encoder, the head where the server averages it, and the Fisher trace."""
         message = super().upload(client_round)
         if self.params.head == "local":
-            message["base"] = message.pop("parameters")[: self.work.encoder_size].clone()
+            message["base"] = message.pop("parameters")[: self.runtime.encoder_size].clone()
         if self.params.weights == "fisher":
             with client_round.log.clock("trace"):
                 message["trace"] = self.trace(client_round)
@@ -180,8 +186,8 @@ class FedAS(Method):
 
     def trace(self, client_round: ClientRound) -> Tensor:
         """The sum over batches of |gradient of the mean cross-entropy|^2, after training.  # [1]"""
-        model, size = self.work.model, self.work.training.batch_size
-        total = torch.zeros((), dtype=torch.float64, device=self.work.device)
+        model, size = self.model, self.runtime.training.batch_size
+        total = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
         for images, labels in self.batches_of(client_round, "trace", size):
             model.gradients.zero_()
             F.cross_entropy(model.module(images), labels).backward()

@@ -1,9 +1,10 @@
 """Control: FedAvg whose clients fine-tune the global model before they are evaluated."""
 
+import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from itertools import islice
+from typing import ClassVar
 
-from stamp_core.client.personalisation import epoch_batches
 from stamp_core.config.decode import require_at_least
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Method
 
@@ -25,12 +26,13 @@ class FedAvgTuned(Method):
 
     Params: ClassVar = FedAvgTunedParams
     models = ("global", "personal", "local")
-    neutral: ClassVar[dict[str, Any]] = {}
+    fedavg_equivalent: ClassVar = {}
     group = "control"
 
     def load_personal_model(self, client_round: ClientRound) -> None:
         """Load the global model and fine-tune it as in local training."""
         self.receive(client_round)
-        address, indices = client_round.round_id, self.train_indices(client_round)
-        batches = epoch_batches(self.work, address, indices, "personal", self.params.ft_epochs)
-        self.work.fit(batches)
+        indices = client_round.indices
+        steps = self.params.ft_epochs * math.ceil(len(indices) / self.runtime.training.batch_size)
+        batches = self.runtime.endless_batches(client_round.round_id, indices, "personal")
+        self.runtime.fit(islice(batches, steps))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stamp_core.client.pool import Pool
-from stamp_core.client.workspace import Workspace, evaluation_batch_size
+from stamp_core.client.runtime import ClientRuntime, evaluation_batch_size
 from stamp_core.config.decode import invalid, require_above, require_at_least, require_fraction
 from stamp_core.core.seeding import generator
 from stamp_core.methods.base.distillation import softened_divergence
@@ -82,29 +82,29 @@ class FedCIL(TaskServer):
     """FedAvg of AC-GANs whose discriminator is the classifier with an adversarial head."""
 
     Params: ClassVar = FedCILParams
-    neutral: ClassVar[dict[str, Any]] = {
+    fedavg_equivalent: ClassVar[dict[str, Any]] = {
         **{"adversarial": 0.0, "replay": 0.0},
         **{"consistency": 0.0, "consolidation": 0},
     }
     group: ClassVar[Group] = "continual"
 
-    def __init__(self, params: FedCILParams, work: Workspace) -> None:
-        super().__init__(params, work)
-        features = next(work.classifier.head.parameters()).shape[1]
-        inputs = work.classes + params.noise
+    def __init__(self, params: FedCILParams, runtime: ClientRuntime) -> None:
+        super().__init__(params, runtime)
+        features = next(runtime.classifier.head.parameters()).shape[1]
+        inputs = runtime.classes + params.noise
         self.make: dict[str, Callable[[], nn.Module]] = {
             "adversarial_head": partial(nn.Linear, features, 1),
-            "generator": partial(Generator, work.shape, inputs, params.width),
+            "generator": partial(Generator, runtime.shape, inputs, params.width),
         }
         # Images that are sampled together share statistics: their number is the same whatever the
         # size of micro-batches.
-        self.chunk = evaluation_batch_size(work.shape, None)
+        self.chunk = evaluation_batch_size(runtime.shape, None)
         # Live networks, like the workspace's model: what is in them is loaded before each use.
-        self.live = {name: FlatModel(self.network(name, 0).to(work.device)) for name in NETWORKS}
-        self.sampler = FlatModel(self.network("generator", 0).to(work.device))
+        self.live = {name: FlatModel(self.network(name, 0).to(runtime.device)) for name in NETWORKS}
+        self.sampler = FlatModel(self.network("generator", 0).to(runtime.device))
         # from -1 .. 1 to what the workspace makes of 0 .. 255
-        self.gain = 127.5 * work.scale
-        self.shift = self.gain - work.offset
+        self.gain = 127.5 * runtime.scale
+        self.shift = self.gain - runtime.offset
 
     def network(self, name: str, seed: int) -> nn.Module:
         """The adversarial head or the generator with the initial weights of `seed`."""
@@ -122,13 +122,13 @@ class FedCIL(TaskServer):
         """Random labels of some classes, and noise, on the device.  # [count], [count, *, noise]"""
         labels = draw_labels(classes, count, draw)
         noise = torch.randn(count, *shape, self.params.noise, generator=draw)
-        return labels.to(self.work.device), noise.to(self.work.device)
+        return labels.to(self.runtime.device), noise.to(self.runtime.device)
 
     @torch.no_grad()
     def sample(self, parameters: Tensor, labels: Tensor, noise: Tensor) -> Tensor:
         """Images in (-1, 1) by a generator with these parameters.  # [n, C, H, W]"""
         self.sampler.load(parameters)
-        parts = generator_inputs(labels, noise, self.work.classes).split(self.chunk)
+        parts = generator_inputs(labels, noise, self.runtime.classes).split(self.chunk)
         return torch.cat([self.sampler.module(part) for part in parts])
 
     def memory_samples(self, server: State, client: State, count: int) -> dict[str, Tensor]:
@@ -138,7 +138,7 @@ class FedCIL(TaskServer):
             return {}
         draw = generator(server["seed"], server["round"], "memory samples")
         noise = torch.randn(len(labels), self.params.noise, generator=draw)
-        device = self.work.device
+        device = self.runtime.device
         images = self.sample(server["generator"], labels.to(device), noise.to(device))
         pixels = ((images + 1) * 127.5).round().to(torch.uint8).cpu()
         return {"images": pixels, "labels": labels}
@@ -170,7 +170,7 @@ class FedCIL(TaskServer):
             return state
         weights = [float(reply.samples) for reply in replies]
         mean = {
-            name: self.work.average([reply.message[name] for reply in replies], weights)
+            name: self.runtime.average([reply.message[name] for reply in replies], weights)
             for name in NETWORKS
         }
         state = {**state, **mean}
@@ -182,9 +182,9 @@ class FedCIL(TaskServer):
 
     def report(self, message: Message) -> State:
         """What a client says once in an experience: its classes, and its last generator if any."""
-        current, last = unpack_bits(message["classes"], self.work.classes), None
+        current, last = unpack_bits(message["classes"], self.runtime.classes), None
         if "last generator" in message:
-            classes = unpack_bits(message["last classes"], self.work.classes)
+            classes = unpack_bits(message["last classes"], self.runtime.classes)
             last = {"generator": message["last generator"], "classes": classes}
         return {"current": current, "last": last}
 
@@ -193,8 +193,8 @@ class FedCIL(TaskServer):
         draw = generator(server["seed"], server["round"], "consolidation")
         images, labels = self.pool(server["clients"], replies, draw)
         self.load(server)
-        self.work.model.load(server["parameters"], server["buffers"])
-        size = self.work.training.batch_size
+        self.model.load(server["parameters"], server["buffers"])
+        size = self.runtime.training.batch_size
         count = self.params.consolidation * size
         own = Pool(partial(self.draw_inputs, server["classes"], count, draw))
         training = AcganTraining(self, own, server["moments"])
@@ -202,7 +202,7 @@ class FedCIL(TaskServer):
         labels = labels.to(images.device)
         for batch in chosen.split(size):
             training.step([(images[batch], labels[batch])])
-        networks = {"parameters": self.work.model, **self.live}
+        networks = {"parameters": self.model, **self.live}
         finite = all(bool(each.parameters.isfinite().all()) for each in networks.values())
         if training.failure() or not finite:
             log.events.append(NOT_CONSOLIDATED)
@@ -218,7 +218,7 @@ class FedCIL(TaskServer):
             sources.append((reply.message["generator"], report["current"]))
             if report["last"] is not None:
                 sources.append((report["last"]["generator"], report["last"]["classes"]))
-        batch, steps = self.work.training.batch_size, self.params.consolidation
+        batch, steps = self.runtime.training.batch_size, self.params.consolidation
         count = max(batch, math.ceil(steps * batch / len(sources)))
         draws = [
             (parameters, *self.draw_inputs(classes, count, draw)) for parameters, classes in sources
@@ -259,27 +259,27 @@ class FedCIL(TaskServer):
         known = current if last is None else current | last["classes"]
         client_round.scratch["known"] = known
         draw = client_round.round_id.generator("adversarial")
-        count = self.work.training.epochs * len(client_round.indices)
+        count = self.runtime.training.epochs * len(client_round.indices)
         own = Pool(partial(self.draw_inputs, known, count, draw))
         training = AcganTraining(self, own, client_round.state.get("moments"))
         if self.params.consistency and client_round.round_id.round > 0:
             classes = self.past_classes(client_round) | current
             draws = Pool(partial(self.draw_inputs, classes, count, draw, (3,)))
-            received = client_round.message["generator"].to(self.work.device)
+            received = client_round.message["generator"].to(self.runtime.device)
             training.teacher = Teacher(received, draws)
         return training
 
     def replay(self, client_round: ClientRound) -> Iterator[list[Batch]]:
         """Batches of the previous task's generator without end; empty lists if there is none."""
-        last, size = client_round.scratch["last"], self.work.training.batch_size
+        last, size = client_round.scratch["last"], self.runtime.training.batch_size
         while last is None or not self.params.replay:
             yield []
-        steps = self.work.training.epochs * math.ceil(len(client_round.indices) / size)
+        steps = self.runtime.training.epochs * math.ceil(len(client_round.indices) / size)
         at_once = size * max(1, min(steps, self.chunk // size))  # in few passes: that is faster
         count = at_once * math.ceil(steps * size / at_once)
         draw = client_round.round_id.generator("replay")
         draws = Pool(partial(self.draw_inputs, last["classes"], count, draw))
-        parameters = last["generator"].to(self.work.device)
+        parameters = last["generator"].to(self.runtime.device)
         while True:
             labels, noise = draws.take(at_once)
             images = self.normalised(self.sample(parameters, labels, noise))
@@ -309,7 +309,7 @@ class FedCIL(TaskServer):
             trained = {"generator": parameters, "classes": scratch["known"]}
         if client_round.last:
             last, trained = trained or last, None
-        training = self.work.training
+        training = self.runtime.training
         may_miss = training.participation < 1 or training.dropout > 0
         kept = {"last": last, "next": trained if may_miss else None}
         return {**state, **kept, "moments": scratch["moments"]}
@@ -329,22 +329,22 @@ class AcganTraining:
     """Training of the live networks: SGD for the discriminator, Adam for the generator."""
 
     def __init__(self, method: FedCIL, draws: Pool, moments: State | None) -> None:
-        self.method, self.work, self.params = method, method.work, method.params
+        self.method, self.runtime, self.params = method, method.runtime, method.params
         self.draws = draws  # labels and noise of generated images
         self.teacher: Teacher | None = None
         self.head, self.generator = (method.live[name] for name in NETWORKS)
-        self.sgd = FlatSGD(self.work.model, self.work.training)
-        self.head_sgd = FlatSGD(self.head, self.work.training)
+        self.sgd = FlatSGD(self.model, self.runtime.training)
+        self.head_sgd = FlatSGD(self.head, self.runtime.training)
         self.adam = FlatAdam(self.generator, self.params.generator_lr, moments, BETAS)
         self.images, self.loss = torch.empty(0), torch.empty(0)  # of the last adversarial step
         # Whether the generator has given values that are not finite: from then on its images are
         # 0, and so are the weights of their losses. The host does not wait for it.
-        self.stopped = torch.zeros((), dtype=torch.bool, device=self.work.device)
+        self.stopped = torch.zeros((), dtype=torch.bool, device=self.runtime.device)
 
     def step(self, real: list[Batch], adversarial: bool = True) -> Tensor:
         """One step on real images and, if there are any, replayed ones; returns the loss."""
         generated = self.generate(len(real[0][1])) if adversarial else None
-        self.work.model.gradients.zero_()
+        self.model.gradients.zero_()
         self.head.gradients.zero_()
         usable = (~self.stopped).float()
         loss, logits = self.real_loss(real, None if generated is None else usable)
@@ -366,14 +366,14 @@ class AcganTraining:
 
     def images_of(self, labels: Tensor, noise: Tensor) -> Tensor:
         """Images of the live generator, with their graph.  # [n, C, H, W]"""
-        inputs = generator_inputs(labels, noise, self.work.classes)
+        inputs = generator_inputs(labels, noise, self.runtime.classes)
         return self.method.normalised(self.generator.module(inputs))
 
     def discriminate(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Logits of the classes, and scores above 0 for images that look real.  # [n, L], [n]"""
-        self.work.train_mode(len(images))
-        features = self.work.classifier.encode(images)
-        return self.work.classifier.head(features), self.head.module(features).squeeze(1)
+        self.runtime.train_mode(len(images))
+        features = self.classifier.encode(images)
+        return self.classifier.head(features), self.head.module(features).squeeze(1)
 
     def real_loss(self, real: list[Batch], usable: Tensor | None) -> tuple[Tensor, Tensor]:
         """The loss on real and replayed images, and the logits of the real ones.
@@ -400,7 +400,7 @@ class AcganTraining:
 
         `logits` are those of the real images, `labels` theirs.
         """
-        with unchanged_statistics(self.work.classifier.norms):
+        with unchanged_statistics(self.classifier.norms):
             own, scores = self.discriminate(generated[0].detach())
             loss: Tensor = F.cross_entropy(own, generated[1]) + F.softplus(scores).mean()
             loss = self.params.adversarial * loss
@@ -431,7 +431,7 @@ class AcganTraining:
         """One step of the generator: its images shall look real and have the labels asked for."""
         images, labels = generated
         self.generator.gradients.zero_()
-        with unchanged_statistics(self.work.classifier.norms):
+        with unchanged_statistics(self.classifier.norms):
             logits, scores = self.discriminate(images)
         loss = F.softplus(-scores).mean() + F.cross_entropy(logits, labels)
         loss.backward(inputs=list(self.generator.module.parameters()))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stamp_core.client.workspace import RoundId
+from stamp_core.client.runtime import RoundId
 from stamp_core.config.decode import invalid, require_at_least
 from stamp_core.data.split import Plan
 from stamp_core.methods.base.method import (
@@ -48,7 +48,7 @@ class FedDBE(Method):
 
     Params: ClassVar = FedDBEParams
     models = ("global", "personal", "local")
-    neutral: ClassVar[dict[str, Any]] = {"feddbe_kappa": 0.0, "trained": False}
+    fedavg_equivalent: ClassVar[dict[str, Any]] = {"feddbe_kappa": 0.0, "trained": False}
     group = "personalised"
 
     def initial_states(self, plan: Plan) -> InitialStates:
@@ -61,7 +61,7 @@ class FedDBE(Method):
         if not rounds:
             return initial
         means = [client_round.scratch["mean"].cpu() for client_round in rounds]
-        mean = self.work.average(means, [float(len(r.indices)) for r in rounds])
+        mean = self.runtime.average(means, [float(len(r.indices)) for r in rounds])
         clients = [{**state, "shared": mean.clone()} for state in initial.clients]
         down, up = mean.nbytes * len(clients), mean.nbytes * len(rounds)
         return InitialStates(initial.server, clients, down, up)
@@ -89,7 +89,7 @@ class FedDBE(Method):
         senders = [reply for reply in replies if "mean" in reply.message]
         if senders:
             samples = [float(reply.samples) for reply in senders]
-            mean = self.work.average([reply.message["mean"] for reply in senders], samples)
+            mean = self.runtime.average([reply.message["mean"] for reply in senders], samples)
             return {**averaged, "mean": mean, "informed": []}
         if "mean" not in server:
             return averaged
@@ -98,7 +98,7 @@ class FedDBE(Method):
 
     def init_client(self, client: int, server: State) -> State:
         """An offset of zero."""
-        weight, _ = self.work.classifier.head.parameters()  # [classes, F]
+        weight, _ = self.classifier.head.parameters()  # [classes, F]
         return {"offset": torch.zeros(weight.shape[1])} if self.params.trained else {}
 
     def train_client(self, client_round: ClientRound) -> Reply:
@@ -112,16 +112,16 @@ class FedDBE(Method):
         super().receive(client_round)
         shared = client_round.message.get("mean", client_round.state.get("shared"))
         if shared is not None:
-            client_round.scratch["shared"] = shared.to(self.work.device)
+            client_round.scratch["shared"] = shared.to(self.runtime.device)
         if "offset" in client_round.state:
-            offset = client_round.state["offset"].clone().to(self.work.device)
+            offset = client_round.state["offset"].clone().to(self.runtime.device)
             client_round.scratch["offset"] = offset.requires_grad_()
 
     def loss(self, client_round: ClientRound, images: Tensor, labels: Tensor) -> Tensor:
         """Cross-entropy with the offset, and the mean regularisation."""
-        features = self.work.classifier.encode(images)
+        features = self.classifier.encode(images)
         offset = client_round.scratch.get("offset")
-        logits = self.work.classifier.head(features if offset is None else features + offset)
+        logits = self.classifier.head(features if offset is None else features + offset)
         loss = F.cross_entropy(logits, labels)
         if self.params.feddbe_kappa:
             loss = loss + self.params.feddbe_kappa * self.regulariser(client_round, features)
@@ -144,7 +144,7 @@ class FedDBE(Method):
         """Take an SGD step on the offset, without momentum or weight decay."""
         if "offset" in client_round.scratch:
             offset = client_round.scratch["offset"]
-            offset.data.add_(offset.grad, alpha=-self.work.training.lr)
+            offset.data.add_(offset.grad, alpha=-self.runtime.training.lr)
             offset.grad = None
 
     def update_state(self, client_round: ClientRound) -> State:
@@ -169,5 +169,5 @@ class FedDBE(Method):
     def add_offset(self, state: State) -> None:
         """Add the offset to the live model: to its bias, as the head is linear."""
         if "offset" in state:
-            weight, bias = self.work.classifier.head.parameters()
+            weight, bias = self.classifier.head.parameters()
             bias.data.add_(weight.data @ state["offset"].to(bias.device))

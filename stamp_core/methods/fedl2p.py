@@ -10,7 +10,7 @@ from torch.autograd import grad
 
 from stamp_core.client import personalisation as personal
 from stamp_core.client.personalisation import BatchIterator, LayerStatistics, endless_batches
-from stamp_core.client.workspace import RoundId, Workspace
+from stamp_core.client.runtime import ClientRuntime, RoundId
 from stamp_core.config.decode import require_above, require_at_least, require_fraction
 from stamp_core.core.seeding import generator
 from stamp_core.data.split import Plan
@@ -67,15 +67,15 @@ class FedL2P(Method):
 
     Params: ClassVar = FedL2PParams
     models: tuple[str, ...] = ("global", "personal", "local")
-    neutral: ClassVar[dict[str, Any]] = {"outer_steps": 0}
+    fedavg_equivalent: ClassVar[dict[str, Any]] = {"outer_steps": 0}
     group = "personalised"
     captures = True
 
-    def __init__(self, params: FedL2PParams, work: Workspace) -> None:
-        super().__init__(params, work)
-        fixed = work.training.buffers == "frozen"
-        self.norms = () if fixed else work.classifier.norms
-        self.nets = personal.MetaNets(work.model.module, len(self.norms))
+    def __init__(self, params: FedL2PParams, runtime: ClientRuntime) -> None:
+        super().__init__(params, runtime)
+        fixed = runtime.training.buffers == "frozen"
+        self.norms = () if fixed else runtime.classifier.norms
+        self.nets = personal.MetaNets(runtime.model.module, len(self.norms))
         self.frozen = params.backbone == "frozen"
         if self.frozen:
             self.models = ("personal",)
@@ -90,7 +90,7 @@ class FedL2P(Method):
 
     def warm_up(self, plan: Plan) -> InitialStates:
         """Initial states with a network that FedAvg has trained on the first tasks."""
-        fedavg, server, up = Method(self.params, self.work), self.init_server(plan.seed), 0
+        fedavg, server, up = Method(self.params, self.runtime), self.init_server(plan.seed), 0
         clients: list[State] = [{} for _ in plan.clients]
         for round_ in range(self.params.warm_rounds):
             message, replies = fedavg.broadcast(server, 0), []
@@ -119,7 +119,7 @@ class FedL2P(Method):
         if not replies:
             return averaged
         weights = [float(self.held_out(reply.samples)) for reply in replies]
-        meta = self.work.average([reply.message["meta"] for reply in replies], weights)
+        meta = self.runtime.average([reply.message["meta"] for reply in replies], weights)
         return {**averaged, "meta": meta}
 
     def held_out(self, samples: int) -> int:
@@ -129,7 +129,7 @@ class FedL2P(Method):
     def receive(self, client_round: ClientRound) -> None:
         """Load the client's frozen network, or the received one."""
         if self.frozen:
-            self.work.model.load(client_round.state["parameters"], client_round.state["buffers"])
+            self.model.load(client_round.state["parameters"], client_round.state["buffers"])
         else:
             super().receive(client_round)
 
@@ -146,17 +146,21 @@ class FedL2P(Method):
 
     def learn_meta(self, client_round: ClientRound) -> tuple[Tensor, list[Tensor]]:
         """The meta-networks after the outer steps, and their losses; the live model is restored."""
-        work, losses, (held, others) = self.work, list[Tensor](), self.split_indices(client_round)
+        runtime, losses, (held, others) = (
+            self.runtime,
+            list[Tensor](),
+            self.split_indices(client_round),
+        )
         if not len(held) or not self.params.outer_steps:
             return client_round.message["meta"], losses
-        received = work.model.parameters.clone(), work.model.buffers.clone()
-        meta = client_round.message["meta"].to(work.device)
-        statistics = personal.layer_statistics(work, self.norms, others)
-        inner = endless_batches(work, client_round.round_id, others, "inner")
-        outer = endless_batches(work, client_round.round_id, held, "outer")
+        received = runtime.model.parameters.clone(), runtime.model.buffers.clone()
+        meta = client_round.message["meta"].to(runtime.device)
+        statistics = personal.layer_statistics(runtime, self.norms, others)
+        inner = endless_batches(runtime, client_round.round_id, others, "inner")
+        outer = endless_batches(runtime, client_round.round_id, held, "outer")
         for _ in range(self.params.outer_steps):
             step, loss = self.outer_step(meta, statistics, inner, outer)
-            work.model.load(*received)
+            runtime.model.load(*received)
             if loss.isfinite() and step.isfinite().all():
                 meta = meta - step
                 losses.append(loss)
@@ -185,16 +189,16 @@ class FedL2P(Method):
         self, meta: Tensor, statistics: LayerStatistics, inner: BatchIterator, outer: BatchIterator
     ) -> tuple[Tensor, Tensor]:
         """The step to subtract from `meta`, and the loss on a held-out batch."""
-        work, meta = self.work, meta.clone().requires_grad_()
+        runtime, meta = self.runtime, meta.clone().requires_grad_()
         beta, lrs = self.nets(meta, statistics)
         net = self.reset_statistics()
         with personal.mixed_normalisation(self.norms, net, beta.detach()):
             self.fine_tune(islice(inner, self.params.inner_steps - 1), lrs.detach())
-            last = personal.clipped_gradient(work, *next(inner)).clone()
-        theta = work.model.parameters.clone() - self.nets.expand(lrs) * last  # [P], of `meta`
+            last = personal.clipped_gradient(runtime, *next(inner)).clone()
+        theta = runtime.model.parameters.clone() - self.nets.expand(lrs) * last  # [P], of `meta`
         with personal.mixed_normalisation(self.norms, net, beta):
-            outer_loss = personal.loss_at(work, theta, *next(outer))
-            inner_loss = personal.loss_at(work, theta, *next(inner))
+            outer_loss = personal.loss_at(runtime, theta, *next(outer))
+            inner_loss = personal.loss_at(runtime, theta, *next(inner))
         gradient = self.hypergradient(outer_loss, inner_loss, theta, meta)
         step_sizes = torch.full_like(gradient, self.params.meta_lr)
         step_sizes[-len(lrs) :] = self.params.hyper_lr
@@ -222,14 +226,14 @@ class FedL2P(Method):
         indices = self.train_indices(client_round)
         if not len(indices):
             return
-        statistics = personal.layer_statistics(self.work, self.norms, indices)
+        statistics = personal.layer_statistics(self.runtime, self.norms, indices)
         with torch.no_grad():
-            beta, lrs = self.nets(client_round.message["meta"].to(self.work.device), statistics)
+            beta, lrs = self.nets(client_round.message["meta"].to(self.runtime.device), statistics)
         epochs = self.params.ft_epochs
         if not epochs or len(indices) == 1:  # no running statistics of its own
             beta = torch.zeros_like(beta)
         net, address = self.reset_statistics(), client_round.round_id
-        batches = personal.epoch_batches(self.work, address, indices, "personal", epochs)
+        batches = personal.epoch_batches(self.runtime, address, indices, "personal", epochs)
         with personal.mixed_normalisation(self.norms, net, beta):
             self.fine_tune(batches, lrs)
         personal.store_mixture(self.norms, net, beta)
@@ -238,12 +242,12 @@ class FedL2P(Method):
         """Reset running statistics to those of an untrained network; returns the former ones."""
         former = personal.running_statistics(self.norms)
         if self.norms:
-            self.work.model.buffers.copy_(self.work.untrained)
+            self.model.buffers.copy_(self.runtime.untrained)
         return former
 
     def fine_tune(self, batches: BatchIterator, lrs: Tensor) -> None:
         """A step of SGD on the live model for each batch, with a learning rate for each tensor."""
         lr = self.nets.expand(lrs)  # [P]
         for images, labels in batches:
-            gradient = personal.clipped_gradient(self.work, images, labels)
-            self.work.model.parameters.sub_(gradient.mul_(lr))
+            gradient = personal.clipped_gradient(self.runtime, images, labels)
+            self.model.parameters.sub_(gradient.mul_(lr))

@@ -18,7 +18,7 @@ class FedOMG(Method):
     """FedAvg whose server moves along the matched update of all clients."""
 
     Params: ClassVar = FedOMGParams
-    neutral: ClassVar = {"spatial": None}
+    fedavg_equivalent: ClassVar = {"spatial": None}
 
     def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
         """The server's model moved along the matched update; buffers are averaged."""
@@ -27,5 +27,4 @@ class FedOMG(Method):
 
     def averaged_vectors(self) -> tuple[str, ...]:
         """The buffers alone where the parameters are matched."""
-        names = super().averaged_vectors()
-        return names if self.params.spatial is None else names[1:]
+        return super().averaged_vectors() if self.params.spatial is None else self.shared_buffers()

@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from stamp_core.client.workspace import Workspace
+from torch import Tensor
+
+from stamp_core.client.batches import Batch, StepContext
+from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_at_least
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Method
 
@@ -15,31 +18,38 @@ class FedProxParams(FedAvgParams):
     mu: float = 0.01  # of the authors' optimiser; their runs use 0.001 to 1, by data set
 
     def __post_init__(self) -> None:
-        """Refuse a negative weight."""
+        """Validate the weight."""
         super().__post_init__()
         require_at_least(self, 0, "mu")
+
+
+@dataclass
+class FedProxContext(StepContext):
+    """What the steps read besides their batches."""
+
+    received: Tensor  # [P]
 
 
 class FedProx(Method):
     """FedAvg with mu / 2 times the squared distance from the received model in the loss."""
 
     Params: ClassVar = FedProxParams
-    neutral: ClassVar = {"mu": 0.0}
-    captures, step_inputs = True, ("received",)
+    fedavg_equivalent: ClassVar = {"mu": 0.0}
+    graph_safe = True
 
-    def __init__(self, params: FedProxParams, work: Workspace) -> None:
-        super().__init__(params, work)
-        lr = work.training.lr
+    def __init__(self, params: FedProxParams, runtime: ClientRuntime) -> None:
+        super().__init__(params, runtime)
+        lr = runtime.training.lr
         if params.mu * lr >= 2:  # every step would increase the distance
             raise invalid("mu", params.mu, f"below 2 / training.lr = {2 / lr:g}")
 
-    def receive(self, client_round: ClientRound) -> None:
-        """Load the received model and store it for the proximal term."""
-        super().receive(client_round)
-        client_round.scratch["received"] = client_round.message["parameters"].to(self.work.device)
+    def start(self, client_round: ClientRound) -> FedProxContext:
+        """Load the received model, from which the proximal term is measured."""
+        self.receive(client_round)
+        return FedProxContext(client_round.message["parameters"].to(self.runtime.device))
 
-    def correct_gradient(self, client_round: ClientRound) -> None:
+    def correct_gradient(self, batch: Batch, context: FedProxContext) -> None:
         """Add the proximal term's gradient, mu times the displacement from the received model."""
         if self.params.mu:
-            displacement = self.work.model.parameters - client_round.scratch["received"]
-            self.work.model.gradients.add_(displacement, alpha=self.params.mu)
+            displacement = self.model.parameters - context.received
+            self.model.gradients.add_(displacement, alpha=self.params.mu)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stamp_core.client.personalisation import endless_batches
-from stamp_core.client.workspace import Workspace
+from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_above, require_at_least, require_fraction
 from stamp_core.methods.base.method import ClientRound, DivergedError, FedAvgParams, Method, State
 
@@ -49,13 +49,13 @@ class FedSSI(Method):
     """FedAvg with a penalty by importance Ω for past tasks, at unverified constants."""
 
     Params: ClassVar = FedSSIParams
-    neutral: ClassVar[dict[str, Any]] = {"fedssi_alpha": 0.0}
+    fedavg_equivalent: ClassVar[dict[str, Any]] = {"fedssi_alpha": 0.0}
     group = "continual"
     captures, step_inputs = True, ("omega", "anchor")
 
-    def __init__(self, params: FedSSIParams, work: Workspace) -> None:
-        super().__init__(params, work)
-        lr = work.training.lr
+    def __init__(self, params: FedSSIParams, runtime: ClientRuntime) -> None:
+        super().__init__(params, runtime)
+        lr = runtime.training.lr
         if lr * params.pull >= 2:  # SGD on the surrogate would diverge
             least = f"above {lr / (4 + lr):.4g}, so that training.lr x (1 - lam) / (2 lam)"
             raise invalid("lam", params.lam, f"{least} is below 2")
@@ -73,15 +73,15 @@ class FedSSI(Method):
             missed = client_round.experience - 1 - state["experience"] + (not state["measured"])
             client_round.log.events += [MISSED] * missed
             largest = state["omega"].max() if "omega" in state else 0
-            if self.work.training.lr * self.params.fedssi_alpha * largest > 1:
+            if self.runtime.training.lr * self.params.fedssi_alpha * largest > 1:
                 client_round.log.events.append(OVERSHOT)
         if "omega" in state:
             held = {"omega": state["omega"], "anchor": anchor}
-            client_round.scratch |= {name: held[name].to(self.work.device) for name in held}
+            client_round.scratch |= {name: held[name].to(self.runtime.device) for name in held}
 
     def correct_gradient(self, client_round: ClientRound) -> None:
         """Add the gradient of fedssi_alpha * sum(omega * (theta - anchor)^2)."""
-        omega, model = client_round.scratch.get("omega"), self.work.model
+        omega, model = client_round.scratch.get("omega"), self.model
         if omega is not None:
             drift = model.parameters - client_round.scratch["anchor"]
             model.gradients.addcmul_(omega, drift, value=2 * self.params.fedssi_alpha)
@@ -107,7 +107,7 @@ class FedSSI(Method):
         Below the bound on lam no path integral is negative (up to rounding): whether to clamp at
         0, which the sources leave open, makes no difference.
         """
-        model = self.work.model
+        model = self.model
         trained, buffers = model.parameters.clone(), model.buffers.clone()
         super().receive(client_round)
         start = model.parameters.clone()
@@ -116,17 +116,17 @@ class FedSSI(Method):
         model.load(trained, buffers)
         omega: Tensor = integral.clamp(min=0) / (displacement.square() + self.params.epsilon)
         if not omega.isfinite().all():
-            raise DivergedError(client_round.round_id, self.work.setting)
+            raise DivergedError(client_round.round_id, self.runtime.setting)
         return omega  # [P]
 
     def train_surrogate(self, client_round: ClientRound, start: Tensor) -> Tensor:
         """Train the surrogate in the live model; returns the path integral, -sum g * dv.  # [P]"""
-        work, model, indices = self.work, self.work.model, client_round.indices
-        training, integral = work.training, torch.zeros_like(start)
+        runtime, model, indices = self.runtime, self.model, client_round.indices
+        training, integral = runtime.training, torch.zeros_like(start)
         steps = self.params.steps or math.ceil(len(indices) / training.batch_size)
-        batches = endless_batches(work, client_round.round_id, indices, "surrogate")
+        batches = endless_batches(runtime, client_round.round_id, indices, "surrogate")
         for images, labels in islice(batches, steps):
-            work.train_mode(len(labels))
+            runtime.train_mode(len(labels))
             model.gradients.zero_()
             self.loss(client_round, images, labels).backward()
             step = model.gradients.add(model.parameters - start, alpha=self.params.pull)

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stamp_core.client.runtime import ClientRuntime
 from stamp_core.client.scoring import score
-from stamp_core.client.workspace import Workspace
 from stamp_core.config.decode import require_at_least, require_fraction
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Log, Message, Reply, State
 from stamp_core.methods.base.task_server import TaskServer, pack_bits, unpack_bits
@@ -58,12 +58,12 @@ class FedWeIT(TaskServer):
 
     Params: ClassVar = FedWeITParams
     models: tuple[str, ...] = ("global", "personal", "local")
-    neutral: ClassVar[dict[str, Any]] = {"adaptive": None}
+    fedavg_equivalent: ClassVar[dict[str, Any]] = {"adaptive": None}
     group = "continual"
 
-    def __init__(self, params: FedWeITParams, work: Workspace) -> None:
-        super().__init__(params, work)
-        named = list(work.classifier.named_parameters())
+    def __init__(self, params: FedWeITParams, runtime: ClientRuntime) -> None:
+        super().__init__(params, runtime)
+        named = list(runtime.classifier.named_parameters())
         self.channels = Channels(
             [value.shape for _, value in named],
             [params.adaptive is not None and _is_weight(*each) for each in named],
@@ -178,7 +178,7 @@ class FedWeIT(TaskServer):
         else:
             attention = state["attention"]
         parts = (base, own["mask"], own["adaptive"], attention, knowledge)
-        *trained, knowledge = (part.to(self.work.device) for part in parts)
+        *trained, knowledge = (part.to(self.runtime.device) for part in parts)
         return Decomposed(self.channels, trained, knowledge)
 
     def knowledge(self, client_round: ClientRound) -> Tensor:
@@ -193,23 +193,23 @@ class FedWeIT(TaskServer):
 
     def past_weights(self, client_round: ClientRound) -> PastWeights | None:
         """What holds the weights of past tasks near those of before this task; None without any."""
-        past, size = _past_tasks(client_round), self.work.training.lr * self.params.lambda2
+        past, size = _past_tasks(client_round), self.runtime.training.lr * self.params.lambda2
         if not past or not size:
             return None
         squares = torch.stack([task["mask"].sigmoid().square() for task in past.values()]).sum(0)
         target = client_round.state["base" if _starts(client_round) else "target"]
         vectors = (target, self.channels.expand(squares))
-        target, squares = (vector.to(self.work.device) for vector in vectors)
+        target, squares = (vector.to(self.runtime.device) for vector in vectors)
         return PastWeights(target, squares, size, self.params.retroactive)
 
     def load_theta(self, client_round: ClientRound) -> None:
         """Compose the weights of the current task in the live model."""
-        client_round.scratch["weights"].compose(self.work.model.parameters)
+        client_round.scratch["weights"].compose(self.model.parameters)
 
     def train(self, client_round: ClientRound) -> list[Tensor]:
         """Local SGD on the live model, whose decomposed weights are composed for every step."""
         weights: Decomposed = client_round.scratch["weights"]
-        client_round.scratch["sgd"] = FlatSGD(weights.flat, self.work.training)
+        client_round.scratch["sgd"] = FlatSGD(weights.flat, self.runtime.training)
         losses = super().train(client_round)
         self.load_theta(client_round)
         return losses
@@ -223,7 +223,7 @@ class FedWeIT(TaskServer):
         """One SGD step of B, m, A and alpha; theta itself is composed again before it is used."""
         scratch = client_round.scratch
         weights: Decomposed = scratch["weights"]
-        weights.backward(self.work.model.gradients)
+        weights.backward(self.model.gradients)
         self.add_penalties(weights, first=not _past_tasks(client_round))
         scratch["sgd"].step()
         past: PastWeights | None = scratch["past"]
@@ -269,7 +269,7 @@ class FedWeIT(TaskServer):
 
     def task_record(self, weights: Decomposed) -> State:
         """What a task needs besides B: m, A, the sum of alpha_k KB_k, the rest and the buffers."""
-        model = self.work.model
+        model = self.model
         parts = {
             "mask": weights.mask,
             "adaptive": weights.adaptive,
@@ -281,7 +281,7 @@ class FedWeIT(TaskServer):
 
     def upload(self, client_round: ClientRound) -> Message:
         """The kept channels of B, which these are, the rest; in the last round of a task also A."""
-        model, weights = self.work.model, client_round.scratch["weights"]
+        model, weights = self.model, client_round.scratch["weights"]
         kept = self.channels.largest(weights.mask.cpu().abs(), self.params.sparsity)
         base = weights.base.cpu()[_true_places(self.channels.expand(kept))]
         message = {"base": base, "kept": pack_bits(kept)}
@@ -307,7 +307,7 @@ class FedWeIT(TaskServer):
         """
         state, message = client_round.state, client_round.message
         base, rest = self.merged_base(client_round), {**state, **message}["rest"]
-        buffers = state.get("buffers", message.get("buffers", self.work.untrained))
+        buffers = state.get("buffers", message.get("buffers", self.runtime.untrained))
         scores = self.score(client_round, base, rest, buffers)
         for name, own in state["tasks"].items():
             gate = self.channels.expand(own["mask"].sigmoid())
@@ -325,8 +325,8 @@ class FedWeIT(TaskServer):
     ) -> Tensor:
         """The accuracies of a model on all tasks of the client.  # [scorings, 1, T]"""
         address = client_round.round_id
-        self.work.model.load(self.channels.join(theta, rest), buffers)
-        return score(self.work, client_round.plan, [address.client], address.experience)
+        self.model.load(self.channels.join(theta, rest), buffers)
+        return score(self.runtime, client_round.plan, [address.client], address.experience)
 
 
 def _is_weight(name: str, value: Tensor) -> bool:

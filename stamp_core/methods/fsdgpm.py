@@ -10,8 +10,8 @@ from torch.autograd import grad
 
 from stamp_core.client import subspaces
 from stamp_core.client.lookahead import LookAhead, clamped, clip_norm
+from stamp_core.client.runtime import ClientRuntime
 from stamp_core.client.subspaces import Bases
-from stamp_core.client.workspace import Workspace
 from stamp_core.config.decode import require_above, require_at_least
 from stamp_core.methods.base.drift import log_drift, received
 from stamp_core.methods.base.method import ClientRound, State
@@ -56,7 +56,7 @@ class FsDgpm(Rehearsal):
     """
 
     Params: ClassVar = FsDgpmParams
-    neutral: ClassVar[dict[str, Any]] = {
+    fedavg_equivalent: ClassVar[dict[str, Any]] = {
         "memory": {"exemplars_per_class": 0},
         "inner_steps": 0,
         "epsilon": 0.0,
@@ -64,9 +64,9 @@ class FsDgpm(Rehearsal):
         "clip": None,
     }
 
-    def __init__(self, params: FsDgpmParams, work: Workspace) -> None:
-        super().__init__(params, work)
-        self.layers, self.look_ahead = subspaces.find_layers(work), LookAhead(work)
+    def __init__(self, params: FsDgpmParams, runtime: ClientRuntime) -> None:
+        super().__init__(params, runtime)
+        self.layers, self.look_ahead = subspaces.find_layers(runtime), LookAhead(runtime)
 
     # --- the bases
 
@@ -84,7 +84,7 @@ class FsDgpm(Rehearsal):
 
     def protected(self, client_round: ClientRound) -> State:
         """The bases of other tasks' inputs and λ, made in the client's first round of a task."""
-        state, device = client_round.state, self.work.device
+        state, device = client_round.state, self.runtime.device
         if state.get("protected") == client_round.experience:
             bases = {name: basis.to(device) for name, basis in state["bases"].items()}
             return {"bases": bases, "lambdas": state["lambdas"].to(device)}
@@ -96,7 +96,7 @@ class FsDgpm(Rehearsal):
     def new_bases(self, client_round: ClientRound) -> Bases:
         """Bases of the live model's inputs for exemplars of other tasks; without any no columns."""
         memory, past = client_round.state["memory"], self.past_indices(client_round)
-        device, layers = self.work.device, self.layers
+        device, layers = self.runtime.device, self.layers
         bases = {
             name: torch.zeros(each.shape[1], 0, device=device) for name, each in layers.items()
         }
@@ -106,7 +106,7 @@ class FsDgpm(Rehearsal):
         images = memory["images"][past[order[: self.params.images]]]
         later = len(memory["tasks"][past].unique()) - 1
         epsilon = min(1.0, self.params.epsilon + later * self.params.increment)
-        inputs = subspaces.layer_inputs(self.work, layers, images)
+        inputs = subspaces.layer_inputs(self.runtime, layers, images)
         return {
             name: subspaces.grow(basis.double(), inputs[name], epsilon).float()
             for name, basis in bases.items()
@@ -134,8 +134,8 @@ class FsDgpm(Rehearsal):
         params, scratch = self.params, client_round.scratch
         scratch["lambdas"] = scratch["lambdas"].detach().requires_grad_(params.soft != "off")
         new = len(labels) - len(scratch.get("soft", ()))
-        tensors, losses = self.work.model.tensors, list[Tensor]()
-        offset = torch.zeros_like(self.work.model.parameters)
+        tensors, losses = self.model.tensors, list[Tensor]()
+        offset = torch.zeros_like(self.model.parameters)
         parts = images[:new].chunk(params.inner_steps)  # a batch is in random order
         for part, own in zip(parts, labels[:new].chunk(params.inner_steps), strict=True):
             logits = self.outputs_at(offset.detach(), part, update_norms=not losses)
@@ -149,7 +149,7 @@ class FsDgpm(Rehearsal):
 
     def outputs_at(self, offset: Tensor, images: Tensor, update_norms: bool = False) -> Tensor:
         """Logits of the live model moved by `offset`.  # [N, classes]"""
-        tensors = self.work.model.tensors
+        tensors = self.model.tensors
         moved = [a + b for a, b in zip(tensors, split_like(offset, tensors), strict=True)]
         return self.look_ahead(moved, images, update_norms)
 
@@ -163,13 +163,13 @@ class FsDgpm(Rehearsal):
 
     def correct_gradient(self, client_round: ClientRound) -> None:
         """Clip the gradient, step λ, and take the protected part from the gradient."""
-        gradients, scratch = self.work.model.gradients, client_round.scratch
+        gradients, scratch = self.model.gradients, client_round.scratch
         clip_norm(gradients, self.params.clip)
         if not len(scratch["lambdas"]):
             return
         if (slope := scratch["lambdas"].grad) is not None:
             scratch["lambdas"] = self.stepped(scratch["lambdas"].detach(), slope)
-        step = subspaces.descent_direction(self.work)
+        step = subspaces.descent_direction(self.runtime)
         inside = self.component(client_round, step)
         scratch["removed"].append(inside.norm() / step.norm())
         gradients.sub_(inside)

@@ -5,12 +5,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from stamp_core.client.batches import Batch
 from stamp_core.config.decode import require_at_least
-from stamp_core.coresets.memory import past_tasks, task_indices
+from stamp_core.coresets.memory import Memory, past_tasks, task_indices
 from stamp_core.matching.projection import project_gradient
-from stamp_core.methods.base.method import ClientRound
-from stamp_core.methods.base.projection import apply_projection, exemplar_gradient
-from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalParams
+from stamp_core.methods.base.method import ClientRound, Log
+from stamp_core.methods.base.projection import Corrections, exemplar_gradient
+from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalContext, RehearsalParams
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,18 @@ class GemParams(RehearsalParams):
     ridge: float = 1e-3
 
     def __post_init__(self) -> None:
-        """Refuse negative numbers."""
+        """Validate the numbers."""
         super().__post_init__()
         require_at_least(self, 0, "margin", "ridge")
+
+
+@dataclass
+class GemContext(RehearsalContext):
+    """What the steps read besides their batches, and what they leave."""
+
+    past: list[tuple[Tensor, Tensor]]  # exemplars of each past task
+    corrections: Corrections
+    log: Log
 
 
 class Gem(Rehearsal):
@@ -39,24 +49,31 @@ class Gem(Rehearsal):
 
     Params: ClassVar = GemParams
 
-    def train(self, client_round: ClientRound) -> list[Tensor]:
-        """Local SGD with the exemplars of each past task, which are normalised only once."""
-        memory, (images, labels) = client_round.state["memory"], self.remembered(client_round)
-        tasks = past_tasks(memory, client_round.task)
-        past = [task_indices(memory, task).to(images.device) for task in tasks]
-        client_round.scratch["past"] = [
-            (self.work.normalise(images[task]), labels[task].to(self.work.device)) for task in past
+    def start(self, client_round: ClientRound) -> GemContext:
+        """Load the received model; the exemplars of each past task are normalised only once."""
+        self.receive(client_round)
+        memory: Memory = client_round.state["memory"]
+        images, labels = self.exemplars_on_device(client_round)
+        tasks = [task_indices(memory, task) for task in past_tasks(memory, client_round.task)]
+        past = [
+            (self.runtime.normalise(images[own]), labels[own].to(self.runtime.device))
+            for own in (task.to(images.device) for task in tasks)
         ]
-        return super().train(client_round)
+        anchors = self.anchors_on_device(client_round)
+        return GemContext(anchors, past, Corrections(), client_round.log)
 
-    def correct_gradient(self, client_round: ClientRound) -> None:
+    def train(self, client_round: ClientRound, context: GemContext) -> list[Tensor]:
+        """Local SGD, with the share of corrected steps in the log."""
+        losses = super().train(client_round, context)
+        context.corrections.log(client_round.log, "gem")
+        return losses
+
+    def correct_gradient(self, batch: Batch, context: GemContext) -> None:
         """Add the smallest change that removes all conflicts with the gradients of past tasks."""
-        tasks, params = client_round.scratch["past"], self.params
-        if not tasks:
+        if not context.past:
             return
-        with client_round.log.clock("gem"):
-            past = [exemplar_gradient(self.work, images, labels) for images, labels in tasks]
-            projection = project_gradient(
-                self.work.model.gradients, past, ridge=params.ridge, margin=params.margin
-            )
-        apply_projection(self, client_round, projection, "gem")
+        gradients, params = self.model.gradients, self.params
+        with context.log.clock("gem"):
+            past = [exemplar_gradient(self.runtime, *each) for each in context.past]
+            projection = project_gradient(gradients, past, ridge=params.ridge, margin=params.margin)
+        context.corrections.apply(gradients, projection)

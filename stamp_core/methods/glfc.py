@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stamp_core.client.by_class import first_per_class
-from stamp_core.client.workspace import Workspace
+from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_above, require_at_least
 from stamp_core.methods.base.exemplar_lists import ExemplarLists, empty_lists, updated_lists
 from stamp_core.methods.base.method import ClientRound, State
@@ -54,7 +54,7 @@ class GLFC(ProxyServer):
     """
 
     Params: ClassVar = GLFCParams
-    neutral: ClassVar[dict[str, Any]] = {
+    fedavg_equivalent: ClassVar[dict[str, Any]] = {
         "loss": "cross_entropy",
         "groups": "none",
         "old_weight": 0.0,
@@ -63,18 +63,18 @@ class GLFC(ProxyServer):
     }
     group = "continual"
 
-    def __init__(self, params: GLFCParams, work: Workspace) -> None:
-        super().__init__(params, work)
-        self.one_hot = torch.eye(work.classes, device=work.device)
+    def __init__(self, params: GLFCParams, runtime: ClientRuntime) -> None:
+        super().__init__(params, runtime)
+        self.one_hot = torch.eye(runtime.classes, device=runtime.device)
         if params.old_weight:  # a second live model, loaded before each use
-            self.teacher = FlatModel(work.network(seed=0).to(work.device).eval())
+            self.teacher = FlatModel(runtime.network(seed=0).to(runtime.device).eval())
 
     def init_client(self, client: int, server: State) -> State:
         """No exemplars, no class learnt, no old model."""
-        none = torch.zeros(self.work.classes, dtype=torch.bool)
+        none = torch.zeros(self.runtime.classes, dtype=torch.bool)
         return {
-            "memory": empty_lists(self.work.dataset.x_train),
-            "learnt": torch.full((self.work.classes,), -1),  # as the how manieth task, from 0
+            "memory": empty_lists(self.runtime.dataset.x_train),
+            "learnt": torch.full((self.runtime.classes,), -1),  # as the how manieth task, from 0
             "current": none,  # classes of the latest task
             "waiting": none.clone(),  # those of the task before, until there is a signal
             "entropy": 0.0,
@@ -111,7 +111,7 @@ class GLFC(ProxyServer):
         """Whether the received model's entropy on the task's images has jumped since last round."""
         if not len(client_round.indices):
             return False
-        p = self.work.outputs(self.work.train_images(client_round.indices)[0]).softmax(1)
+        p = self.runtime.outputs(self.runtime.train_images(client_round.indices)[0]).softmax(1)
         entropy = float(-(p * (p + LOG_OFFSET).log()).sum(1).mean())
         client_round.scratch["entropy"] = client_round.log.numbers["entropy"] = entropy
         jump: float = entropy - client_round.state["entropy"]
@@ -119,7 +119,7 @@ class GLFC(ProxyServer):
 
     def prepare_loss(self, client_round: ClientRound) -> None:
         """Put into `scratch` the columns and groups of the loss, and load the old model."""
-        scratch, params, device = client_round.scratch, self.params, self.work.device
+        scratch, params, device = client_round.scratch, self.params, self.runtime.device
         current, learnt, old = scratch["current"], scratch["learnt"], scratch["old"]
         known = current | self.past_classes(client_round) | (params.columns == "all")
         scratch["columns"] = slice(None) if known.all() else known.nonzero().flatten().to(device)
@@ -128,9 +128,9 @@ class GLFC(ProxyServer):
             scratch["groups"] = F.one_hot(own.masked_fill(current, 0)).float().to(device)  # [L, G]
         if not old:
             return
-        distilled = unpack_bits(old["classes"], self.work.classes) & ~current
+        distilled = unpack_bits(old["classes"], self.runtime.classes) & ~current
         if distilled.any():
-            buffers = client_round.state.get("buffers", old.get("buffers", self.work.untrained))
+            buffers = client_round.state.get("buffers", old.get("buffers", self.runtime.untrained))
             self.teacher.load(old["parameters"], buffers)
             scratch["distilled"] = distilled.to(device)  # [L]
 
@@ -143,10 +143,10 @@ class GLFC(ProxyServer):
         used = learnt & (memory["tasks"] != client_round.task)
         if not used.any() or not len(indices):
             return super().batches(client_round)
-        images, labels = self.work.train_images(indices)
+        images, labels = self.runtime.train_images(indices)
         images = torch.cat([images, memory["images"][used].to(images)])
         labels = torch.cat([labels, memory["labels"][used].to(labels)])
-        return self.work.epochs(client_round.round_id, images, labels, torch.arange(len(labels)))
+        return self.runtime.epochs(client_round.round_id, images, labels, torch.arange(len(labels)))
 
     def loss(self, client_round: ClientRound, images: Tensor, labels: Tensor) -> Tensor:
         """The mean over images and columns of weighted binary cross-entropies, or FedAvg's loss."""
@@ -154,7 +154,7 @@ class GLFC(ProxyServer):
         if params.loss == "cross_entropy":
             loss: Tensor = params.scale * super().loss(client_round, images, labels)
             return loss
-        logits, targets = self.work.model.module(images), self.one_hot[labels]  # [n, L]
+        logits, targets = self.model.module(images), self.one_hot[labels]  # [n, L]
         weights = self.compensation(client_round, logits.detach(), labels)  # [n, 1]
         if "distilled" in scratch:
             weights, targets = self.add_distillation(client_round, images, weights, targets)
@@ -204,7 +204,7 @@ class GLFC(ProxyServer):
 
         Where clients may miss the last round, they also choose exemplars in their first round.
         """
-        scratch, training = client_round.scratch, self.work.training
+        scratch, training = client_round.scratch, self.runtime.training
         known = {name: scratch[name] for name in DETECTED}
         state = {**super().update_state(client_round), **known}
         first = state["experience"] != client_round.experience
@@ -216,7 +216,7 @@ class GLFC(ProxyServer):
 
     def updated_memory(self, client_round: ClientRound) -> ExemplarLists:
         """The exemplars of other tasks whose classes are learnt, and those of this task."""
-        memory, task, data = client_round.state["memory"], client_round.task, self.work.dataset
+        memory, task, data = client_round.state["memory"], client_round.task, self.runtime.dataset
         learnt = client_round.scratch["learnt"][memory["labels"]] >= 0
         stay = learnt & (memory["tasks"] != task)
         lists = {name: part[stay] for name, part in memory.items()}

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from stamp_core.client import subspaces
+from stamp_core.client.runtime import ClientRuntime
 from stamp_core.client.subspaces import Bases
-from stamp_core.client.workspace import Workspace
 from stamp_core.config.decode import require_at_least
 from stamp_core.methods.base.drift import log_drift, received
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Group, Method, State
@@ -49,13 +49,13 @@ class Gpm(Method):
     """
 
     Params: ClassVar = GpmParams
-    neutral: ClassVar[dict[str, Any]] = {"epsilon": 0.0, "increment": 0.0}
+    fedavg_equivalent: ClassVar[dict[str, Any]] = {"epsilon": 0.0, "increment": 0.0}
     group: ClassVar[Group] = "continual"
 
-    def __init__(self, params: GpmParams, work: Workspace) -> None:
-        super().__init__(params, work)
+    def __init__(self, params: GpmParams, runtime: ClientRuntime) -> None:
+        super().__init__(params, runtime)
         head = params.head == "project"
-        self.layers = subspaces.find_layers(work, joint=params.bias == "joint", head=head)
+        self.layers = subspaces.find_layers(runtime, joint=params.bias == "joint", head=head)
         if params.receive == "protect":
             self.models = ("global", "personal", "local")
 
@@ -84,7 +84,7 @@ class Gpm(Method):
         """
         if "outputs" not in state:
             return
-        vector, bases = self.work.model.parameters, self.columns(state, "bases", task)
+        vector, bases = self.model.parameters, self.columns(state, "bases", task)
         for name, outputs in self.columns(state, "outputs", task).items():
             layer, basis = self.layers[name], bases[name]
             weight = layer.matrix(vector)
@@ -93,7 +93,7 @@ class Gpm(Method):
     def columns(self, state: State, kind: str, task: int) -> Bases:
         """What is kept for each column that was not added for `task`, on the device."""
         others = {n: kept[:, state["tasks"][n] != task] for n, kept in state[kind].items()}
-        return {n: kept.contiguous().to(self.work.device) for n, kept in others.items()}
+        return {n: kept.contiguous().to(self.runtime.device) for n, kept in others.items()}
 
     def train(self, client_round: ClientRound) -> list[Tensor]:
         """Local SGD, of which every step or the whole update is projected."""
@@ -104,10 +104,10 @@ class Gpm(Method):
         if self.params.drift:
             log_drift(client_round, self.layers, bases)
         scratch |= {"bases": bases, "fixed": self.fixed(client_round), "removed": []}
-        start = self.work.model.parameters.clone()
+        start = self.model.parameters.clone()
         losses = super().train(client_round)
         if self.params.project == "update":
-            end = self.work.model.parameters
+            end = self.model.parameters
             end.sub_(self.removed(client_round, end - start))
         if scratch["removed"]:
             log.numbers["removed"] = float(torch.stack(scratch["removed"]).mean())
@@ -116,8 +116,8 @@ class Gpm(Method):
     def correct_gradient(self, client_round: ClientRound) -> None:
         """Take the protected part from the gradient, and from what weight decay will add to it."""
         if "bases" in client_round.scratch and self.params.project == "step":
-            step = subspaces.descent_direction(self.work)
-            self.work.model.gradients.sub_(self.removed(client_round, step))
+            step = subspaces.descent_direction(self.runtime)
+            self.model.gradients.sub_(self.removed(client_round, step))
 
     def removed(self, client_round: ClientRound, step: Tensor) -> Tensor:
         """The protected part of a step, whose share of the length is noted.  # [P]"""
@@ -132,16 +132,16 @@ class Gpm(Method):
 
         Those of normalisation and, as the parameters say, biases and rows of the head.
         """
-        fixed = torch.ones(len(self.work.model.parameters), dtype=torch.bool)
-        for name, layer in subspaces.find_layers(self.work).items():
+        fixed = torch.ones(len(self.model.parameters), dtype=torch.bool)
+        for name, layer in subspaces.find_layers(self.runtime).items():
             fixed[layer.weight] = False
             if layer.bias is not None:
                 fixed[layer.bias] = self.params.bias == "freeze" and name in self.layers
             if name == "head" and self.params.head == "mask":
                 past = self.past_classes(client_round)
-                fixed[layer.weight].view(self.work.classes, -1)[past] = True
+                fixed[layer.weight].view(self.runtime.classes, -1)[past] = True
                 fixed[layer.bias][past] = True
-        return fixed.to(self.work.device)
+        return fixed.to(self.runtime.device)
 
     def past_classes(self, client_round: ClientRound) -> list[int]:
         """The classes of the client's other tasks so far that are not in the current one."""
@@ -161,7 +161,7 @@ class Gpm(Method):
 
         Where clients may miss the last round, they are also made in their first round of the task.
         """
-        state, training = super().update_state(client_round), self.work.training
+        state, training = super().update_state(client_round), self.runtime.training
         if self.params.drift:
             state = {**state, **received(client_round)}
         first = client_round.experience not in state["experiences"]
@@ -176,8 +176,8 @@ class Gpm(Method):
         """The state with bases of the inputs at the trained model; the task's own are replaced."""
         indices, task = client_round.indices, client_round.task
         order = torch.randperm(len(indices), generator=client_round.round_id.generator("basis"))
-        images = self.work.dataset.x_train[indices[order[: self.params.images]]]
-        inputs = subspaces.layer_inputs(self.work, self.layers, images)
+        images = self.runtime.dataset.x_train[indices[order[: self.params.images]]]
+        inputs = subspaces.layer_inputs(self.runtime, self.layers, images)
         learnt = len(self.past_tasks(client_round))
         epsilon = min(1.0, self.params.epsilon + learnt * self.params.increment)
         bases, tasks, outputs = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
@@ -187,7 +187,7 @@ class Gpm(Method):
             new = basis.shape[1] - len(others)
             tasks[name] = torch.cat([others, torch.full((new,), task, dtype=torch.int32)])
             bases[name] = basis.cpu()
-            outputs[name] = (self.layers[name].matrix(self.work.model.parameters) @ basis).cpu()
+            outputs[name] = (self.layers[name].matrix(self.model.parameters) @ basis).cpu()
         experiences = sorted({*state["experiences"], client_round.experience})
         state = {**state, "bases": bases, "tasks": tasks, "experiences": experiences}
         return {**state, "outputs": outputs} if self.params.receive == "protect" else state

@@ -1,17 +1,17 @@
 """GradMA (Luo et al., 2023): updates of clients and server are corrected by gradient memories."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypedDict
 
 import torch
 from torch import Tensor
 
+from stamp_core.client.batches import Batch, StepContext
 from stamp_core.config.decode import require_at_least, require_fraction
 from stamp_core.matching.gram import Difference, Vector
 from stamp_core.matching.projection import project_gradient
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Log, Method, Reply, State
-from stamp_core.methods.base.projection import apply_projection, log_projection
+from stamp_core.methods.base.projection import Corrections, log_projection
 from stamp_core.models.flat import flatten_like, weighted_average
 
 
@@ -30,21 +30,40 @@ class GradMAParams(FedAvgParams):
     scope: Literal["model", "tensor"] = "model"
 
     def __post_init__(self) -> None:
-        """Refuse decay factors outside [0, 1) and negative numbers."""
+        """Validate decay factors and bounds."""
         super().__post_init__()
         require_at_least(self, 0, "worker_rho", "server_rho", "remembered")
         require_fraction(self, "beta1", "beta2")
+
+
+class GradMAServer(TypedDict):
+    """What the server remembers besides FedAvg's model, if it corrects."""
+
+    parameters: Tensor  # [P]
+    momentum: Tensor  # [P]
+    memory: dict[str, Tensor]  # the update of each client that is remembered
+    counts: dict[str, int]  # how often each of them took part since
+
+
+@dataclass
+class GradMAContext(StepContext):
+    """What the steps read besides their batches, and what they leave."""
+
+    received: Tensor  # [P]
+    previous: Tensor  # [P], the iterate before
+    corrections: Corrections
+    log: Log
 
 
 class GradMA(Method):
     """FedAvg with gradient memories; a client round is whole epochs, not 5 batches."""
 
     Params: ClassVar = GradMAParams
-    neutral: ClassVar = {"worker": False, "server": False}
+    fedavg_equivalent: ClassVar = {"worker": False, "server": False}
 
     def block_sizes(self) -> list[int] | None:
         """The sizes of the blocks that are corrected separately."""
-        tensors = self.work.model.module.parameters()
+        tensors = self.model.module.parameters()
         return None if self.params.scope == "model" else [p.numel() for p in tensors]
 
     # --- the server
@@ -63,8 +82,7 @@ class GradMA(Method):
 
     def averaged_vectors(self) -> tuple[str, ...]:
         """The buffers alone where the parameters move along the momentum."""
-        names = super().averaged_vectors()
-        return names[1:] if self.params.server else names
+        return self.shared_buffers() if self.params.server else super().averaged_vectors()
 
     def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
         """The server's model moved along the corrected momentum; buffers are averaged."""
@@ -93,7 +111,7 @@ class GradMA(Method):
         }
 
     def remember(
-        self, server: State, updates: dict[str, Tensor], log: Log
+        self, server: GradMAServer, updates: dict[str, Tensor], log: Log
     ) -> tuple[dict[str, Tensor], dict[str, int]]:
         """The remembered updates with this round's, and how often each client took part since."""
         memory, counts = dict(server["memory"]), dict(server["counts"])
@@ -111,40 +129,46 @@ class GradMA(Method):
 
     # --- a client
 
-    def batches(self, client_round: ClientRound) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of local training, each saved for the gradients at other points."""
-        received = client_round.message["parameters"].to(self.work.device)
-        client_round.scratch["received"] = received
-        for batch in super().batches(client_round):
-            client_round.scratch["batch"] = batch
-            yield batch
+    def start(self, client_round: ClientRound) -> GradMAContext:
+        """Load the received model, which is also a point where gradients are taken."""
+        self.receive(client_round)
+        received = client_round.message["parameters"].to(self.runtime.device)
+        return GradMAContext(received, received, Corrections(), client_round.log)
 
-    def correct_gradient(self, client_round: ClientRound) -> None:
+    def train(self, client_round: ClientRound, context: GradMAContext) -> list[Tensor]:
+        """Local SGD, with the share of corrected steps in the log."""
+        losses = super().train(client_round, context)
+        context.corrections.log(client_round.log, "gradma")
+        return losses
+
+    def correct_gradient(self, batch: Batch, context: GradMAContext) -> None:
         """Remove conflicts of the step with three vectors: the gradients at the previous iterate
         and at the received model, and the displacement from the received model.
         """
         if not self.params.worker:
             return
-        model, decay = self.work.model, self.work.training.weight_decay
-        with client_round.log.clock("gradma"):
-            here, buffers = model.parameters.clone(), model.buffers.clone()
-            received = client_round.scratch["received"]
-            points = [client_round.scratch.get("previous", received), received]
-            memory: list[Vector] = [self.gradient_at(client_round, point) for point in points]
-            memory.append(Difference(here, received))
+        model = self.model
+        decay = self.runtime.training.weight_decay
+        with context.log.clock("gradma"):
+            here = model.parameters.clone()
+            buffers = model.buffers.clone()
+            points = [context.previous, context.received]
+            memory: list[Vector] = [self.gradient_at(point, batch, context) for point in points]
+            memory.append(Difference(here, context.received))
             model.load(here, buffers)  # also restores the statistics that the passes changed
-            gradient, rho = model.gradients.add(here, alpha=decay), self.params.worker_rho
+            gradient = model.gradients.add(here, alpha=decay)
+            rho = self.params.worker_rho
             projection = project_gradient(gradient, memory, self.block_sizes(), rho=rho)
-        apply_projection(self, client_round, projection, "gradma")
-        client_round.scratch["previous"] = here
+        context.corrections.apply(model.gradients, projection)
+        context.previous = here
 
-    def gradient_at(self, client_round: ClientRound, point: Tensor) -> Tensor:
-        """The gradient of the current batch at another point, with weight decay.  # [P]
+    def gradient_at(self, point: Tensor, batch: Batch, context: GradMAContext) -> Tensor:
+        """The gradient of a batch at another point, with weight decay.  # [P]
 
         In the same mode as the step, so that all gradients are those of one function.
         """
-        self.work.model.parameters.copy_(point)
-        loss = self.loss(client_round, *client_round.scratch["batch"])
-        tensors = self.work.model.tensors
+        self.model.parameters.copy_(point)
+        loss = self.loss(batch, context)
+        tensors = self.model.tensors
         gradient = flatten_like(torch.autograd.grad(loss, tensors), tensors)
-        return gradient.add_(point, alpha=self.work.training.weight_decay)
+        return gradient.add_(point, alpha=self.runtime.training.weight_decay)

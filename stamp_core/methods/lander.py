@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stamp_core.client.workspace import Workspace
+from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_at_least
 from stamp_core.core import paths
 from stamp_core.core.fingerprint import file_digest
@@ -103,11 +103,11 @@ class AnchoredSynthesis(Synthesis):
         super().__init__(method, server, log)
         self.first_saved = self.params.warmup
         self.anchor_weight: float = self.params.anchor_weight
-        self.anchors = server["anchors"][self.classes].float().to(self.work.device)  # [K, A]
+        self.anchors = server["anchors"][self.classes].float().to(self.runtime.device)  # [K, A]
 
     def new_generator(self, server: State, *seed: int) -> nn.Module:
         """A generator whose inputs are anchors."""
-        sizes = self.work.shape, self.params.latent, self.params.generator_width
+        sizes = self.runtime.shape, self.params.latent, self.params.generator_width
         anchors = server["anchors"].shape[1], self.params.synthesis_batch_size
         return build_seeded(partial(NoisyLabelGenerator, *sizes, *anchors), *seed, "generator")
 
@@ -145,13 +145,17 @@ class Lander(Inversion):
     """
 
     Params: ClassVar = LanderParams
-    neutral: ClassVar[dict[str, Any]] = {"kd": 0.0, "anchor_weight": 0.0, "ce_classes": "all"}
+    fedavg_equivalent: ClassVar[dict[str, Any]] = {
+        "kd": 0.0,
+        "anchor_weight": 0.0,
+        "ce_classes": "all",
+    }
     synthesis = AnchoredSynthesis
 
-    def __init__(self, params: LanderParams, work: Workspace) -> None:
-        super().__init__(params, work)
+    def __init__(self, params: LanderParams, runtime: ClientRuntime) -> None:
+        super().__init__(params, runtime)
         random = params.anchors == "random"
-        self.file = None if random else read_anchors(params.anchors, work.classes)
+        self.file = None if random else read_anchors(params.anchors, runtime.classes)
 
     # --- the server
 
@@ -159,7 +163,7 @@ class Lander(Inversion):
         """The model, the map and the anchors, which no client has yet."""
         table = self.file
         if table is None:
-            size = self.work.classes, self.params.anchor_features
+            size = self.runtime.classes, self.params.anchor_features
             draw = generator(seed, "anchors")
             table = (ANCHOR_DEVIATION * torch.randn(size, generator=draw)).half()
         own = {"anchors": table, "map": FlatModel(self.feature_map(seed, "map")).parameters}
@@ -168,7 +172,7 @@ class Lander(Inversion):
     def feature_map(self, *seed: int | str) -> nn.Module:
         """A linear map from features to the space of the anchors."""
         width = self.params.anchor_features if self.file is None else self.file.shape[1]
-        head = self.work.classifier.head
+        head = self.classifier.head
         assert isinstance(head, nn.Linear)
         return build_seeded(partial(nn.Linear, head.in_features, width), *seed)
 
@@ -188,7 +192,7 @@ class Lander(Inversion):
         server, trained = {**server, "holders": holders}, [r for r in replies if r.samples]
         if trained:
             weights = [float(reply.samples) for reply in trained]
-            mean = self.work.average([reply.message["map"] for reply in trained], weights)
+            mean = self.runtime.average([reply.message["map"] for reply in trained], weights)
             server["map"] = torch.lerp(server["map"], mean, self.params.server_lr)
         return super().aggregate(server, replies, log)
 
@@ -198,13 +202,13 @@ class Lander(Inversion):
         """Load the received model and map; the map is trained by an SGD of its own."""
         super().receive(client_round)
         message, scratch = client_round.message, client_round.scratch
-        live = FlatModel(self.feature_map().to(self.work.device))
+        live = FlatModel(self.feature_map().to(self.runtime.device))
         live.load(message["map"])
-        scratch["map"], scratch["map's sgd"] = live, FlatSGD(live, self.work.training)
-        scratch["network"] = MappedClassifier(self.work.classifier, live.module)
+        scratch["map"], scratch["map's sgd"] = live, FlatSGD(live, self.runtime.training)
+        scratch["network"] = MappedClassifier(self.classifier, live.module)
         held = client_round.state
         anchors: Tensor = held["anchors"] if "anchors" in held else message["anchors"]
-        scratch["anchors"] = anchors.to(self.work.device, torch.float32)  # [L, A]
+        scratch["anchors"] = anchors.to(self.runtime.device, torch.float32)  # [L, A]
 
     def new_loss(self, client_round: ClientRound, outputs: Outputs, labels: Tensor) -> Tensor:
         """Cross-entropy and, for mapped features, the distance from the anchors."""

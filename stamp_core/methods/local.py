@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+from stamp_core.client.batches import StepContext
 from stamp_core.methods.base.method import ClientRound, Log, Message, Method, NoParams, Reply, State
 
 
@@ -10,7 +11,7 @@ class Local(Method):
 
     Params: ClassVar = NoParams
     models = ("personal",)
-    neutral: ClassVar = None
+    fedavg_equivalent: ClassVar = None
     group: ClassVar = "control"
 
     def init_client(self, client: int, server: State) -> State:
@@ -23,14 +24,14 @@ class Local(Method):
 
     def receive(self, client_round: ClientRound) -> None:
         """Load the client's own model."""
-        self.work.model.load(client_round.state["parameters"], client_round.state["buffers"])
+        self.model.load(client_round.state["parameters"], client_round.state["buffers"])
 
-    def update_state(self, client_round: ClientRound) -> State:
+    def update_state(self, client_round: ClientRound, context: StepContext) -> State:
         """The client's own model after training."""
-        vectors = {"parameters": self.work.model.parameters, "buffers": self.work.model.buffers}
+        vectors = {"parameters": self.model.parameters, "buffers": self.model.buffers}
         return {name: vector.cpu().clone() for name, vector in vectors.items()}
 
-    def upload(self, client_round: ClientRound) -> Message:
+    def upload(self, client_round: ClientRound, context: StepContext) -> Message:
         """Nothing."""
         return {}
 

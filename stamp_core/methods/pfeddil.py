@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from stamp_core.client.runtime import ClientRuntime
 from stamp_core.client.scoring import accuracies, indices_of_tests, score
-from stamp_core.client.workspace import Workspace
 from stamp_core.config.decode import invalid, require_at_least
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Method, State
 from stamp_core.models.flat import FlatModel
@@ -52,12 +52,16 @@ class PFedDIL(Method):
 
     Params: ClassVar = PFedDILParams
     models: tuple[str, ...] = ("global", "personal", "local")
-    neutral: ClassVar[dict[str, Any]] = {"models": 1, "migration": 0.0, "start": "received"}
+    fedavg_equivalent: ClassVar[dict[str, Any]] = {
+        "models": 1,
+        "migration": 0.0,
+        "start": "received",
+    }
     group = "personalised"
 
-    def __init__(self, params: PFedDILParams, work: Workspace) -> None:
-        super().__init__(params, work)
-        if (lr := work.training.lr) * params.migration >= 1:
+    def __init__(self, params: PFedDILParams, runtime: ClientRuntime) -> None:
+        super().__init__(params, runtime)
+        if (lr := runtime.training.lr) * params.migration >= 1:
             right = f"below {1 / lr:g}, so that training.lr x 2 migration is below 2"
             raise invalid("migration", params.migration, right)
 
@@ -91,14 +95,14 @@ class PFedDIL(Method):
 
     def load_start(self, client_round: ClientRound) -> None:
         """Load the weights that the training of a new task starts from."""
-        own, live = client_round.scratch["own"], self.work.model
+        own, live = client_round.scratch["own"], self.model
         if self.params.start == "received":
             super().receive(client_round)
         elif own["current"] < len(own["models"]):
             model = own["models"][own["current"]]
             live.load(model["parameters"], model["buffers"])
         else:
-            initial = FlatModel(self.work.network(client_round.seed))
+            initial = FlatModel(self.runtime.network(client_round.seed))
             live.load(initial.parameters, initial.buffers)
 
     def note(self, client_round: ClientRound, near: Tensor, current: int) -> None:
@@ -124,9 +128,9 @@ class PFedDIL(Method):
         own = client_round.scratch["own"]
         if "target" in own:
             if "target" not in client_round.scratch:
-                client_round.scratch["target"] = own["target"].to(self.work.device)
-            away = self.work.model.parameters - client_round.scratch["target"]
-            self.work.model.gradients.add_(away, alpha=2 * self.params.migration)
+                client_round.scratch["target"] = own["target"].to(self.runtime.device)
+            away = self.model.parameters - client_round.scratch["target"]
+            self.model.gradients.add_(away, alpha=2 * self.params.migration)
 
     def update_state(self, client_round: ClientRound) -> State:
         """The state with the trained model, whose auxiliary classifier has seen the task."""
@@ -135,9 +139,9 @@ class PFedDIL(Method):
             return state
         models, current = list(own["models"]), own["current"]
         tasks = models[current]["tasks"] if current < len(models) else {}
-        vectors = {"parameters": self.work.model.parameters, "buffers": self.work.model.buffers}
+        vectors = {"parameters": self.model.parameters, "buffers": self.model.buffers}
         model: State = {name: vector.cpu().clone() for name, vector in vectors.items()}
-        known = moments(self.features(model, self.work.dataset.x_train[client_round.indices]))
+        known = moments(self.features(model, self.runtime.dataset.x_train[client_round.indices]))
         model["tasks"] = {**tasks, str(client_round.task): known}
         models[current : current + 1] = [model]
         chosen = {name: own[name] for name in ("current", "target") if name in own}
@@ -149,34 +153,34 @@ class PFedDIL(Method):
 
     def features(self, model: State, images: Tensor) -> Tensor:
         """Features of images by a model, which stays in the live model.  # [n, F]"""
-        self.work.model.load(model["parameters"], model["buffers"])
-        return self.work.outputs(images, self.work.classifier.encode)
+        self.model.load(model["parameters"], model["buffers"])
+        return self.runtime.outputs(images, self.classifier.encode)
 
     def mean_share(self, model: State, indices: Tensor) -> float:
         """The mean answer of a model's auxiliary classifier on training images."""
-        features = self.features(model, self.work.dataset.x_train[indices])
+        features = self.features(model, self.runtime.dataset.x_train[indices])
         return float(log_share(model["tasks"], features).exp().mean())
 
     # --- evaluation
 
     def personal_scores(self, client_round: ClientRound) -> Tensor:
         """Scores of its models' vote, or of the received one without any.  # [scorings, 1, T]"""
-        work, models, address = self.work, client_round.state["models"], client_round.round_id
+        runtime, models, address = self.runtime, client_round.state["models"], client_round.round_id
         plan, client, experience = client_round.plan, address.client, address.experience
         if not models:
             super().receive(client_round)
-            return score(work, plan, [client], experience)
-        needed = indices_of_tests(work, plan, [client])
-        votes = torch.empty(len(work.dataset.y_test), work.classes)
-        votes[needed] = self.vote(models, work.dataset.x_test[needed])
-        return accuracies(work, plan, [client], experience, votes)
+            return score(runtime, plan, [client], experience)
+        needed = indices_of_tests(runtime, plan, [client])
+        votes = torch.empty(len(runtime.dataset.y_test), runtime.classes)
+        votes[needed] = self.vote(models, runtime.dataset.x_test[needed])
+        return accuracies(runtime, plan, [client], experience, votes)
 
     def vote(self, models: list[State], images: Tensor) -> Tensor:
         """The mean of the models' probabilities, by the auxiliary classifiers.  # [n, classes]"""
         shares, probabilities = list[Tensor](), list[Tensor]()
         for model in models:
             features = self.features(model, images)
-            logits = self.work.classifier.head(features.to(self.work.device)).detach().cpu()
+            logits = self.classifier.head(features.to(self.runtime.device)).detach().cpu()
             probabilities.append(logits.softmax(1))
             shares.append(log_share(model["tasks"], features))
         weights = torch.stack(shares).softmax(0)  # finite where all shares vanish

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stamp_core.client.workspace import Workspace
+from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_above, require_at_least
 from stamp_core.core.seeding import generator
 from stamp_core.data.split import Plan
@@ -63,16 +63,16 @@ class SRFDIL(SampleCache):
 
     Params: ClassVar = SRFDILParams
 
-    def __init__(self, params: SRFDILParams, work: Workspace) -> None:
-        super().__init__(params, work)
+    def __init__(self, params: SRFDILParams, runtime: ClientRuntime) -> None:
+        super().__init__(params, runtime)
         self.adversarial = params.correlation > 0 and params.cache > 0
-        features = next(work.classifier.head.parameters()).shape[1]
+        features = next(runtime.classifier.head.parameters()).shape[1]
         self.make: dict[str, Callable[[], nn.Module]] = {
-            "generator": partial(build_generator, features, work.classes),
-            "discriminator": partial(build_discriminator, features, work.classes),
+            "generator": partial(build_generator, features, runtime.classes),
+            "discriminator": partial(build_discriminator, features, runtime.classes),
         }
         if self.adversarial:  # live networks, loaded anew before each use
-            self.live = {n: FlatModel(self.network(n, 0).to(work.device)) for n in NETWORKS}
+            self.live = {n: FlatModel(self.network(n, 0).to(runtime.device)) for n in NETWORKS}
 
     def network(self, name: str, seed: int) -> nn.Module:
         """The generator or the discriminator with the initial weights of `seed`."""
@@ -198,11 +198,11 @@ class SRFDIL(SampleCache):
 
         They are those of the live model's encoder in evaluation mode.  # [N, F], [N, classes]
         """
-        features = self.work.outputs(samples["images"], self.work.classifier.encode)
+        features = self.runtime.outputs(samples["images"], self.classifier.encode)
         deviations, means = torch.std_mean(features, 0, correction=0)
         standardised = (features - means) / (deviations + DEVIATION)
-        classes = F.one_hot(samples["labels"], self.work.classes).to(features.dtype)
-        return standardised.to(self.work.device), classes.to(self.work.device)
+        classes = F.one_hot(samples["labels"], self.runtime.classes).to(features.dtype)
+        return standardised.to(self.runtime.device), classes.to(self.runtime.device)
 
     def discriminate(self, features: Tensor, classes: Tensor) -> Tensor:
         """The live discriminator's logits for features of classes.  # [N]"""
@@ -221,7 +221,7 @@ class SRFDIL(SampleCache):
             )
             for _ in range(self.params.gan_steps)
         ]
-        stacked = (torch.stack(each).to(self.work.device) for each in zip(*draws, strict=True))
+        stacked = (torch.stack(each).to(self.runtime.device) for each in zip(*draws, strict=True))
         for places, noise in zip(*stacked, strict=True):
             real, asked = features[places], classes[places]
             generated = self.live["generator"].module(torch.cat([asked, noise], 1))
@@ -235,7 +235,7 @@ class SRFDIL(SampleCache):
 
     def note_overfitting(self, client_round: ClientRound) -> None:
         """Record which share of the new task the discriminator takes for real."""
-        data, indices = self.work.dataset, client_round.indices
+        data, indices = self.runtime.dataset, client_round.indices
         fresh = {"images": data.x_train[indices], "labels": data.y_train[indices]}
         taken = (self.correlations(fresh) > 0).float().mean()
         client_round.log.numbers["new samples taken for real"] = float(taken)

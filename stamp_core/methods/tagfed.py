@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stamp_core.client.runtime import ClientRuntime
 from stamp_core.client.scoring import accuracies, indices_of_tests, score
-from stamp_core.client.workspace import Workspace
 from stamp_core.config.decode import invalid, require_above, require_at_least
 from stamp_core.core.seeding import address, generator
 from stamp_core.data.split import Plan, Task
@@ -95,14 +95,18 @@ class TagFed(Method):
 
     Params: ClassVar = TagFedParams
     models: tuple[str, ...] = ("personal", "local")
-    neutral: ClassVar[dict[str, Any]] = {"exchange": "weights", "trace": "none", "keep": 1.0}
+    fedavg_equivalent: ClassVar[dict[str, Any]] = {
+        "exchange": "weights",
+        "trace": "none",
+        "keep": 1.0,
+    }
     group = "continual"
 
-    def __init__(self, params: TagFedParams, work: Workspace) -> None:
-        super().__init__(params, work)
-        self.sizes = [tensor.numel() for tensor in work.model.tensors]
-        self.owners = initial_owners(work.classifier)
-        self.features = next(work.classifier.head.parameters()).shape[1]
+    def __init__(self, params: TagFedParams, runtime: ClientRuntime) -> None:
+        super().__init__(params, runtime)
+        self.sizes = [tensor.numel() for tensor in runtime.model.tensors]
+        self.owners = initial_owners(runtime.classifier)
+        self.features = next(runtime.classifier.head.parameters()).shape[1]
         if params.averages_all:
             self.models = ("global", "personal", "local")
 
@@ -166,7 +170,7 @@ class TagFed(Method):
 
     def build_tail(self) -> nn.Module:
         """The server's network for one task, from features to logits."""
-        first, last = nn.Linear(self.features, HIDDEN), nn.Linear(HIDDEN, self.work.classes)
+        first, last = nn.Linear(self.features, HIDDEN), nn.Linear(HIDDEN, self.runtime.classes)
         return nn.Sequential(first, nn.ReLU(), last)
 
     def fit_tail(self, tail: FlatModel, messages: list[Message], draw: torch.Generator) -> None:
@@ -226,7 +230,7 @@ class TagFed(Method):
         state, message = client_round.state, client_round.message
         if "parameters" not in message:
             return state
-        record = state["tasks"].get(str(state["task"]), {"buffers": self.work.untrained.cpu()})
+        record = state["tasks"].get(str(state["task"]), {"buffers": self.runtime.untrained.cpu()})
         buffers = message.get("buffers", record["buffers"])
         return self.with_values(state, message["parameters"], buffers)
 
@@ -239,7 +243,7 @@ class TagFed(Method):
         task, owners = len(keys) + 1, state["owners"]
         last = state["tasks"].get(str(state["task"]))
         if last is None:
-            buffers = client_round.message.get("buffers", self.work.untrained.cpu())
+            buffers = client_round.message.get("buffers", self.runtime.untrained.cpu())
             last = {"rest": state["weights"][owners == COPIED], "buffers": buffers.clone()}
         every = pack_bits(torch.ones(len(owners), dtype=torch.bool))
         grown = {"owners": owners.masked_fill(owners == FREE, task), "task": task}
@@ -269,7 +273,7 @@ class TagFed(Method):
 
     def receive(self, client_round: ClientRound) -> None:
         """Load the sub-model of the current task: grown, pruned or found before."""
-        state, training = self.settled(client_round), self.work.training
+        state, training = self.settled(client_round), self.runtime.training
         starts = state["experience"] != client_round.experience
         if starts and len(self.train_indices(client_round)):
             state = self.located(client_round, state)
@@ -277,13 +281,13 @@ class TagFed(Method):
             state = self.pruned(state, client_round.round_id.round, training.rounds - 1)
         client_round.scratch["own"] = state
         if not state["task"]:
-            buffers = client_round.message.get("buffers", self.work.untrained)
-            self.work.model.load(state["weights"], state.get("buffers", buffers))
+            buffers = client_round.message.get("buffers", self.runtime.untrained)
+            self.model.load(state["weights"], state.get("buffers", buffers))
             return
-        self.work.model.load(*self.sub_model(state, state["task"]))
+        self.model.load(*self.sub_model(state, state["task"]))
         client_round.scratch["weights"] = self.task_weights(state, starts)
         if not starts and "answers" in client_round.message:
-            answers = client_round.message["answers"].to(self.work.device)
+            answers = client_round.message["answers"].to(self.runtime.device)
             client_round.scratch["answers"] = answers
 
     def task_weights(self, state: State, starts: bool) -> TaskWeights | None:
@@ -294,7 +298,7 @@ class TagFed(Method):
         before = (owners < task) & (owners != FREE)
         picked = before & unpack_bits(state["tasks"][str(task)]["picked"], len(owners))
         vectors = (trained, torch.where(before, state["weights"], 0.0), picked)
-        owned, earlier, used = (vector.to(self.work.device) for vector in vectors)
+        owned, earlier, used = (vector.to(self.runtime.device) for vector in vectors)
         lr = self.params.mask_lr if starts and before.any() else None
         return TaskWeights(owned, earlier, used, lr)
 
@@ -302,7 +306,7 @@ class TagFed(Method):
         """Restore the fixed weights in the live model: weight decay has changed them."""
         weights: TaskWeights | None = client_round.scratch.get("weights")
         if weights is not None:
-            weights.compose(self.work.model.parameters)
+            weights.compose(self.model.parameters)
 
     def train(self, client_round: ClientRound) -> list[Tensor]:
         """Local SGD on the weights of the current task."""
@@ -315,9 +319,9 @@ class TagFed(Method):
         if "answers" not in client_round.scratch or not self.params.kd:
             yield from super().batches(client_round)
             return
-        images, labels = self.work.train_images(client_round.indices)
+        images, labels = self.runtime.train_images(client_round.indices)
         every = torch.arange(len(labels))
-        for batch, places in self.work.epochs(client_round.round_id, images, every, every):
+        for batch, places in self.runtime.epochs(client_round.round_id, images, every, every):
             client_round.scratch["teacher"] = client_round.scratch["answers"][places]
             yield batch, labels[places]
 
@@ -326,14 +330,14 @@ class TagFed(Method):
         self.compose(client_round)
         if "teacher" not in client_round.scratch:
             return super().loss(client_round, images, labels)
-        logits = self.work.model.module(images)
+        logits = self.model.module(images)
         return self.mixed_loss(logits, labels, client_round.scratch["teacher"])
 
     def correct_gradient(self, client_round: ClientRound) -> None:
         """No gradient for weights of other tasks; one step of the mask that picks them."""
         weights: TaskWeights | None = client_round.scratch["weights"]
         if weights is not None:
-            weights.correct(self.work.model.gradients)
+            weights.correct(self.model.gradients)
 
     def update_state(self, client_round: ClientRound) -> State:
         """The state with the trained weights and, after a first round, with what is picked."""
@@ -341,7 +345,7 @@ class TagFed(Method):
         buffers = {name: base[name] for name in ("buffers",) if name in base}
         if not len(client_round.indices):
             return {**state, **buffers}
-        live, trained = self.work.model, self.trained(state)
+        live, trained = self.model, self.trained(state)
         state = {**state, **buffers, "experience": client_round.experience}
         state = self.with_values(state, live.parameters.cpu()[trained], live.buffers.cpu().clone())
         weights: TaskWeights | None = client_round.scratch["weights"]
@@ -382,26 +386,26 @@ class TagFed(Method):
 
     def features_of(self, client_round: ClientRound) -> Message:
         """Features, logits and labels of the task's training images, by the trained sub-model."""
-        data, indices = self.work.dataset, client_round.indices
-        features = self.work.outputs(data.x_train[indices], self.work.classifier.encode)
-        logits = self.work.classifier.head(features.to(self.work.device)).detach().cpu()
-        kind = torch.uint8 if self.work.classes <= 256 else torch.int32
+        data, indices = self.runtime.dataset, client_round.indices
+        features = self.runtime.outputs(data.x_train[indices], self.classifier.encode)
+        logits = self.classifier.head(features.to(self.runtime.device)).detach().cpu()
+        kind = torch.uint8 if self.runtime.classes <= 256 else torch.int32
         return {"features": features, "logits": logits, "labels": data.y_train[indices].to(kind)}
 
     # --- evaluation
 
     def personal_scores(self, client_round: ClientRound) -> Tensor:
         """Scores by all sub-models, where the task is known by its own.  # [scorings, 1, T]"""
-        state, plan, work = self.settled(client_round), client_round.plan, self.work
+        state, plan, runtime = self.settled(client_round), client_round.plan, self.runtime
         place = client_round.client
         if not state["task"]:
             self.receive(client_round)
-            return score(work, plan, [place], client_round.experience)
-        needed = indices_of_tests(work, plan, [place])
+            return score(runtime, plan, [place], client_round.experience)
+        needed = indices_of_tests(runtime, plan, [place])
         outputs = [
             self.probabilities(state, task + 1, needed) for task in range(len(state["keys"]))
         ]
-        rate = partial(accuracies, work, plan, [place], client_round.experience)
+        rate = partial(accuracies, runtime, plan, [place], client_round.experience)
         scores = rate(torch.stack(outputs).amax(0))
         keys = [self.key(task) for task in plan.clients[place]]
         known = SCORINGS.index("task")
@@ -413,7 +417,7 @@ class TagFed(Method):
 
     def probabilities(self, state: State, task: int, needed: Tensor) -> Tensor:
         """A sub-model's probabilities for some test images; 0 for others.  # [N, classes]"""
-        self.work.model.load(*self.sub_model(state, task))
-        probabilities = torch.zeros(len(self.work.dataset.y_test), self.work.classes)
-        probabilities[needed] = self.work.outputs(self.work.dataset.x_test[needed]).softmax(1)
+        self.model.load(*self.sub_model(state, task))
+        probabilities = torch.zeros(len(self.runtime.dataset.y_test), self.runtime.classes)
+        probabilities[needed] = self.runtime.outputs(self.runtime.dataset.x_test[needed]).softmax(1)
         return probabilities

@@ -45,7 +45,7 @@ class MetaSynthesis(Synthesis):
 
     def new_generator(self, server: State, *seed: int) -> nn.Module:
         """A generator whose inputs are noise."""
-        sizes = self.work.shape, self.params.latent, self.params.generator_width
+        sizes = self.runtime.shape, self.params.latent, self.params.generator_width
         return build_seeded(partial(ImageGenerator, *sizes), *seed, "generator")
 
     def start_round(self, targets: Tensor) -> tuple[Tensor, torch.optim.Optimizer]:
@@ -53,7 +53,7 @@ class MetaSynthesis(Synthesis):
         self.generator.load(self.meta)
         self.meta_adam.zero_grad(set_to_none=False)
         noise = torch.randn(len(targets), self.params.latent, generator=self.draw)
-        latent = noise.to(self.work.device).requires_grad_()
+        latent = noise.to(self.runtime.device).requires_grad_()
         groups: list[dict[str, Any]] = [
             {"params": [self.generator.parameters]},
             {"params": [latent], "lr": self.params.latent_lr},
@@ -75,5 +75,5 @@ class Target(Inversion):
     """FedAvg with distillation from the last model on images synthesised from it."""
 
     Params: ClassVar = TargetParams
-    neutral: ClassVar[dict[str, Any]] = {"kd": 0.0, "ce_classes": "all"}
+    fedavg_equivalent: ClassVar[dict[str, Any]] = {"kd": 0.0, "ce_classes": "all"}
     synthesis = MetaSynthesis

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import grad
 
 from stamp_core.client.lookahead import LookAhead, clamped, clip_norm
-from stamp_core.client.workspace import Workspace
+from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_above, require_at_least, require_fraction
 from stamp_core.methods.base.distillation import masked_cross_entropy
 from stamp_core.methods.base.method import ClientRound, State
@@ -59,24 +59,24 @@ class VrMcl(Rehearsal):
     """
 
     Params: ClassVar = VrMclParams
-    neutral: ClassVar[dict[str, Any]] = {
+    fedavg_equivalent: ClassVar[dict[str, Any]] = {
         "memory": {"exemplars_per_class": 0},
         "inner_steps": 0,
         "r": 0.0,
     }
 
-    def __init__(self, params: VrMclParams, work: Workspace) -> None:
-        super().__init__(params, work)
-        self.look_ahead = LookAhead(work)
+    def __init__(self, params: VrMclParams, runtime: ClientRuntime) -> None:
+        super().__init__(params, runtime)
+        self.look_ahead = LookAhead(runtime)
 
     def train(self, client_round: ClientRound) -> list[Tensor]:
         """Local SGD along d, which starts as the client left it if it is carried over."""
         state, scratch, log = client_round.state, client_round.scratch, client_round.log
         scratch |= {"cosines": [], "ratios": [], "masks": self.class_masks(client_round)}
         carried = [name for name in ("d", "theta") if name in state]
-        scratch |= {name: state[name].to(self.work.device) for name in carried}
-        model, losses = self.work.model, list[Tensor]()
-        sgd = FlatSGD(model, self.work.training)
+        scratch |= {name: state[name].to(self.runtime.device) for name in carried}
+        model, losses = self.model, list[Tensor]()
+        sgd = FlatSGD(model, self.runtime.training)
         for images, labels in self.batches(client_round):
             scratch["batch"] = images, labels
             loss, h = self.meta_gradient(client_round, model.parameters, update_norms=True)
@@ -87,7 +87,7 @@ class VrMcl(Rehearsal):
             log.numbers["cosine"] = float(torch.stack(scratch["cosines"]).mean())
             log.numbers["length"] = float(torch.stack(scratch["ratios"]).mean())
         first_order = self.params.inner_steps and not self.params.second_order
-        if losses and first_order and self.params.inner_lr >= self.work.training.lr:
+        if losses and first_order and self.params.inner_lr >= self.runtime.training.lr:
             log.events.append(LONG)
         return losses
 
@@ -160,19 +160,19 @@ class VrMcl(Rehearsal):
 
     def tensors(self, theta: Tensor) -> list[Tensor]:
         """The parameters as views of a vector."""
-        return list(split_like(theta, self.work.model.tensors))
+        return list(split_like(theta, self.model.tensors))
 
     def class_masks(self, client_round: ClientRound) -> dict[str, Tensor]:
         """The classes that inner steps and both parts of the meta-loss compare; {}: all."""
         if self.params.mask == "none":
             return {}
-        plan, client, count = client_round.plan, client_round.client, self.work.classes
+        plan, client, count = client_round.plan, client_round.client, self.runtime.classes
         current = class_mask(plan.clients[client][client_round.task].classes, count)
         seen = class_mask(plan.seen(client, client_round.experience), count)
         masks = {"inner": seen, "new": seen, "past": seen}
         if self.params.mask == "published":
             masks |= {"inner": current, "new": current | ~seen}
-        return {name: mask.to(self.work.device) for name, mask in masks.items()}
+        return {name: mask.to(self.runtime.device) for name, mask in masks.items()}
 
     # --- variance reduction
 
@@ -188,7 +188,7 @@ class VrMcl(Rehearsal):
             d = h + r * (scratch["d"] - before)
             scratch["cosines"].append(F.cosine_similarity(d, h, 0))
             scratch["ratios"].append(d.norm() / h.norm())
-        scratch |= {"theta": self.work.model.parameters.clone(), "d": d}
+        scratch |= {"theta": self.model.parameters.clone(), "d": d}
         return d
 
     def update_state(self, client_round: ClientRound) -> State:

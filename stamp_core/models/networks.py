@@ -19,8 +19,6 @@ from stamp_core.models.pretrained import load_weights
 class Classifier(nn.Module):
     """Logits = head(encoder(images)); the encoder's outputs are the features."""
 
-    differentiated = 0  # images encoded for a gradient by all networks of this process
-
     def __init__(
         self,
         encoder: nn.Module,
@@ -31,7 +29,9 @@ class Classifier(nn.Module):
         pixels: bool = False,  # whether the features are maps, with a head for each place
     ) -> None:
         super().__init__()
-        self.precision, self.micro_batch_size = precision, micro_batch_size
+        self.precision = precision
+        self.micro_batch_size = micro_batch_size
+        self.images_backpropagated = 0  # encoded for a gradient so far
         self.encoder: nn.Module = encoder
         self.head: nn.Module = (
             nn.Conv2d(features, classes, 1) if pixels else nn.Linear(features, classes)
@@ -61,7 +61,7 @@ class Classifier(nn.Module):
         replaces for one pass, and their hooks, no longer exist then: such a batch is not divided.
         """
         if torch.is_grad_enabled():
-            Classifier.differentiated += len(images)
+            self.images_backpropagated += len(images)
         size = self.micro_batch_size
         if size is None or len(images) <= size:
             return self._features(images)

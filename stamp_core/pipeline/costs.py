@@ -10,7 +10,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from stamp_core.client.workspace import RoundId, Workspace
+from stamp_core.client.runtime import ClientRuntime, RoundId
 from stamp_core.config.schema import Diagnostics, Setting, Training
 from stamp_core.core.devices import synchronise
 from stamp_core.data.dataset import ImageDataset
@@ -45,7 +45,7 @@ class OutOfTimeError(Exception):
     """A method takes longer than it may be timed for."""
 
 
-class TimedWorkspace(Workspace):
+class TimedRuntime(ClientRuntime):
     """A workspace that times steps of local training, takes few, and stops at a deadline."""
 
     def __init__(self, setting: Setting, dataset: ImageDataset, device: str) -> None:
@@ -204,7 +204,7 @@ def find_scale(
     training: Training,
     plan: Plan,
     dataset: ImageDataset,
-    work: Workspace,
+    work: ClientRuntime,
     seconds: float,
     workers: int,
 ) -> Scale:
@@ -225,7 +225,7 @@ def find_scale(
 
 def timed_workspace(
     setting: Setting, plan: Plan, dataset: ImageDataset, device: str, seconds: float
-) -> tuple[TimedWorkspace, Plan]:
+) -> tuple[TimedRuntime, Plan]:
     """A workspace for short rounds, and their plan; FedAvg's step takes so many seconds.
 
     Batches are halved until a step is short: what methods cost beside FedAvg changes little by it.
@@ -237,11 +237,11 @@ def timed_workspace(
     images = cut_dataset(dataset, plan, max(PER_CLASS, -(-(STEPS + 1) * batch // classes)))
     training = replace(setting.training, batch_size=batch, rounds=ROUNDS)
     short = replace(setting, split=cut.split, training=training, diagnostics=Diagnostics())
-    return TimedWorkspace(short, images, device), cut
+    return TimedRuntime(short, images, device), cut
 
 
 def time_methods(
-    experiments: Sequence[Experiment], work: TimedWorkspace, plan: Plan
+    experiments: Sequence[Experiment], work: TimedRuntime, plan: Plan
 ) -> tuple[Timing, dict[str, Timing]]:
     """What plain FedAvg took, and each method that could be timed within the bound."""
     start = clock(work.device)
@@ -261,7 +261,7 @@ def time_methods(
     return fedavg, found
 
 
-def time_method(method: Method, work: TimedWorkspace, plan: Plan) -> Timing:
+def time_method(method: Method, work: TimedRuntime, plan: Plan) -> Timing:
     """What one client's rounds took, and aggregating its reply as if it were from several."""
     plain = _time_plain(work, plan)
     server, states, *_ = method.initial_states(plan)
@@ -282,7 +282,7 @@ def time_method(method: Method, work: TimedWorkspace, plan: Plan) -> Timing:
     return Timing(rounds, plain, (work.clock() - start, Classifier.differentiated - before))
 
 
-def _time_plain(work: TimedWorkspace, plan: Plan) -> Step:
+def _time_plain(work: TimedRuntime, plan: Plan) -> Step:
     """FedAvg's median step."""
     fedavg, address = Method(FedAvgParams(), work), RoundId(plan.seed, 0, plan.experiences - 1, 0)
     message = fedavg.broadcast(fedavg.init_server(plan.seed), 0)
@@ -292,7 +292,7 @@ def _time_plain(work: TimedWorkspace, plan: Plan) -> Step:
 
 
 def _time_round(
-    method: Method, work: TimedWorkspace, client_round: ClientRound, server: State
+    method: Method, work: TimedRuntime, client_round: ClientRound, server: State
 ) -> tuple[State, State, Round]:
     """The states of server and client after a round, and what it took."""
     work.steps, work.skipped = [], 0.0

@@ -13,7 +13,7 @@ import psutil
 import torch
 import torch.nn.functional as F
 
-from stamp_core.client.workspace import Workspace
+from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import ParameterError
 from stamp_core.config.params import PAPER, expand_grid, parse_seeds, read_params
 from stamp_core.core.devices import device_name, device_peak, resolve_device
@@ -119,7 +119,7 @@ def compute_needs(
     """The resources to train some methods, each with one seed, on a plan."""
     setting = experiments[0].setting  # weights from a file cost no step, and may not be there
     setting = replace(setting, network=replace(setting.network, pretrained=None))
-    cost = time_steps(Workspace(setting, cut_dataset(dataset, plan, PER_CLASS), device))
+    cost = time_steps(ClientRuntime(setting, cut_dataset(dataset, plan, PER_CLASS), device))
     work, cut = timed_workspace(setting, plan, dataset, device, cost.seconds)
     factors = relative_costs()
     cheap_first = sorted(experiments, key=lambda each: _factor(each.method, factors, 1.0))
@@ -142,7 +142,7 @@ def compute_needs(
     return Needs(scale.steps, hours, methods, processes * cost.memory + state, disk)
 
 
-def time_steps(work: Workspace) -> StepCost:
+def time_steps(work: ClientRuntime) -> StepCost:
     """The median cost of a training step of the workspace's network on a full batch.
 
     If that takes long, on a part of a batch, as time and memory grow with its images.
@@ -189,7 +189,7 @@ def _factor(method: str, factors: Mapping[str, float], other: float) -> float:
     return factors.get(method.removesuffix("_published"), other)
 
 
-def _step_seconds(work: Workspace, count: int) -> float:
+def _step_seconds(work: ClientRuntime, count: int) -> float:
     """The seconds of a training step on so many images; the weights stay as they are."""
     images, labels = work.train_images(torch.arange(count) % len(work.y_train))
     start = clock(work.device)
@@ -199,7 +199,7 @@ def _step_seconds(work: Workspace, count: int) -> float:
     return clock(work.device) - start
 
 
-def _memory(work: Workspace) -> int:
+def _memory(work: ClientRuntime) -> int:
     """The peak memory of the GPU, or of this process."""
     return device_peak(work.device) or peak_memory()
 

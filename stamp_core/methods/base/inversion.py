@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stamp_core.client.augmentation import augment
+from stamp_core.client.batches import augment
 from stamp_core.client.by_class import first_per_class
 from stamp_core.config.decode import require_above, require_at_least
 from stamp_core.config.schema import Training
@@ -113,7 +113,7 @@ class Inversion(TaskServer):
         teacher = {"teacher": self.teacher_vector(state)}
         if self.shares_buffers():
             teacher["teacher buffers"] = state["buffers"]
-        small = torch.uint8 if self.work.classes <= 256 else torch.int16
+        small = torch.uint8 if self.runtime.classes <= 256 else torch.int16
         return {**state, "replay": {"images": images, "labels": labels.to(small), **teacher}}
 
     def teacher_vector(self, server: State) -> Tensor:
@@ -127,8 +127,8 @@ class Inversion(TaskServer):
 
     def frozen_teacher(self, parameters: Tensor, buffers: Tensor) -> MappedClassifier:
         """A network of its own with these vectors, in evaluation mode and without gradients."""
-        network = MappedClassifier(copy.deepcopy(self.work.classifier), self.feature_map())
-        FlatModel(network.to(self.work.device)).load(parameters, buffers)
+        network = MappedClassifier(copy.deepcopy(self.classifier), self.feature_map())
+        FlatModel(network.to(self.runtime.device)).load(parameters, buffers)
         return network.eval().requires_grad_(False)
 
     def memory_samples(self, server: State, client: State, count: int) -> dict[str, Tensor]:
@@ -144,32 +144,32 @@ class Inversion(TaskServer):
     def receive(self, client_round: ClientRound) -> None:
         """Load the received model; `scratch["network"]` also maps its features."""
         super().receive(client_round)
-        client_round.scratch["network"] = MappedClassifier(self.work.classifier, nn.Identity())
+        client_round.scratch["network"] = MappedClassifier(self.classifier, nn.Identity())
 
     def train(self, client_round: ClientRound) -> list[Tensor]:
         """Local SGD; with distillation if any synthetic image is of a class of another task."""
         scratch, announced = client_round.scratch, client_round.scratch["announced"]
         past = self.past_classes(client_round) & ~self.current_classes(client_round)
         if self.params.ce_classes == "new" and past.any():
-            scratch["ce classes"] = ~past.to(self.work.device)  # [L]
+            scratch["ce classes"] = ~past.to(self.runtime.device)  # [L]
         if "images" in announced and len(client_round.indices):
             images = announced["images"][past[announced["labels"].long()]]
             if len(images):
-                scratch["kd classes"] = past.nonzero().flatten().to(self.work.device)  # [K]
-                buffers = announced.get("teacher buffers", self.work.model.buffers)
+                scratch["kd classes"] = past.nonzero().flatten().to(self.runtime.device)  # [K]
+                buffers = announced.get("teacher buffers", self.model.buffers)
                 scratch["teacher"] = self.frozen_teacher(announced["teacher"], buffers)
                 scratch["replay"] = self.replay_batches(client_round, images)
         return super().train(client_round)
 
     def replay_batches(self, client_round: ClientRound, images: Tensor) -> Iterator[Tensor]:
         """Augmented batches of synthetic images without end.  # [N, C, H, W]"""
-        training, draw = self.work.training, client_round.round_id.generator("replay")
+        training, draw = self.runtime.training, client_round.round_id.generator("replay")
         steps = math.ceil(len(client_round.indices) / training.batch_size)  # of a local epoch
         size = self.params.replay_batch_size or math.ceil(len(images) / steps)
-        read = self.work.reader(images.to(self.work.device), torch.arange(len(images)))
+        read = self.runtime.reader(images.to(self.runtime.device), torch.arange(len(images)))
         while True:
             order = torch.randperm(len(images), generator=draw)
-            yield from map(read, self.work.draw(order.split(size), draw))
+            yield from map(read, self.runtime.draw(order.split(size), draw))
 
     def loss(self, client_round: ClientRound, images: Tensor, labels: Tensor) -> Tensor:
         """The loss of new images and, where there is replay, of a batch of synthetic ones."""
@@ -178,7 +178,7 @@ class Inversion(TaskServer):
             return self.new_loss(client_round, scratch["network"](images), labels)
         replay = next(scratch["replay"])
         # one mode for both passes: the backward pass may compute parts of them again
-        self.work.train_mode(min(len(images), len(replay)))
+        self.runtime.train_mode(min(len(images), len(replay)))
         loss = self.new_loss(client_round, scratch["network"](images), labels)
         weight, kd = self.loss_weights(client_round)
         return weight * loss + kd * self.replay_loss(client_round, replay)
@@ -215,13 +215,18 @@ class Synthesis(ABC):
     first_saved = 0  # the first round whose images enter the set
 
     def __init__(self, method: Inversion, server: State, log: Log) -> None:
-        self.method, self.work, self.params, self.log = method, method.work, method.params, log
+        self.method, self.runtime, self.params, self.log = (
+            method,
+            method.runtime,
+            method.params,
+            log,
+        )
         seed = server["seed"], server["round"]
         self.draw = generator(*seed, "synthesis")
         self.classes = server["past"].nonzero().flatten()  # [K]
-        self.columns = self.classes.to(self.work.device)
+        self.columns = self.classes.to(self.runtime.device)
         self.teacher = method.frozen_teacher(method.teacher_vector(server), server["buffers"])
-        self.generator = FlatModel(self.new_generator(server, *seed).to(self.work.device))
+        self.generator = FlatModel(self.new_generator(server, *seed).to(self.runtime.device))
         self.generator.parameters.grad = self.generator.gradients  # for torch's optimiser
         self.statistics = self.matched_statistics()
         self.student: FlatModel | None = None  # of a MappedClassifier
@@ -236,15 +241,15 @@ class Synthesis(ABC):
 
     def new_student(self, *seed: int) -> FlatModel:
         """A student with random initial weights."""
-        classifier = self.work.network(address(*seed, "student"))
+        classifier = self.runtime.network(address(*seed, "student"))
         network = MappedClassifier(classifier, self.method.feature_map(*seed, "student's map"))
-        return FlatModel(network.to(self.work.device))
+        return FlatModel(network.to(self.runtime.device))
 
     def student_training(self) -> Training:
         """How the student is trained: with constants of its own."""
         lr, weight_decay = self.params.student_lr, self.params.student_weight_decay
         own = {"lr": lr, "momentum": STUDENT_MOMENTUM, "weight_decay": weight_decay}
-        return replace(self.work.training, **own)
+        return replace(self.runtime.training, **own)
 
     def matched_statistics(self) -> NormStatistics | None:
         """The statistics of the teacher's batch normalisations, if the server has them."""
@@ -259,11 +264,11 @@ class Synthesis(ABC):
 
     def run(self) -> tuple[Tensor, Tensor]:
         """The synthetic set and its labels, on the CPU.  # uint8 [n, C, H, W], int64 [n]"""
-        pool = self.work.dataset.x_train[:0].to(self.work.device)
+        pool = self.runtime.dataset.x_train[:0].to(self.runtime.device)
         labels = self.classes[:0]
         for round_ in range(self.first_saved + self.params.saved_rounds):
             targets = self.draw_targets(self.params.synthesis_batch_size)
-            images = self.train_generator(targets.to(self.work.device))
+            images = self.train_generator(targets.to(self.runtime.device))
             if images is not None and round_ >= self.first_saved:
                 pool = torch.cat([pool, images.mul(255).round().to(torch.uint8)])
                 labels = torch.cat([labels, self.classes[targets]])
@@ -280,13 +285,13 @@ class Synthesis(ABC):
 
     def prepare(self, images: Tensor) -> Tensor:
         """Images from 0 to 255, augmented and normalised as in local training."""
-        return self.work.normalise(augment(images, self.work.training, self.draw))
+        return self.runtime.normalise(augment(images, self.runtime.training, self.draw))
 
     @torch.no_grad()
     def examine(self, images: Tensor, labels: Tensor) -> None:
         """Record how many images the teacher classifies as their labels, and a collapse."""
         parts = images.split(self.params.synthesis_batch_size)
-        outputs = [self.logits(self.teacher(self.work.normalise(part))) for part in parts]
+        outputs = [self.logits(self.teacher(self.runtime.normalise(part))) for part in parts]
         predicted = self.classes[torch.cat(outputs).argmax(1).cpu()]
         self.log.numbers["synthesis accuracy"] = float((predicted == labels).double().mean())
         if images.float().std(0, correction=0).mean() < FEWEST_LEVELS:

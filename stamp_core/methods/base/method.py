@@ -1,19 +1,18 @@
 """Method is FedAvg: every step of federated learning with its default; methods override steps."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType, SimpleNamespace
-from typing import Any, ClassVar, Literal, NamedTuple, cast
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stamp_core.client.graphs import Inputs
+from stamp_core.client.batches import Batch, StepContext
+from stamp_core.client.runtime import ClientRuntime, RoundId
 from stamp_core.client.scoring import score
-from stamp_core.client.workspace import RoundId, Workspace
 from stamp_core.config.decode import invalid, require_above
 from stamp_core.config.schema import Setting
 from stamp_core.core.devices import has_room
@@ -21,7 +20,9 @@ from stamp_core.data.split import Plan
 from stamp_core.models.flat import FlatModel
 from stamp_core.results.records import tree_bytes
 
-State = dict[str, Any]  # what a client or the server remembers: a tree of tensors and plain values
+# What a client or the server remembers: a dict of tensors and plain values, nested as needed. A
+# method that reads a key names the type, a TypedDict.
+State = Any
 Group = Literal["federated", "personalised", "continual", "control"]  # of methods in a table
 Message = dict[str, Tensor]  # what is sent; its bytes are counted from these tensors
 
@@ -54,7 +55,7 @@ class FedAvgParams:
     server_lr: float = 1.0  # theta + server_lr * (average - theta)
 
     def __post_init__(self) -> None:
-        """Refuse a server learning rate that is not above 0."""
+        """Validate the server's learning rate."""
         require_above(self, 0, "server_lr")
 
 
@@ -65,6 +66,7 @@ class Log:
     numbers: dict[str, float] = field(default_factory=dict)  # averaged over the round's clients
     seconds: dict[str, float] = field(default_factory=dict)  # by phase, summed over clients
     events: list[str] = field(default_factory=list)  # unusual events, counted by their text
+    images: int = 0  # encoded for a gradient, summed over clients
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
@@ -74,33 +76,58 @@ class Log:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
 
-@dataclass
+@dataclass(frozen=True)
 class ClientRound:
-    """One client's work in one round: its state, the received message, values for this round."""
+    """The input of one client's work in one round; only its log is written to."""
 
     round_id: RoundId
     plan: Plan
     state: State  # never changed in place: `update_state` returns the new one
     message: Message
-    indices: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    scratch: State = field(default_factory=dict)  # discarded after the round
+    indices: Tensor  # int64 [n], of the training images of the task
     log: Log = field(default_factory=Log)
-    seed: int = field(init=False)  # of the run
-    client: int = field(init=False)
-    experience: int = field(init=False)  # the place in the client's sequence, through all cycles
-    task: int = field(init=False)  # of the experience; a later cycle repeats it
-    last: bool = field(init=False)  # whether this is the last round of the experience
 
-    def __post_init__(self) -> None:
-        """Copy the parts of the address, and derive the task."""
-        address = self.round_id
-        self.seed, self.client, self.last = address.seed, address.client, address.last
-        self.experience, self.task = address.experience, address.experience % self.plan.tasks
+    @property
+    def seed(self) -> int:
+        """The seed of the run."""
+        return self.round_id.seed
+
+    @property
+    def client(self) -> int:
+        """The number of the client."""
+        return self.round_id.client
+
+    @property
+    def experience(self) -> int:
+        """The place in the client's sequence, through all cycles."""
+        return self.round_id.experience
+
+    @property
+    def task(self) -> int:
+        """The task of the experience; a later cycle repeats it."""
+        return self.round_id.experience % self.plan.tasks
+
+    @property
+    def classes(self) -> tuple[int, ...]:
+        """The classes of the task."""
+        return self.plan.clients[self.client][self.task].classes
+
+    @property
+    def last(self) -> bool:
+        """Whether this is the last round of the experience."""
+        return self.round_id.last
+
+
+class LocalModel(NamedTuple):
+    """A model after local training, on the device."""
+
+    parameters: Tensor  # [P]
+    buffers: Tensor  # [B]
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a client round returns: the new state, the message to the server, the statistics."""
+    """The result of a client round: the new state, the message to the server, the statistics."""
 
     client: int
     state: State
@@ -109,6 +136,7 @@ class Reply:
     sgd_steps: int
     loss: float
     log: Log = field(default_factory=Log)
+    local: LocalModel | None = None  # after the last round of an experience, to be scored
 
 
 class InitialStates(NamedTuple):
@@ -125,31 +153,37 @@ class Method:
 
     The server sends its model to the clients, they train it on their current task, the server
     averages their models, weighted by samples. Nothing is stored on `self` between calls: what a
-    client remembers is its `state`, what the server remembers is `server`.
+    client remembers is its state, what the server remembers is its own. What a client round passes
+    from `start` to its steps and to its end is a context, of a type that the method defines.
     """
 
     Params: ClassVar[type[Any]] = FedAvgParams  # a frozen dataclass that checks its values
     models: tuple[str, ...] = ("global", "local")  # the models whose accuracies are defined
-    neutral: ClassVar[dict[str, Any] | None] = {}  # parameters that make it bit-identical to FedAvg
+    # Parameters that make it bit-identical to FedAvg.
+    fedavg_equivalent: ClassVar[Mapping[str, Any] | None] = {}
     group: ClassVar[Group] = "federated"
     masks: ClassVar[bool] = False  # whether it can learn masks of images instead of labels
-    # Whether a step depends only on its batch, the live model and `step_inputs`, so that a GPU may
-    # capture it. A class that overrides one of `step_parts` has to say so again.
-    captures: bool = True
-    step_inputs: ClassVar[tuple[str, ...]] = ()  # tensors in `scratch` that a step reads
+    # Whether a step depends only on its batch, the live model and the tensors of its context, so
+    # that a GPU may capture it. A class that overrides one of `step_parts` has to say so again.
+    graph_safe: bool = True
     step_parts: ClassVar[tuple[str, ...]] = ("train", "step", "loss", "correct_gradient")
 
     def __init_subclass__(cls) -> None:
         """Let no step be captured that may have become another."""
         super().__init_subclass__()
-        if "captures" not in vars(cls) and not vars(cls).keys().isdisjoint(cls.step_parts):
-            cls.captures = False
+        if "graph_safe" not in vars(cls) and not vars(cls).keys().isdisjoint(cls.step_parts):
+            cls.graph_safe = False
 
-    def __init__(self, params: Any, work: Workspace) -> None:
-        if work.dataset.masks and not self.masks:
+    def __init__(self, params: Any, runtime: ClientRuntime) -> None:
+        if runtime.dataset.masks and not self.masks:
             name = type(self).__name__
             raise invalid("method", name, "one that learns masks, as those of the data")
-        self.params, self.work = params, work
+        self.params = params
+        self.runtime = runtime
+        self.model = runtime.model
+        self.classifier = runtime.classifier
+        # Live networks besides the model, which are sent, trained and averaged with it.
+        self.extra_networks: dict[str, FlatModel] = {}
 
     def initial_states(self, plan: Plan) -> InitialStates:
         """The states before the first round; a method with a warm-up runs it here."""
@@ -161,8 +195,13 @@ class Method:
 
     def init_server(self, seed: int) -> State:
         """The server's first state: the initial weights of `seed`."""
-        model = FlatModel(self.work.network(seed))
-        return {"parameters": model.parameters, "buffers": model.buffers}
+        model = FlatModel(self.runtime.network(seed))
+        extra = {name: self.initial_weights(name, seed) for name in self.extra_networks}
+        return {"parameters": model.parameters, "buffers": model.buffers, **extra}
+
+    def initial_weights(self, name: str, seed: int) -> Tensor:
+        """The initial weights of an extra network."""
+        raise KeyError(name)  # a method with extra networks overrides this
 
     def participants(self, chosen: list[int], server: State) -> list[int]:
         """The clients that train, of those chosen for a round; sorted."""
@@ -170,11 +209,12 @@ class Method:
 
     def broadcast(self, server: State, client: int) -> Message:
         """The message from the server to a client."""
-        return {name: server[name] for name in self.shared_vectors()}
+        return {name: server[name] for name in (*self.shared_vectors(), *self.extra_networks)}
 
     def gather(self, replies: list[Reply]) -> list[Reply]:
         """The replies with the models' vectors on the device, where there is room for all."""
-        names, device = self.shared_vectors(), self.work.device
+        names = self.shared_vectors()
+        device = self.runtime.device
         sent = [{n: r.message[n] for n in names if n in r.message} for r in replies]
         if not has_room(tree_bytes(sent), device):
             return replies
@@ -187,16 +227,17 @@ class Method:
         replies = [reply for reply in replies if reply.samples]
         if not replies:
             return server
-        weights = [float(reply.samples) for reply in replies]
-        mean = {
-            name: self.work.average([reply.message[name] for reply in replies], weights)
-            for name in self.averaged_vectors()
-        }
+        mean = {name: self.average(name, replies) for name in self.averaged_vectors()}
         if self.params.server_lr != 1 and "parameters" in mean:
             mean["parameters"] = torch.lerp(
                 server["parameters"], mean["parameters"], self.params.server_lr
             )
         return {**server, **mean}
+
+    def average(self, name: str, replies: list[Reply]) -> Tensor:
+        """The mean of one part of the messages, weighted by samples."""
+        weights = [float(reply.samples) for reply in replies]
+        return self.runtime.average([reply.message[name] for reply in replies], weights)
 
     # --- a client
 
@@ -204,86 +245,85 @@ class Method:
         """A client's state before its first round."""
         return {}
 
+    def client_round(
+        self, round_id: RoundId, plan: Plan, state: State, message: Message
+    ) -> ClientRound:
+        """The input of a client round, or of an evaluation of the client's model."""
+        task = round_id.experience % plan.tasks
+        indices = self.train_indices(plan, round_id.client, task)
+        return ClientRound(round_id, plan, state, message, indices)
+
+    def train_indices(self, plan: Plan, client: int, task: int) -> Tensor:
+        """Indices of the training images of a client's task.  # [n]"""
+        return plan.train_indices(self.runtime.dataset, client, task)
+
     def train_client(self, client_round: ClientRound) -> Reply:
-        """One client round: receive, train, reply; the trained model stays in the live model."""
-        self.receive(client_round)
-        client_round.indices = self.train_indices(client_round)
-        losses = self.train(client_round)
-        if losses and not torch.isfinite(self.work.model.parameters).all():
-            raise DivergedError(client_round.round_id, self.work.setting)
+        """One client round: start from the received model, train, reply."""
+        log = client_round.log
+        before = self.classifier.images_backpropagated
+        context = self.start(client_round)
+        losses = self.train(client_round, context)
+        if losses and not torch.isfinite(self.model.parameters).all():
+            raise DivergedError(client_round.round_id, self.runtime.setting)
         loss = float(torch.stack(losses).mean()) if losses else float("nan")
-        state, message = self.update_state(client_round), self.upload(client_round)
-        samples, log = len(client_round.indices), client_round.log
-        return Reply(client_round.client, state, message, samples, len(losses), loss, log)
+        state = self.update_state(client_round, context)
+        message = self.upload(client_round, context)
+        local = self.local_model(context) if client_round.last else None
+        log.images += self.classifier.images_backpropagated - before
+        samples = len(client_round.indices)
+        return Reply(client_round.client, state, message, samples, len(losses), loss, log, local)
+
+    def start(self, client_round: ClientRound) -> Any:
+        """Load the model that training starts from; the context of the client round."""
+        self.receive(client_round)
+        return StepContext()
 
     def receive(self, client_round: ClientRound) -> None:
-        """Load the model that the client starts from into the live model."""
-        message, state = client_round.message, client_round.state
-        shared = message.get("buffers", self.work.untrained)  # sent only if buffers are shared
-        self.work.model.load(message["parameters"], state.get("buffers", shared))
+        """Load the received model into the live model, and the extra networks into theirs."""
+        self.runtime.load_received(client_round.message, client_round.state)
+        for name, network in self.extra_networks.items():
+            network.load(client_round.message[name])
 
-    def train_indices(self, client_round: ClientRound) -> Tensor:
-        """Indices of the training images of the client's current task.  # [n]"""
-        plan, client, task = client_round.plan, client_round.client, client_round.task
-        return plan.train_indices(self.work.dataset, client, task)
+    def train(self, client_round: ClientRound, context: Any) -> list[Tensor]:
+        """Local SGD on the live model; the loss of every step."""
+        batches = self.batches(client_round, context)
+        return self.runtime.run_steps(self.step, batches, context, self.graph_safe)
 
-    def train(self, client_round: ClientRound) -> list[Tensor]:
-        """Local SGD on the live model; returns the loss of every step."""
-        self.work.sgd.restart()
-        losses, graphs = [], self.work.graphs
-        for images, labels in self.batches(client_round):
-            if self.captures and graphs.usable(len(labels)):
-                inputs = {"images": images, "labels": labels, **self.other_inputs(client_round)}
-                losses.append(graphs.take("train", self.step_on, inputs))
-            else:
-                losses.append(self.step(client_round, images, labels))
-        return losses
+    def batches(self, client_round: ClientRound, context: Any) -> Iterator[Batch]:
+        """The batches of local training; a method with a memory adds its exemplars here."""
+        return self.runtime.batches(client_round.round_id, client_round.indices)
 
-    def step(self, client_round: ClientRound, images: Tensor, labels: Tensor) -> Tensor:
-        """One SGD step on a batch; returns its loss."""
-        self.work.train_mode(len(labels))
-        self.work.model.gradients.zero_()
-        loss = self.loss(client_round, images, labels)
+    def step(self, batch: Batch, context: Any) -> Tensor:
+        """One SGD step on a batch; its loss."""
+        self.runtime.start_step(len(batch))
+        loss = self.loss(batch, context)
         loss.backward()
-        self.correct_gradient(client_round)
-        self.work.sgd.step()
+        self.correct_gradient(batch, context)
+        self.runtime.sgd.step()
         return loss.detach()
 
-    def step_on(self, inputs: Inputs) -> Tensor:
-        """The same step; of the client round it sees only `scratch`, and there only its inputs.
-
-        Anything else would be that of the one client whose step is captured.
-        """
-        visible = SimpleNamespace(scratch=MappingProxyType(inputs))
-        return self.step(cast(ClientRound, visible), inputs["images"], inputs["labels"])
-
-    def other_inputs(self, client_round: ClientRound) -> dict[str, Tensor]:
-        """What a step reads besides its batch, where the client round has it."""
-        scratch = client_round.scratch
-        return {name: scratch[name] for name in self.step_inputs if name in scratch}
-
-    def batches(self, client_round: ClientRound) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of local training; a method with a memory adds its exemplars here."""
-        return self.work.batches(client_round.round_id, client_round.indices)
-
-    def loss(self, client_round: ClientRound, images: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, batch: Batch, context: Any) -> Tensor:
         """The loss of one batch; a method adds its terms here."""
-        return F.cross_entropy(self.work.model.module(images), labels)
+        return F.cross_entropy(self.model.module(batch.images), batch.targets)
 
-    def correct_gradient(self, client_round: ClientRound) -> None:
+    def correct_gradient(self, batch: Batch, context: Any) -> None:
         """Change the flat gradient in place before the SGD step."""
 
-    def update_state(self, client_round: ClientRound) -> State:
+    def update_state(self, client_round: ClientRound, context: Any) -> State:
         """The client's state after training."""
-        if self.work.training.buffers == "local" and len(self.work.model.buffers):
-            return {**client_round.state, "buffers": self.work.model.buffers.cpu().clone()}
+        if self.runtime.training.buffers == "local" and len(self.model.buffers):
+            return {**client_round.state, "buffers": self.model.buffers.cpu().clone()}
         return client_round.state
 
-    def upload(self, client_round: ClientRound) -> Message:
+    def upload(self, client_round: ClientRound, context: Any) -> Message:
         """The message from a client to the server."""
-        return {
-            name: getattr(self.work.model, name).cpu().clone() for name in self.shared_vectors()
-        }
+        message = {name: getattr(self.model, name) for name in self.shared_vectors()}
+        message |= {name: network.parameters for name, network in self.extra_networks.items()}
+        return {name: vector.cpu().clone() for name, vector in message.items()}
+
+    def local_model(self, context: Any) -> LocalModel:
+        """The model after local training, which is scored as the client's local one."""
+        return LocalModel(self.model.parameters.clone(), self.model.buffers.clone())
 
     # --- evaluation
 
@@ -295,20 +335,26 @@ class Method:
         """Scores of the client's personal model.  # [scorings, 1, T]"""
         self.load_personal_model(client_round)
         address = client_round.round_id
-        return score(self.work, client_round.plan, [address.client], address.experience)
+        return score(self.runtime, client_round.plan, [address.client], address.experience)
 
     def memory_samples(self, server: State, client: State, count: int) -> dict[str, Tensor]:
         """Up to `count` images per class of what is remembered ("images", "labels")."""
         return {}
 
+    # --- the vectors of a message
+
     def shares_buffers(self) -> bool:
-        """Whether the buffers of batch normalisation are sent and averaged."""
-        return self.work.training.buffers == "shared" and len(self.work.model.buffers) > 0
+        """Whether the statistics of batch normalisation are sent and averaged."""
+        return self.runtime.training.buffers == "shared" and len(self.model.buffers) > 0
+
+    def shared_vectors(self) -> tuple[str, ...]:
+        """The names of the model's vectors that are sent."""
+        return ("parameters", *self.shared_buffers())
+
+    def shared_buffers(self) -> tuple[str, ...]:
+        """The name of the vector of buffers where it is sent."""
+        return ("buffers",) if self.shares_buffers() else ()
 
     def averaged_vectors(self) -> tuple[str, ...]:
         """The names of those that `aggregate` averages; the others are the server's own."""
-        return self.shared_vectors()
-
-    def shared_vectors(self) -> tuple[str, ...]:
-        """The names of the model's vectors that are sent and averaged."""
-        return ("parameters", "buffers") if self.shares_buffers() else ("parameters",)
+        return (*self.shared_vectors(), *self.extra_networks)

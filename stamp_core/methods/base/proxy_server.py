@@ -50,7 +50,7 @@ class ProxyServer(TaskServer, ABC):
 
     def init_server(self, seed: int) -> State:
         """The initial model; no reconstructed images, no best and no old model."""
-        images, labels = self.work.dataset.x_train[:0].clone(), torch.empty(0, dtype=torch.int64)
+        images, labels = self.runtime.dataset.x_train[:0].clone(), torch.empty(0, dtype=torch.int64)
         monitor = {"images": images, "labels": labels, "experience": 0}
         return {**super().init_server(seed), "monitor": monitor, "best": None, "old": None}
 
@@ -70,7 +70,7 @@ class ProxyServer(TaskServer, ABC):
         if not self.params.old_weight:
             return state
         state["best"] = self.better_model(state, server, log)
-        ended = state["round"] % self.work.training.rounds == 0
+        ended = state["round"] % self.runtime.training.rounds == 0
         return {**state, "old": state["best"]} if ended else state
 
     def better_model(self, state: State, before: State, log: Log) -> State:
@@ -79,7 +79,7 @@ class ProxyServer(TaskServer, ABC):
         The comparison starts anew with each experience and with every extension of the monitor.
         """
         accuracy = log.numbers["proxy accuracy"] = self.monitor_accuracy(state)
-        round_ = before["round"] % self.work.training.rounds
+        round_ = before["round"] % self.runtime.training.rounds
         extended = state["monitor"] is not before["monitor"]
         start = extended or round_ < max(1, self.params.proxy_init)
         best: State = before["best"]
@@ -93,8 +93,8 @@ class ProxyServer(TaskServer, ABC):
         images, labels = state["monitor"]["images"], state["monitor"]["labels"]
         if not len(labels):
             return 0.0
-        self.work.model.load(state["parameters"], state["buffers"])
-        return float((self.work.outputs(images).argmax(1) == labels).double().mean())
+        self.model.load(state["parameters"], state["buffers"])
+        return float((self.runtime.outputs(images).argmax(1) == labels).double().mean())
 
     def extended_monitor(self, server: State, replies: list[Reply], log: Log) -> State:
         """The images reconstructed in this experience, with those of the gradients received now."""
@@ -104,7 +104,7 @@ class ProxyServer(TaskServer, ABC):
             return monitor
         with log.clock("reconstruction"):
             images, labels = self.reconstructed(server, torch.cat(received), log)
-        experience = server["round"] // self.work.training.rounds
+        experience = server["round"] // self.runtime.training.rounds
         if monitor["experience"] == experience:
             images = torch.cat([monitor["images"], images])
             labels = torch.cat([monitor["labels"], labels])
@@ -114,9 +114,9 @@ class ProxyServer(TaskServer, ABC):
         """Images with these gradients, and their labels.  # uint8 [n, C, H, W], [n]"""
         finite = gradients.isfinite().all(1)
         log.events += [NOT_FINITE] * int((~finite).sum())
-        gradients, encoder = gradients[finite].to(self.work.device), self.encoder(server["seed"])
+        gradients, encoder = gradients[finite].to(self.runtime.device), self.encoder(server["seed"])
         labels = encoder.recover_labels(gradients)
-        grey = torch.full((len(labels), *self.work.shape), 0.5, device=self.work.device)
+        grey = torch.full((len(labels), *self.runtime.shape), 0.5, device=self.runtime.device)
         parts = [
             reconstruct(encoder, g, y, x, self.params.recon_steps)
             for g, y, x in zip(
@@ -129,7 +129,7 @@ class ProxyServer(TaskServer, ABC):
 
     def encoder(self, seed: int) -> GradientEncoder:
         """The public encoder of a run."""
-        return GradientEncoder(self.work.shape, self.work.classes, seed, self.work.device)
+        return GradientEncoder(self.runtime.shape, self.runtime.classes, seed, self.runtime.device)
 
     def memory_samples(self, server: State, client: State, count: int) -> dict[str, Tensor]:
         """The first `count` reconstructed images of each class, with their labels."""
@@ -155,17 +155,17 @@ class ProxyServer(TaskServer, ABC):
 
         SGD on its pixels lowers its loss under the trained model. Values are about 0 to 1.
         """
-        work, indices = self.work, client_round.indices
-        images, labels = work.dataset.x_train[indices], work.dataset.y_train[indices]
+        runtime, indices = self.runtime, client_round.indices
+        images, labels = runtime.dataset.x_train[indices], runtime.dataset.y_train[indices]
         features = self.normalised_features(images)
         means, classes = class_means(features, labels)
         distances = torch.cdist(means, features)  # [classes, n]
         nearest = distances.masked_fill(classes[:, None] != labels, torch.inf).argmin(1)
-        pixels, classes = images[nearest].to(work.device) / 255, classes.to(work.device)
-        module = work.model.module.eval()
+        pixels, classes = images[nearest].to(runtime.device) / 255, classes.to(runtime.device)
+        module = runtime.model.module.eval()
         for _ in range(self.params.perturb_steps):
             pixels.requires_grad_()
-            logits = module(work.normalise(255 * pixels))
+            logits = module(runtime.normalise(255 * pixels))
             loss = self.label_losses(client_round, logits, classes).sum()
             slope = torch.autograd.grad(loss, pixels)[0]
             pixels = pixels.detach() - self.params.perturb_lr * slope
@@ -173,7 +173,7 @@ class ProxyServer(TaskServer, ABC):
 
     def normalised_features(self, images: Tensor) -> Tensor:
         """Features of length 1, by the live model in evaluation mode.  # [n, D]"""
-        return F.normalize(self.work.outputs(images, self.work.classifier.encode))
+        return F.normalize(self.runtime.outputs(images, self.classifier.encode))
 
     @abstractmethod
     def label_losses(self, client_round: ClientRound, logits: Tensor, labels: Tensor) -> Tensor:

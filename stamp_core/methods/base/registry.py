@@ -12,12 +12,12 @@ from stamp_core.methods.base.method import Method
 
 
 def method_names() -> list[str]:
-    """The names of all methods: one per file of stamp_core/methods."""
-    return sorted(file.name for file in pkgutil.iter_modules(methods.__path__) if not file.ispkg)
+    """The names of all methods: one per file or package of stamp_core/methods."""
+    return sorted({each.name for each in pkgutil.iter_modules(methods.__path__)} - {"base"})
 
 
 def get_method(kind: str) -> type[Method]:
-    """The method of the file `kind`: the one subclass of Method defined there."""
+    """The method of the file or package `kind`: the one subclass of Method defined there."""
     if kind not in method_names():
         raise unknown_name(f"{FILES['methods']}: kind", kind, method_names())
     module = importlib.import_module(f"{methods.__name__}.{kind}")

@@ -1,15 +1,16 @@
-"""Rehearsal: every client keeps exemplars of its classes and mixes them into local training."""
+"""Rehearsal: a client keeps exemplars of its classes and mixes them into local training."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NotRequired, TypedDict
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stamp_core.client.batches import Batch, StepContext, append_exemplars
 from stamp_core.client.by_class import class_means, first_per_class, sample_balanced
-from stamp_core.client.workspace import Workspace
+from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_at_least
 from stamp_core.core.devices import storage_device
 from stamp_core.core.seeding import generator
@@ -29,6 +30,7 @@ from stamp_core.coresets.selection.base import (
     propose_exemplars,
     proposes,
 )
+from stamp_core.methods.base.ledger import is_due, is_first, recorded
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Group, Method, State
 
 
@@ -48,7 +50,7 @@ class RehearsalParams(FedAvgParams):
     anchor: float = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse negative weights, and soft labels that no loss would use."""
+        """Validate the weights; soft labels need a loss that uses them."""
         super().__post_init__()
         require_at_least(self, 0, "ratio", "anchor")
         if self.weight is not None:
@@ -59,152 +61,160 @@ class RehearsalParams(FedAvgParams):
             raise invalid("weight", None, "a number, as anchor is above 0")
 
 
+class RehearsalState(TypedDict):
+    """What a client remembers."""
+
+    memory: Memory
+    experiences: list[int]  # those whose tasks are in memory
+    anchors: NotRequired[Tensor]  # [L, L], mean logits of each class when it was learnt
+
+
+@dataclass
+class RehearsalContext(StepContext):
+    """What the steps read besides their batches."""
+
+    anchors: Tensor | None  # [L, L]
+
+
 class Rehearsal(Method):
     """FedAvg whose clients keep exemplars; the base of all methods with such a memory."""
 
     Params: ClassVar = RehearsalParams
-    neutral: ClassVar = {"memory": {"exemplars_per_class": 0}}
+    fedavg_equivalent: ClassVar = {"memory": {"exemplars_per_class": 0}}
     group: ClassVar[Group] = "continual"
-    captures = True
-    step_inputs = ("soft", "anchors")
+    graph_safe = True
     step_parts = (*Method.step_parts, "weighted_loss", "exemplar_loss")
 
-    def __init__(self, params: Any, work: Workspace) -> None:
-        super().__init__(params, work)
+    def __init__(self, params: Any, runtime: ClientRuntime) -> None:
+        super().__init__(params, runtime)
         rule = params.memory.selection
-        if work.dataset.masks and (params.anchor or proposes(rule)):
+        if runtime.dataset.masks and (params.anchor or proposes(rule)):
             key = "anchor" if params.anchor else "memory.selection"
             value = params.anchor or rule
             raise invalid(key, value, "one that needs no labels of images, as the data have masks")
 
     def init_client(self, client: int, server: State) -> State:
-        """An empty memory; `experiences` lists those whose tasks have been added to it."""
+        """An empty memory."""
         soft = self.params.memory.soft
-        memory = empty_memory(self.work.dataset.x_train, self.work.classes, soft)
-        anchors = {"anchors": torch.zeros(2 * [self.work.classes])} if self.params.anchor else {}
-        return {"memory": memory, **anchors, "experiences": []}
+        memory = empty_memory(self.runtime.dataset.x_train, self.runtime.classes, soft)
+        state: RehearsalState = {"memory": memory, "experiences": []}
+        if self.params.anchor:
+            state["anchors"] = torch.zeros(2 * [self.runtime.classes])
+        return state
 
     # --- exemplars in training
+
+    def start(self, client_round: ClientRound) -> Any:
+        """Load the received model; the anchors are on the device."""
+        self.receive(client_round)
+        return RehearsalContext(self.anchors_on_device(client_round))
+
+    def anchors_on_device(self, client_round: ClientRound) -> Tensor | None:
+        """The mean logits of each class when it was learnt, if they are kept.  # [L, L]"""
+        state: RehearsalState = client_round.state
+        return state["anchors"].to(self.runtime.device) if "anchors" in state else None
 
     def past_indices(self, client_round: ClientRound) -> Tensor:
         """Indices of the exemplars of other tasks.  # [m]"""
         memory: Memory = client_round.state["memory"]
         return (memory["tasks"] != client_round.task).nonzero().flatten()
 
-    def batches(self, client_round: ClientRound) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of the task, each followed by exemplars of other tasks.
+    def batches(self, client_round: ClientRound, context: Any) -> Iterator[Batch]:
+        """The batches of the task, each followed by exemplars of other tasks."""
+        new = super().batches(client_round, context)
+        return map(append_exemplars, new, self.exemplar_batches(client_round))
 
-        `scratch` has the exemplars' soft labels, of which hard ones have no columns.
-        """
-        memory, past = client_round.state["memory"], self.past_indices(client_round)
-        scratch, device = client_round.scratch, self.work.device
-        if self.params.anchor:
-            scratch["anchors"] = client_round.state["anchors"].to(device)
-        generator, known = client_round.round_id.generator("replay"), memory["labels"][past]
-        sizes = self.work.batch_sizes(len(client_round.indices))
-        samples = self.work.draw(
-            (self.draw_exemplars(known, size, generator) for size in sizes), generator
-        )
-        remembered = self.remembered(client_round)
-        places = past.to(remembered[0].device)
-        read = self.work.reader(remembered[0], places)
-        target = self.work.target_reader(*remembered, places)
-        soft = memory["soft"][past].to(device)
-        for (images, labels), drawn in zip(super().batches(client_round), samples, strict=True):
-            scratch["soft"] = soft[drawn.places]
-            if len(drawn.places):
-                images = torch.cat([images, read(drawn)])
-                labels = torch.cat([labels, target(drawn)])
-            yield images, labels
+    def exemplar_batches(self, client_round: ClientRound) -> Iterator[Batch]:
+        """The exemplars of other tasks for each batch of the task; none without any."""
+        memory: Memory = client_round.state["memory"]
+        past = self.past_indices(client_round)
+        draw = client_round.round_id.generator("replay")
+        sizes = self.runtime.batch_sizes(len(client_round.indices))
+        labels = memory["labels"][past]
+        samples = self.runtime.draw((self.draw_exemplars(labels, n, draw) for n in sizes), draw)
+        read = self.runtime.batch_reader(*self.exemplars_on_device(client_round), past)
+        soft, tasks = (memory[name][past].to(self.runtime.device) for name in ("soft", "tasks"))
+        for drawn in samples:
+            logits = soft[drawn.index] if self.params.memory.soft else None
+            yield replace(read(drawn), soft=logits, tasks=tasks[drawn.index])
 
-    def draw_exemplars(self, labels: Tensor, new: int, generator: torch.Generator) -> Tensor:
+    def draw_exemplars(self, labels: Tensor, new: int, draw: torch.Generator) -> Tensor:
         """Places of the exemplars that a batch with so many new images gets.  # [m]
 
         `labels` are those of all exemplars of other tasks.
         """
         count = min(len(labels), round(self.params.ratio * new))
         if self.params.balanced:
-            return sample_balanced(labels, count, generator)
-        return torch.randperm(len(labels), generator=generator)[:count]
+            return sample_balanced(labels, count, draw)
+        return torch.randperm(len(labels), generator=draw)[:count]
 
-    def remembered(self, client_round: ClientRound) -> tuple[Tensor, Tensor]:
-        """Images and labels of the memory, on the device in a client round if there is room."""
-        images, labels = (client_round.state["memory"][name] for name in ("images", "labels"))
-        if storage_device(images, self.work.device) != self.work.device:
-            return images, labels
-        pairs = {"images": images, "labels": labels}.items()
-        moved, stored = (self.on_device(client_round, name, values) for name, values in pairs)
-        return moved, stored
+    def exemplars_on_device(self, client_round: ClientRound) -> tuple[Tensor, Tensor]:
+        """Images and labels of the memory, on the device if there is room."""
+        memory: Memory = client_round.state["memory"]
+        device = storage_device(memory["images"], self.runtime.device)
+        return memory["images"].to(device), memory["labels"].to(device)
 
-    def on_device(self, client_round: ClientRound, name: str, values: Tensor) -> Tensor:
-        """Values of the client's state on the device, where they are moved once in a round."""
-        moved: dict[str, Tensor] = client_round.scratch.setdefault("on device", {})
-        if name not in moved:
-            moved[name] = values.to(self.work.device)
-        return moved[name]
-
-    def loss(self, client_round: ClientRound, images: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, batch: Batch, context: Any) -> Tensor:
         """The loss of new images and exemplars."""
-        return self.weighted_loss(client_round, self.work.model.module(images), labels)
+        return self.weighted_loss(self.model.module(batch.images), batch, context)
 
-    def weighted_loss(self, client_round: ClientRound, logits: Tensor, labels: Tensor) -> Tensor:
+    def weighted_loss(self, logits: Tensor, batch: Batch, context: RehearsalContext) -> Tensor:
         """One mean cross-entropy, or those of new images and exemplars weighted 1 to `weight`.
 
         The weights sum to 1: otherwise steps would be longer than those without a memory.
         """
-        soft, weight = client_round.scratch.get("soft", ()), self.params.weight
-        if weight is None or not len(soft):
-            return F.cross_entropy(logits, labels)
-        new = len(labels) - len(soft)
-        past = self.exemplar_loss(logits[new:], labels[new:], soft)
-        if self.params.anchor:
-            anchors = client_round.scratch["anchors"][labels[new:]]
-            past = past + self.params.anchor * F.mse_loss(logits[new:], anchors)
-        loss: Tensor = (F.cross_entropy(logits[:new], labels[:new]) + weight * past) / (1 + weight)
+        weight = self.params.weight
+        if weight is None or not batch.exemplars:
+            return F.cross_entropy(logits, batch.targets)
+        targets = batch.targets[batch.new :]
+        past = self.exemplar_loss(logits[batch.new :], targets, batch.soft)
+        if context.anchors is not None:
+            distance = F.mse_loss(logits[batch.new :], context.anchors[targets])
+            past = past + self.params.anchor * distance
+        new = F.cross_entropy(logits[: batch.new], batch.targets[: batch.new])
+        loss: Tensor = (new + weight * past) / (1 + weight)
         return loss
 
-    def exemplar_loss(self, logits: Tensor, labels: Tensor, soft: Tensor) -> Tensor:
+    def exemplar_loss(self, logits: Tensor, labels: Tensor, soft: Tensor | None) -> Tensor:
         """Cross-entropy, or the Kullback-Leibler divergence from soft labels."""
-        if not soft.shape[1]:
+        if soft is None:
             return F.cross_entropy(logits, labels)
-        student, teacher = logits.log_softmax(1), soft.log_softmax(1)
-        return F.kl_div(student, teacher, reduction="batchmean", log_target=True)
+        student = logits.log_softmax(1)
+        return F.kl_div(student, soft.log_softmax(1), reduction="batchmean", log_target=True)
 
     # --- the memory
 
-    def update_state(self, client_round: ClientRound) -> State:
-        """The state with this task in memory, selected after training in the last round.
-
-        Where clients may miss the last round, they also select in their first round of the task.
-        """
-        state, training = super().update_state(client_round), self.work.training
-        first = client_round.experience not in state["experiences"]
-        may_miss = training.participation < 1 or training.dropout > 0
-        due = client_round.last or (first and may_miss)
-        if self.params.memory.exemplars_per_class == 0 or not due:
+    def update_state(self, client_round: ClientRound, context: Any) -> State:
+        """The state with this task in memory, selected after training in its last round."""
+        state = super().update_state(client_round, context)
+        if not self.params.memory.exemplars_per_class:
+            return state
+        if not is_due(client_round, self.runtime.training):
             return state
         with client_round.log.clock("coreset"):
-            memory = self.updated_memory(client_round, first)
-        experiences = sorted({*state["experiences"], client_round.experience})
+            memory = self.updated_memory(client_round)
+        state = {**state, "memory": memory, "experiences": recorded(client_round)}
         if self.params.anchor:
-            state = {**state, "anchors": self.updated_anchors(client_round)}
-        return {**state, "memory": memory, "experiences": experiences}
+            state["anchors"] = self.updated_anchors(client_round)
+        return state
 
     def updated_anchors(self, client_round: ClientRound) -> Tensor:
         """The mean logits of every class, those of the task's by the trained model.  # [L, L]"""
-        indices, data = client_round.indices, self.work.dataset
-        logits = self.work.outputs(self.work.train_images(indices)[0])
-        means, classes = class_means(logits, data.y_train[indices])
-        anchors: Tensor = client_round.state["anchors"].index_copy(0, classes, means)
-        return anchors
+        state: RehearsalState = client_round.state
+        indices = client_round.indices
+        logits = self.runtime.outputs(self.runtime.train_images(indices)[0])
+        means, classes = class_means(logits, self.runtime.dataset.y_train[indices])
+        return state["anchors"].index_copy(0, classes, means)
 
-    def updated_memory(self, client_round: ClientRound, first: bool) -> Memory:
-        """The memory with the task's classes; unless `first`, they replace an earlier selection."""
-        memory: Memory = client_round.state["memory"]
+    def updated_memory(self, client_round: ClientRound) -> Memory:
+        """The memory with the task's classes, which replace an earlier selection of the task."""
+        state: RehearsalState = client_round.state
+        memory = state["memory"]
+        first = is_first(client_round)
         reservoir = self.params.memory.merge == "reservoir"
         if self.repeats_task(client_round) and (reservoir or not first):
             return memory  # its images were merged before
-        labels = self.work.dataset.y_train[client_round.indices]
+        labels = self.runtime.dataset.y_train[client_round.indices]
         whole = proposes(self.params.memory.selection)
         task_proposal = self.propose_task(client_round, labels) if whole else None
         for label in labels.unique().tolist():
@@ -222,40 +232,50 @@ class Rehearsal(Method):
 
     def repeats_task(self, client_round: ClientRound) -> bool:
         """Whether the task was added to the memory in an earlier cycle."""
-        added, own = client_round.state["experiences"], client_round.experience
-        tasks = {each % client_round.plan.tasks for each in added if each != own}
-        return client_round.task in tasks
+        state: RehearsalState = client_round.state
+        others = [each for each in state["experiences"] if each != client_round.experience]
+        return client_round.task in {each % client_round.plan.tasks for each in others}
 
     def propose_class(self, client_round: ClientRound, labels: Tensor, label: int) -> Proposal:
         """The client's images of one class: a whole task may be too large for memory."""
-        own = labels == label
-        images = self.work.dataset.x_train[client_round.indices[own]]
-        return hard_label_proposal(images, labels[own])
+        of_class = labels == label
+        images = self.runtime.dataset.x_train[client_round.indices[of_class]]
+        return hard_label_proposal(images, labels[of_class])
 
     def propose_task(self, client_round: ClientRound, labels: Tensor) -> Proposal:
         """What a selection rule that trains on whole tasks proposes to remember."""
-        images, params = self.work.dataset.x_train[client_round.indices], self.params.memory
+        images = self.runtime.dataset.x_train[client_round.indices]
         if not len(labels):
             return hard_label_proposal(images, labels)
-        model, memory = self.work.model, client_round.state["memory"]
-        network = self.work.network(client_round.seed).to(self.work.device)
-        learner = Learner(network, self.work.normalise, model.parameters, model.buffers)
+        params = self.params.memory
+        memory: Memory = client_round.state["memory"]
+        network = self.runtime.network(client_round.seed).to(self.runtime.device)
+        model = self.model
+        learner = Learner(network, self.runtime.normalise, model.parameters, model.buffers)
         others = memory["tasks"] != client_round.task
-        past = memory["images"][others], memory["labels"][others]
-        generator = self._memory_generator(client_round, "memory")
-        limit, events = params.exemplars_per_class, client_round.log.events
-        task = TaskData(images, labels, past, limit, params.options, learner, generator, events)
-        return propose_exemplars(params.selection, task)
+        task = TaskData(
+            images,
+            labels,
+            (memory["images"][others], memory["labels"][others]),
+            params.exemplars_per_class,
+            params.options,
+            learner,
+            self._memory_generator(client_round, "memory"),
+            client_round.log.events,
+        )
+        proposal = propose_exemplars(params.selection, task)
+        client_round.log.images += network.images_backpropagated
+        return proposal
 
     def _add_class(
         self, client_round: ClientRound, memory: Memory, label: int, count: int, proposal: Proposal
     ) -> Memory:
         """The memory with one class of the task, of which the client has `count` images."""
-        generator = self._memory_generator(client_round, f"memory of class {label}")
+        draw = self._memory_generator(client_round, f"memory of class {label}")
         old = self._features(memory["images"][memory["labels"] == label])
         features = self._features(proposal.images[proposal.labels == label])
         new = class_samples(proposal, label, client_round.task, features)
-        return update_memory(memory, label, new, count, old, self.params.memory, generator)
+        return update_memory(memory, label, new, count, old, self.params.memory, draw)
 
     def _memory_generator(self, client_round: ClientRound, purpose: str) -> torch.Generator:
         """A generator with the same draws in every round of an experience."""
@@ -268,8 +288,8 @@ class Rehearsal(Method):
         """
         if not needs_features(self.params.memory.selection):
             return torch.zeros(len(images), 0)
-        features = self.work.outputs(images, self.work.classifier.encode)
-        return features.flatten(2).mean(2) if self.work.dataset.masks else features
+        features = self.runtime.outputs(images, self.classifier.encode)
+        return features.flatten(2).mean(2) if self.runtime.dataset.masks else features
 
     def memory_samples(self, server: State, client: State, count: int) -> dict[str, Tensor]:
         """The first `count` exemplars of each class in a client's memory, with their labels."""

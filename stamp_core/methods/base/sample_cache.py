@@ -59,13 +59,13 @@ class SampleCache(Method):
     """
 
     Params: ClassVar = CacheParams
-    neutral: ClassVar[dict[str, Any]] = {"cache": 0}
+    fedavg_equivalent: ClassVar[dict[str, Any]] = {"cache": 0}
     group: ClassVar[Group] = "continual"
     captures = True
 
     def init_client(self, client: int, server: State) -> State:
         """An empty cache; `experience` is the one in which the client trained last."""
-        return {"cache": empty_lists(self.work.dataset.x_train), "experience": -1}
+        return {"cache": empty_lists(self.runtime.dataset.x_train), "experience": -1}
 
     # --- training
 
@@ -81,11 +81,13 @@ class SampleCache(Method):
             return super().batches(client_round)
         samples = self.local_set(indices, client_round.task, cache)
         every = torch.arange(len(samples["labels"]))
-        return self.work.epochs(client_round.round_id, samples["images"], samples["labels"], every)
+        return self.runtime.epochs(
+            client_round.round_id, samples["images"], samples["labels"], every
+        )
 
     def local_set(self, indices: Tensor, task: int, cache: ExemplarLists) -> ExemplarLists:
         """The images of a task, and the cached ones of others: a later cycle repeats tasks."""
-        data, others = self.work.dataset, cache["tasks"] != task
+        data, others = self.runtime.dataset, cache["tasks"] != task
         new = {
             "images": data.x_train[indices],
             "labels": data.y_train[indices],
@@ -114,7 +116,7 @@ class SampleCache(Method):
         # A client holds the images of a task until the next but one: those before are gone.
         client_round.log.events += [LOST] * (experience - 1 - max(last, 0))
         plan, previous = client_round.plan, (experience - 1) % client_round.plan.tasks
-        indices = plan.train_indices(self.work.dataset, client_round.client, previous)
+        indices = plan.train_indices(self.runtime.dataset, client_round.client, previous)
         samples = self.local_set(indices, previous, cache)
         with client_round.log.clock("cache"):
             chosen = self.choose(client_round, samples)
@@ -145,7 +147,7 @@ class SampleCache(Method):
         received model. Each step is one along the mean gradient of all samples, in evaluation mode:
         statistics of batch normalisation do not change.
         """
-        model, params = self.work.model, self.params
+        model, params = self.model, self.params
         received = model.parameters.clone()
         importance = torch.zeros(len(samples["labels"]))
         for step in range(1, params.steps + 1):
@@ -162,14 +164,14 @@ class SampleCache(Method):
 
     def gradient_norms(self, samples: ExemplarLists) -> Tensor:
         """The norm of the gradient of each sample's cross-entropy in the live model.  # [N]"""
-        size = self.work.chunk
+        size = self.runtime.chunk
         if self.params.score == "full":
-            size = max(1, min(size, GRADIENTS // len(self.work.model.parameters)))
+            size = max(1, min(size, GRADIENTS // len(self.model.parameters)))
         return torch.cat([self.norms_of(*part) for part in self.parts(samples, size)]).cpu()
 
     def norms_of(self, images: Tensor, labels: Tensor) -> Tensor:
         """The gradient norms of a few normalised images.  # [n]"""
-        network = self.work.classifier
+        network = self.classifier
         if self.params.score == "head":
             errors, features = head_gradient_factors(network, images, labels)
             return squared_norms(errors, features).sqrt()
@@ -179,10 +181,10 @@ class SampleCache(Method):
 
     def mean_gradient(self, samples: ExemplarLists) -> Tensor:
         """The live model's gradient of the mean cross-entropy in evaluation mode.  # [P]"""
-        model = self.work.model
+        model = self.model
         module, count = model.module.eval(), len(samples["labels"])
         model.gradients.zero_()
-        for images, labels in self.parts(samples, self.work.chunk):
+        for images, labels in self.parts(samples, self.runtime.chunk):
             (F.cross_entropy(module(images), labels, reduction="sum") / count).backward()
         return model.gradients
 
@@ -191,7 +193,7 @@ class SampleCache(Method):
         for images, labels in zip(
             samples["images"].split(size), samples["labels"].split(size), strict=True
         ):
-            yield self.work.normalise(images), labels.to(self.work.device)
+            yield self.runtime.normalise(images), labels.to(self.runtime.device)
 
 
 def learnable_layers(network: nn.Module) -> list[nn.Module]:

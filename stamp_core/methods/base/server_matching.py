@@ -38,7 +38,7 @@ def match_server(
         start = server["parameters"].to(models[0].device)
         updates = [Difference(start, model) for model in models]
         samples = torch.tensor([float(reply.samples) for reply in replies])
-        sizes = method.work.layers() if params.blocks == "layers" else None
+        sizes = method.runtime.layers() if params.blocks == "layers" else None
         direction, result = match(updates, params, samples, sizes)
     log_match(log, "spatial", result)
     moved = start - method.params.server_lr * direction

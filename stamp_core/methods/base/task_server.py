@@ -31,7 +31,7 @@ class TaskServer(Method):
     def initial_states(self, plan: Plan) -> InitialStates:
         """The first states; the server's with the counters, and without any class."""
         states = super().initial_states(plan)
-        none = torch.zeros(self.work.classes, dtype=torch.bool)
+        none = torch.zeros(self.runtime.classes, dtype=torch.bool)
         counters = {"seed": plan.seed, "round": 0, "experiences": plan.experiences}
         known = {"classes": none, "past": none.clone(), "informed": []}
         return states._replace(server={**states.server, **counters, **known})
@@ -59,7 +59,7 @@ class TaskServer(Method):
             classes |= unpack_bits(report, len(classes))
         informed = sorted({*server["informed"], *(reply.client for reply in replies)})
         state |= {"classes": classes, "informed": informed, "round": server["round"] + 1}
-        if state["round"] % self.work.training.rounds:
+        if state["round"] % self.runtime.training.rounds:
             return state
         return self.end_experience(state, log)
 
@@ -72,7 +72,7 @@ class TaskServer(Method):
 
     def is_over(self, server: State) -> bool:
         """Whether all experiences of the run have been trained."""
-        done: bool = server["round"] == server["experiences"] * self.work.training.rounds
+        done: bool = server["round"] == server["experiences"] * self.runtime.training.rounds
         return done
 
     # --- a client
@@ -87,12 +87,12 @@ class TaskServer(Method):
     def past_classes(self, client_round: ClientRound) -> Tensor:
         """Which classes any client had reported before this experience.  # bool [L]"""
         announced = client_round.scratch["announced"]
-        return unpack_bits(announced["past"], self.work.classes)
+        return unpack_bits(announced["past"], self.runtime.classes)
 
     def current_classes(self, client_round: ClientRound) -> Tensor:
         """Of which classes the client has images in its task.  # bool [L]"""
-        labels = self.work.dataset.y_train[self.train_indices(client_round)]
-        return class_mask(labels.unique().tolist(), self.work.classes)
+        labels = self.runtime.dataset.y_train[self.train_indices(client_round)]
+        return class_mask(labels.unique().tolist(), self.runtime.classes)
 
     def update_state(self, client_round: ClientRound) -> State:
         """The client's state with what was announced."""

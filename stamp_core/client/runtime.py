@@ -1,17 +1,18 @@
-"""What one process works with: the images, the live model, batches and outputs."""
+"""What one process works with: the images, the live model, batches and steps, outputs."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stamp_core.client.augmentation import Drawn, apply_changes, draw_changes, split_changes
+from stamp_core.client.batches import Batch, Drawn, StepContext, apply_changes, draw_batches
 from stamp_core.client.by_class import averaging_matrix, first_per_class
-from stamp_core.client.graphs import Inputs, StepGraphs
+from stamp_core.client.graphs import Step, StepGraphs
 from stamp_core.client.pixels import check_masks
 from stamp_core.config.schema import Setting
 from stamp_core.core.devices import set_deterministic, storage_device, weights_format
@@ -28,8 +29,6 @@ from stamp_core.results.records import PIXEL_SCORINGS, SCORINGS
 EVALUATION_BATCH = 512
 MEAN_IMAGES = 100  # of a class, at most, in its mean feature
 FLOATS = 2**22  # values of images that are normalised once, not in every batch
-
-Batches = Iterable[tuple[Tensor, Tensor]]  # images, float32 and normalised, and targets
 
 Reader = Callable[[Drawn], Tensor]  # the images of a batch, or its targets, on the device
 
@@ -49,11 +48,13 @@ class RoundId:
         return generator(self.seed, self.client, self.experience, self.round, purpose)
 
 
-class Workspace:
+class ClientRuntime:
     """The images and the live model of one setting on one device, shared by all seeds' rounds."""
 
     def __init__(self, setting: Setting, dataset: ImageDataset, device: str = "cpu") -> None:
-        self.setting, self.dataset, self.device = setting, dataset, torch.device(device)
+        self.setting = setting
+        self.dataset = dataset
+        self.device = torch.device(device)
         self.training = setting.training
         set_deterministic(self.device, self.training.deterministic)
         self.shape: Shape = dataset.shape
@@ -71,7 +72,8 @@ class Workspace:
         dense = setting.network.kind == "mlp"  # which would copy other images to flatten them
         self.format = torch.contiguous_format if dense else torch.channels_last
         storage = storage_device(dataset.x_train, self.device)
-        self.x_train, self.y_train = dataset.x_train.to(storage), dataset.y_train.to(storage)
+        self.x_train = dataset.x_train.to(storage)
+        self.y_train = dataset.y_train.to(storage)
         self.scale = (1 / (255 * dataset.std)).view(-1, 1, 1).to(self.device)
         self.offset = (dataset.mean / dataset.std).view(-1, 1, 1).to(self.device)
         self.x_test = dataset.x_test.to(storage_device(dataset.x_test, self.device))
@@ -117,25 +119,37 @@ class Workspace:
         first, *others = vectors
         return weighted_average([first.to(self.device), *others], weights).cpu()
 
-    # --- training
+    # --- batches
 
-    def batches(self, round_id: RoundId, indices: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self, round_id: RoundId, indices: Tensor) -> Iterator[Batch]:
         """The local epochs of a client round over some training images, in batches."""
         return self.epochs(round_id, self.x_train, self.y_train, indices)
 
     def epochs(
         self, round_id: RoundId, images: Tensor, labels: Tensor, indices: Tensor, of: str = ""
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    ) -> Iterator[Batch]:
         """The local epochs over some of `images`; `of` gives them randomness of their own."""
         if not len(indices):  # `split` would return one empty batch
-            return
-        order, change = round_id.generator("order" + of), round_id.generator("augment" + of)
-        indices = indices.to(labels.device)  # once for both where they are in one place
-        read, target = self.reader(images, indices), self.target_reader(images, labels, indices)
+            return iter(())
+        order = round_id.generator("order" + of)
         shuffled = (torch.randperm(len(indices), generator=order) for _ in self.each_epoch())
         batches = (batch for epoch in shuffled for batch in epoch.split(self.training.batch_size))
-        for drawn in self.draw(batches, change):
-            yield read(drawn), target(drawn)
+        read = self.batch_reader(images, labels, indices)
+        return map(read, self.draw(batches, round_id.generator("augment" + of)))
+
+    def endless_batches(self, round_id: RoundId, indices: Tensor, purpose: str) -> Iterator[Batch]:
+        """Augmented batches of training images without end, in a new order each epoch."""
+        draw = round_id.generator(purpose)
+        read = self.batch_reader(self.x_train, self.y_train, indices)
+        while True:
+            order = torch.randperm(len(indices), generator=draw)
+            yield from map(read, self.draw(order.split(self.training.batch_size), draw))
+
+    def plain_batches(self, indices: Tensor, size: int) -> Iterator[Batch]:
+        """Training images in the given order, in batches, without augmentation."""
+        for part in indices.to(self.x_train.device).split(size) if len(indices) else ():
+            images, labels = self.train_images(part)
+            yield Batch(self.normalise(images), labels)
 
     def each_epoch(self) -> range:
         """The local epochs of a client round."""
@@ -147,26 +161,18 @@ class Workspace:
         starts = range(0, images, size)
         return [min(size, images - start) for _ in self.each_epoch() for start in starts]
 
-    def draw(self, batches: Iterable[Tensor], generator: torch.Generator) -> Iterator[Drawn]:
-        """The batches with their augmentation; the draws of all go to the device at once."""
-        training, places, changes = self.training, list[Tensor](), list[list[Tensor]]()
-        for batch in batches:  # which may draw from the same generator
-            places.append(batch)
-            changes.append(draw_changes(len(batch), training, generator))
-        if not places:
-            return
-        sizes = [len(batch) for batch in places]
-        rows = (torch.cat(parts, 1) for parts in zip(*changes, strict=True))
-        whole = torch.cat([torch.cat(places)[None], *rows]).to(self.device)
-        mirrored, shifts = split_changes(whole[1:], training)
-        none = [None] * len(sizes)
-        yield from map(
-            Drawn,
-            whole[0].split(sizes),
-            places,
-            none if mirrored is None else mirrored.split(sizes),
-            none if shifts is None else shifts.split(sizes, 1),
-        )
+    def draw(self, batches: Iterable[Tensor], draw: torch.Generator) -> list[Drawn]:
+        """The batches of indices with their augmentation."""
+        return draw_batches(batches, self.training, draw, self.device)
+
+    def batch_reader(
+        self, images: Tensor, labels: Tensor, indices: Tensor
+    ) -> Callable[[Drawn], Batch]:
+        """How batches of images[indices] and their targets are read."""
+        indices = indices.to(labels.device)  # once for both where they are in one place
+        read = self.reader(images, indices)
+        target = self.target_reader(images, labels, indices)
+        return lambda drawn: Batch(read(drawn), target(drawn))
 
     def reader(self, images: Tensor, indices: Tensor) -> Reader:
         """How batches of images[indices] are read: augmented and normalised, on the device.
@@ -176,17 +182,18 @@ class Workspace:
         if there is room.
         """
         if images.device != self.device:
-            images, indices = images[indices], torch.arange(len(indices))
+            images = images[indices]
+            indices = torch.arange(len(indices))
             images = images.to(storage_device(images, self.device))
-        indices, training = indices.to(images.device), self.training
-        augments = training.flip or training.shift > 0
+        indices = indices.to(images.device)
+        augments = self.training.flip or self.training.shift > 0
         if not augments and len(indices) * math.prod(self.shape) <= FLOATS:
             floats = self.normalise(images[indices])
-            return lambda drawn: floats[drawn.places]
+            return lambda drawn: floats[drawn.index]
         here = images.device == self.device
 
         def read(drawn: Drawn) -> Tensor:
-            chosen = images[indices[drawn.places if here else drawn.stored]].to(self.device)
+            chosen = images[indices[drawn.index if here else drawn.index_cpu]].to(self.device)
             return self.normalise(apply_changes(chosen, drawn.mirrored, drawn.shifts))
 
         return read
@@ -195,30 +202,50 @@ class Workspace:
         """How the targets of batches of images[indices] are read: masks move with their images."""
         if not self.dataset.masks:
             labels = labels[indices.to(labels.device)].to(self.device)
-            return lambda drawn: labels[drawn.places]
+            return lambda drawn: labels[drawn.index]
         masks = images[indices.to(images.device)][:, -1:].to(self.device)
 
         def read(drawn: Drawn) -> Tensor:
-            chosen = apply_changes(masks[drawn.places], drawn.mirrored, drawn.shifts)
+            chosen = apply_changes(masks[drawn.index], drawn.mirrored, drawn.shifts)
             return self.targets(chosen, labels)
 
         return read
 
-    def fit(self, batches: Batches) -> None:
-        """Local SGD on the live model with cross-entropy."""
-        self.sgd.restart()
-        for images, labels in batches:
-            self.graphs.take("fit", self.fit_step, {"images": images, "labels": labels})
+    # --- steps
 
-    def fit_step(self, batch: Inputs) -> Tensor:
-        """One SGD step with cross-entropy; returns the loss."""
-        images, labels = batch["images"], batch["labels"]
-        self.train_mode(len(labels))
-        self.model.gradients.zero_()
-        loss = F.cross_entropy(self.model.module(images), labels)
+    def load_received(self, message: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Load a received model, with the client's own statistics of batch normalisation if kept.
+
+        A message has statistics only if they are shared.
+        """
+        shared = message.get("buffers", self.untrained)
+        self.model.load(message["parameters"], state.get("buffers", shared))
+
+    def run_steps(
+        self, step: Step, batches: Iterable[Batch], context: StepContext, graph_safe: bool = True
+    ) -> list[Tensor]:
+        """The losses of one SGD step for each batch, with a restarted optimiser."""
+        self.sgd.restart()
+        if not graph_safe or not self.graphs.available:
+            return [step(batch, context) for batch in batches]
+        return [self.graphs.take(step, batch, context) for batch in batches]
+
+    def fit(self, batches: Iterable[Batch]) -> list[Tensor]:
+        """Local SGD on the live model with cross-entropy; the losses."""
+        return self.run_steps(self.cross_entropy_step, batches, StepContext())
+
+    def cross_entropy_step(self, batch: Batch, context: StepContext) -> Tensor:
+        """One SGD step with cross-entropy; its loss."""
+        self.start_step(len(batch))
+        loss = F.cross_entropy(self.model.module(batch.images), batch.targets)
         loss.backward()
         self.sgd.step()
         return loss.detach()
+
+    def start_step(self, images: int) -> None:
+        """Prepare the live model for the gradient of a batch of this many images."""
+        self.train_mode(images)
+        self.model.gradients.zero_()
 
     def train_mode(self, images: int) -> None:
         """Prepare the live module for a training step on a batch of this many images.
