@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stamp_core.client import workspace
-from stamp_core.client.workspace import RoundId
+from stamp_core.client import runtime
+from stamp_core.client.runtime import RoundId
 from stamp_core.config.decode import build
 from stamp_core.config.schema import Setting
 from stamp_core.core.fingerprint import combined_fingerprint
@@ -242,7 +242,7 @@ def stopped_after(rounds: int) -> Iterator[None]:
 def channels_last() -> Iterator[None]:
     """A context in which every device has the layout of a GPU."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (workspace, experiments):
+        for module in (runtime, experiments):
             patch.setattr(module, "weights_format", lambda device: torch.channels_last)
         yield
 
@@ -263,7 +263,8 @@ def arrived(worker: Worker, plan: Plan, experience: int, client: int = 0) -> Cli
     for earlier in range(experience):
         round_id = RoundId(plan.seed, client, earlier, 0, last=True)
         state = worker.train_client(round_id, state, sent).reply.state
-    return ClientRound(RoundId(plan.seed, client, experience, 0, last=True), plan, state, sent)
+    round_id = RoundId(plan.seed, client, experience, 0, last=True)
+    return worker.method.client_round(round_id, plan, state, sent)
 
 
 def network(experiment: Experiment, parameters: Tensor) -> Classifier:

@@ -1,7 +1,6 @@
 """Images by class: the first ones, a balanced sample, class means."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -37,5 +36,5 @@ def class_means(values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 def averaging_matrix(labels: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """What makes class means of values, and the classes present, ascending.  # [L, N], [L]"""
     classes, own = labels.unique(return_inverse=True)
-    members = F.one_hot(own).to(dtype).T
+    members = (own[:, None] == torch.arange(len(classes), device=own.device)).to(dtype).T
     return members / members.sum(1, keepdim=True), classes

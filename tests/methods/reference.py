@@ -1,0 +1,307 @@
+"""Federated learning in plain NumPy: the second implementation that methods are compared with.
+
+A network with one hidden layer whose gradient is written out, and all rounds of a run. It shares
+with the package the images, the plan and the addresses of random draws, nothing else. A method's
+reference overrides what the method changes, as briefly and naively as it can be written.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import small
+import torch
+from numpy.typing import NDArray
+
+from stamp_core.core.seeding import generator
+from stamp_core.data.split import Plan
+from stamp_core.engine.experiment import Experiment
+from stamp_core.models.networks import build_network
+from stamp_core.results.records import Record
+
+Array = NDArray[np.float64]
+Numbers = NDArray[np.int64]
+State = dict[str, Any]
+
+# Three configurations in which each method is compared over whole runs.
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "plain": {"split": {"images_per_class": 20}},
+    "momentum and absent clients": {
+        "split": {"images_per_class": 12},
+        "training": {
+            "rounds": 3,
+            "epochs": 2,
+            "momentum": 0.5,
+            "weight_decay": 0.01,
+            "participation": 0.75,
+            "dropout": 0.3,
+        },
+    },
+    "two cycles of uneven clients": {
+        "split": {"cycles": 2, "images_per_class": 15},
+        "training": {"batch_size": 7, "lr": 0.05},
+    },
+}
+CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-5}  # float32 against float64, after a whole run
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One client's work in one round."""
+
+    client: int
+    experience: int
+    round: int
+    task: int
+    last: bool
+    indices: Numbers  # of the training images of the task
+
+
+@dataclass
+class Reply:
+    """A client's answer: its model, its number of images and whatever else it sends."""
+
+    client: int
+    theta: Array
+    samples: int
+    sent: State = field(default_factory=dict)
+
+
+class FedAvgReference:
+    """FedAvg of `parameters` θ [P] = (W1 [H, D], b1 [H], W2 [L, H], b2 [L])."""
+
+    def __init__(self, experiment: Experiment, plan: Plan) -> None:
+        self.training = experiment.setting.training
+        self.params = experiment.params
+        self.plan = plan
+        self.data = experiment.dataset()
+        self.x = self.normalised(self.data.x_train)  # [N, D]
+        self.y = self.data.y_train.numpy()
+        self.classes = len(self.data.classes)
+        network = build_network(experiment.setting.network, (1, 8, 8), self.classes, plan.seed)
+        self.shapes = [tuple(p.shape) for p in network.parameters()]
+        self.theta = small.flat(list(network.parameters())).double().numpy()
+        self.server: State = {}
+        self.clients: list[State] = [self.first_state(u) for u in range(len(plan.clients))]
+        self.start()
+
+    def normalised(self, images: torch.Tensor) -> Array:
+        """uint8 images as rows with mean 0 and deviation 1.  # [n, D]"""
+        pixels = images.numpy().reshape(len(images), -1) / 255
+        return (pixels - float(self.data.mean)) / float(self.data.std)
+
+    # --- what a method may override
+
+    def start(self) -> None:
+        """Prepare the server's state."""
+
+    def first_state(self, client: int) -> State:
+        """What a client remembers before its first round."""
+        return {}
+
+    def chosen(self, clients: list[int]) -> list[int]:
+        """The clients that train, of those that the protocol has chosen."""
+        return clients
+
+    def broadcast(self, client: int) -> Array:
+        """The model that a client receives."""
+        return self.theta
+
+    def local(self, visit: Visit, state: State) -> Reply:
+        """A client's work in one round; it changes `state` in place."""
+        theta = self.sgd(visit, self.broadcast(visit.client), state)
+        return Reply(visit.client, theta, len(visit.indices))
+
+    def step_gradient(
+        self, visit: Visit, theta: Array, x: Array, y: Numbers, state: State
+    ) -> Array:
+        """The gradient of one SGD step on new images, before weight decay and momentum."""
+        return self.gradient(theta, x, y)
+
+    def aggregate(self, replies: list[Reply]) -> None:
+        """The server's step: θ + server_lr (mean - θ)."""
+        mean = self.mean([reply.theta for reply in replies], replies)
+        lr = getattr(self.params, "server_lr", 1.0)
+        self.theta = self.theta + lr * (mean - self.theta)
+
+    # --- building blocks
+
+    def run(self) -> Array:
+        """The global model after all rounds."""
+        for experience in range(self.plan.experiences):
+            for round_ in range(self.training.rounds):
+                visits = list(self.visits(experience, round_))
+                replies = [self.local(visit, self.clients[visit.client]) for visit in visits]
+                replies = [reply for reply in replies if reply.samples]
+                if replies:
+                    self.aggregate(replies)
+        return self.theta
+
+    def visits(self, experience: int, round_: int) -> Iterator[Visit]:
+        """The client rounds of a round, of clients that take part and complete it."""
+        address = (self.plan.seed, experience, round_)
+        count = len(self.plan.clients)
+        most = int(np.ceil(self.training.participation * count - 1e-9))
+        order = torch.randperm(count, generator=generator(*address, "participation"))
+        draws = torch.rand(count, generator=generator(*address, "dropout"))
+        taking_part = sorted(order[: max(1, most)].tolist())
+        completing = [u for u in taking_part if draws[u] >= self.training.dropout]
+        task = experience % self.plan.tasks
+        last = round_ == self.training.rounds - 1
+        for client in self.chosen(completing):
+            indices = self.indices(client, task)
+            yield Visit(client, experience, round_, task, last, indices)
+
+    def indices(self, client: int, task: int) -> Numbers:
+        """Indices of the training images of a client's task."""
+        return self.plan.train_indices(self.data, client, task).numpy()
+
+    def draw(self, visit: Visit, purpose: str) -> torch.Generator:
+        """The generator of one purpose of a client round."""
+        return generator(self.plan.seed, visit.client, visit.experience, visit.round, purpose)
+
+    def batches(self, visit: Visit, of: str = "", indices: Numbers | None = None) -> list[Numbers]:
+        """Indices of the images of every SGD step of a client round."""
+        own = visit.indices if indices is None else indices
+        draw = self.draw(visit, "order" + of)
+        size = self.training.batch_size
+        found = []
+        for _ in range(self.training.epochs if len(own) else 0):
+            order = torch.randperm(len(own), generator=draw).numpy()
+            found += [own[order[start : start + size]] for start in range(0, len(own), size)]
+        return found
+
+    def sgd(self, visit: Visit, theta: Array, state: State) -> Array:
+        """Local SGD with momentum and weight decay, as `step_gradient` says."""
+        velocity = np.zeros_like(theta)
+        for batch in self.batches(visit):
+            gradient = self.step_gradient(visit, theta, self.x[batch], self.y[batch], state)
+            gradient = gradient + self.training.weight_decay * theta
+            velocity = self.training.momentum * velocity + gradient
+            theta = theta - self.training.lr * velocity
+        return theta
+
+    def mean(self, values: list[Array], replies: list[Reply]) -> Array:
+        """The mean of values, weighted by samples."""
+        weights = np.array([reply.samples for reply in replies], float)
+        mean: Array = np.tensordot(weights / weights.sum(), np.stack(values), 1)
+        return mean
+
+    def parts(self, theta: Array) -> list[Array]:
+        """W1, b1, W2 and b2 of a vector."""
+        sizes = np.cumsum([int(np.prod(shape)) for shape in self.shapes])
+        pieces = np.split(theta, sizes[:-1])
+        return [piece.reshape(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+
+    def features(self, theta: Array, x: Array) -> Array:
+        """The hidden layer, max(0, W1 x + b1).  # [n, H]"""
+        w1, b1, _, _ = self.parts(theta)
+        return np.maximum(x @ w1.T + b1, 0)
+
+    def logits(self, theta: Array, x: Array) -> Array:
+        """W2 h + b2.  # [n, L]"""
+        _, _, w2, b2 = self.parts(theta)
+        return self.features(theta, x) @ w2.T + b2
+
+    def backward(
+        self, theta: Array, x: Array, slopes: Array, hidden_slopes: Array | None = None
+    ) -> Array:
+        """The gradient of a loss with these slopes in the logits [n, L] and features [n, H]."""
+        _, _, w2, _ = self.parts(theta)
+        h = self.features(theta, x)
+        back = slopes @ w2 if hidden_slopes is None else slopes @ w2 + hidden_slopes
+        back = back * (h > 0)
+        pieces = [back.T @ x, back.sum(0), slopes.T @ h, slopes.sum(0)]
+        return np.concatenate([piece.ravel() for piece in pieces])
+
+    def gradient(self, theta: Array, x: Array, y: Numbers) -> Array:
+        """The gradient of the mean cross-entropy."""
+        slopes = (softmax(self.logits(theta, x)) - np.eye(self.classes)[y]) / len(y)
+        return self.backward(theta, x, slopes)
+
+    def accuracy(self, theta: Array, client: int, task: int, classes: list[int]) -> float:
+        """The share of a task's test images for which the largest of some logits is right."""
+        tests = self.plan.test_indices(self.data, client, task)
+        x = self.normalised(self.data.x_test[tests])
+        predicted = np.array(classes)[self.logits(theta, x)[:, classes].argmax(1)]
+        return float((predicted == self.data.y_test[tests].numpy()).mean())
+
+
+class RehearsalReference(FedAvgReference):
+    """FedAvg with a memory of random exemplars: indices of images, by task."""
+
+    def first_state(self, client: int) -> State:
+        """No exemplars yet: "memory" is the list of the images of each remembered task."""
+        return {"memory": {}}
+
+    def past(self, visit: Visit, state: State) -> Numbers:
+        """The exemplars of other tasks, in the order in which they were remembered."""
+        others = [own for task, own in state["memory"].items() if task != visit.task]
+        return np.concatenate([np.empty(0, np.int64), *others])
+
+    def local(self, visit: Visit, state: State) -> Reply:
+        """Training, then the selection of the task's exemplars if it is due."""
+        reply = super().local(visit, state)
+        self.remember(visit, state)
+        return reply
+
+    def remember(self, visit: Visit, state: State) -> None:
+        """Random images of each class of the task.
+
+        In the last round, and in the client's first one where it may miss the last. A task that
+        comes again is in memory already.
+        """
+        known = state.setdefault("experiences", set())
+        may_miss = self.training.participation < 1 or self.training.dropout > 0
+        first = visit.experience not in known
+        if not visit.last and not (first and may_miss):
+            return
+        again = any(each % self.plan.tasks == visit.task for each in known - {visit.experience})
+        known.add(visit.experience)
+        if again:
+            return
+        chosen = [np.empty(0, np.int64)]
+        for label in np.unique(self.y[visit.indices]):
+            own = visit.indices[self.y[visit.indices] == label]
+            address = (self.plan.seed, visit.client, visit.experience, f"memory of class {label}")
+            order = torch.randperm(len(own), generator=generator(*address)).numpy()
+            chosen.append(own[order[: self.params.memory.exemplars_per_class]])
+        state["memory"][visit.task] = np.concatenate(chosen)
+
+    def replayed(self, visit: Visit, state: State) -> list[Numbers]:
+        """The exemplars of other tasks for every SGD step."""
+        past = self.past(visit, state)
+        draw = self.draw(visit, "replay")
+        found = []
+        for batch in self.batches(visit):
+            order = torch.randperm(len(past), generator=draw).numpy()
+            found.append(past[order[: round(self.params.ratio * len(batch))]])
+        return found
+
+
+def softmax(logits: Array) -> Array:
+    """Probabilities.  # [n, L]"""
+    powers = np.exp(logits - logits.max(1, keepdims=True))
+    return np.asarray(powers / powers.sum(1, keepdims=True))
+
+
+def uneven(plan: Plan) -> Plan:
+    """The plan in which client 0 has seven images of each task, and client 1 none of the second."""
+    few = {(0, t): plan.clients[0][t].train[:7] for t in range(plan.tasks)}  # type: ignore[index]
+    return small.with_train(plan, {**few, (1, 1): ()})
+
+
+def compare(
+    kind: str, configuration: str, reference: type[FedAvgReference], **params: Any
+) -> tuple[Record, FedAvgReference]:
+    """Refuse a method whose final model is not that of its reference; both for further checks."""
+    experiment = small.tiny(kind, **CONFIGURATIONS[configuration], **params)
+    plan = small.plan(experiment)
+    plan = uneven(plan) if "uneven" in configuration else plan
+    record = small.run(experiment, plan)
+    naive = reference(experiment, plan)
+    theta = naive.run()
+    found = np.concatenate([value.ravel() for value in record.weights.values()])
+    np.testing.assert_allclose(found, theta, **CLOSE)
+    return record, naive
