@@ -29,13 +29,13 @@ from stamp_core.config.schema import Setting
 from stamp_core.core.devices import device_peak, reset_device_peak
 from stamp_core.core.processes import follow_parent
 from stamp_core.data.split import Plan
-from stamp_core.engine.checkpoint import WORTH_A_FLUSH, state_store
+from stamp_core.engine.checkpoint import FSYNC_MIN_SECONDS, state_store
 from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.trees import Stored
 from stamp_core.methods.base.method import LocalModel, Message, Reply, State
 
 _T = TypeVar("_T")
-Kept = State | Stored  # a client's state, or its name in a store
+StateOrRef = State | Stored  # a client's state, or its name in a store
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "ALLOC_FAILED")  # in torch's errors
 
 
@@ -44,7 +44,7 @@ class ClientResult:
     """A client's reply with what its round cost and, after a last round, its model's scores."""
 
     reply: Reply  # without its state if that is stored, and without the local model
-    state: Kept
+    state: StateOrRef
     scores: Tensor | None  # [scorings, 1, T] of the model after local training
     angles: dict[str, float]  # between the gradients of the client's tasks, if recorded
     seconds: float
@@ -76,23 +76,23 @@ class Worker:
         with explain_out_of_memory(self.runtime.setting):
             return call(self)
 
-    def initial_states(self, seed: int) -> tuple[State, list[Kept], int, int]:
+    def initial_states(self, seed: int) -> tuple[State, list[StateOrRef], int, int]:
         """The first states of the server and of every client, and the bytes sent down and up."""
         server, clients, down, up = self.method.initial_states(self.plans[seed])
         return server, [self.keep_state(seed, each, flush=False) for each in clients], down, up
 
-    def load_state(self, seed: int, kept: Kept) -> State:
+    def load_state(self, seed: int, kept: StateOrRef) -> State:
         """A client's state, from the disk if it is there."""
         return self.stores[seed].get(kept.digest) if isinstance(kept, Stored) else kept
 
-    def keep_state(self, seed: int, state: State, flush: bool) -> Kept:
+    def keep_state(self, seed: int, state: State, flush: bool) -> StateOrRef:
         """A client's state, on the disk where there is a folder that is not full."""
         try:
             return self.stores[seed].put(state, flush) if seed in self.stores else state
         except OSError:  # the checkpoint tries once more, and warns
             return state
 
-    def train_client(self, round_id: RoundId, state: Kept, message: Message) -> ClientResult:
+    def train_client(self, round_id: RoundId, state: StateOrRef, message: Message) -> ClientResult:
         """One client round, with the scores and angles of its local model after a last round."""
         seed = round_id.seed
         loaded = self.load_state(seed, state)
@@ -104,7 +104,7 @@ class Worker:
         seconds = time.perf_counter() - start
         peak = device_peak(self.runtime.device)
         scores, angles = self.diagnose(round_id, reply.local) if reply.local else (None, {})
-        kept = self.keep_state(seed, reply.state, seconds > WORTH_A_FLUSH)
+        kept = self.keep_state(seed, reply.state, seconds > FSYNC_MIN_SECONDS)
         own = {} if isinstance(kept, Stored) else reply.state
         reply = replace(reply, state=own, local=None)
         return ClientResult(reply, kept, scores, angles, seconds, peak_memory(), peak)
@@ -138,19 +138,25 @@ class Worker:
         return self.runtime.outputs(images, self.runtime.classifier.encode).half()
 
     def evaluate_client(
-        self, round_id: RoundId, state: Kept, message: Message, personal: bool
+        self,
+        round_id: RoundId,
+        state: StateOrRef,
+        message: Message,
+        personal: bool,
+        nearest_mean: bool = True,
     ) -> Tensor:
-        """Scores of a client's personal model, or of the global one with the client's buffers."""
+        """Scores of a client's personal model, or of the global one with the client's buffers.
+
+        # [scorings, 1, T]
+        """
         plan = self.plans[round_id.seed]
         loaded = self.load_state(round_id.seed, state)
         if personal:
             client_round = self.method.client_round(round_id, plan, loaded, message)
             return self.method.personal_scores(client_round)
         self.runtime.load_received(message, loaded)
-        client, experience = round_id.client, round_id.experience
-        return score(
-            self.runtime, plan, [client], experience, nearest_mean=True
-        )  # [scorings, 1, T]
+        clients = [round_id.client]
+        return score(self.runtime, plan, clients, round_id.experience, nearest_mean)
 
 
 def require_on_cpu(message: Message) -> None:

@@ -26,17 +26,17 @@ from stamp_core.core.progress import Progress
 from stamp_core.core.seeding import generator
 from stamp_core.data.split import Plan
 from stamp_core.engine.checkpoint import (
-    WORTH_A_FLUSH,
+    FSYNC_MIN_SECONDS,
     Checkpoint,
     checkpoint_folder,
+    checkpoint_lock,
     locked,
-    sole_user,
 )
 from stamp_core.engine.executor import (
     ClientResult,
     Executor,
-    Kept,
     SerialExecutor,
+    StateOrRef,
     Worker,
     peak_memory,
     resolve_workers,
@@ -68,7 +68,7 @@ def train(
     """
     device = resolve_device(device)
     count = resolve_workers(workers, device)
-    with sole_user(resume, experiment.name, plans) as folder:
+    with checkpoint_lock(resume, experiment.name, plans) as folder:
         worker, executor = start(experiment, plans, count, device, folder)
         try:
             runs = [Run(experiment, plan, worker, executor, folder) for plan in plans.values()]
@@ -122,7 +122,7 @@ class Run:
             self.checkpoint = Checkpoint(*of_run, worker.stores[plan.seed])
         saved = self.checkpoint.load() if self.checkpoint else None
         self.state = saved or self.initial_state()
-        self.disk = [kept_bytes(kept) for kept in self.state["clients"]]
+        self.disk = [state_bytes(kept) for kept in self.state["clients"]]
         self.saving, self.stop = 0.0, False
         if not saved:
             self.save(evaluated=True, flush=False)  # a warm-up is kept as well
@@ -178,7 +178,7 @@ class Run:
             state["server"] = self.method.aggregate(before, replies, log)
         for result in results:
             client = result.reply.client
-            state["clients"][client], self.disk[client] = result.state, kept_bytes(result.state)
+            state["clients"][client], self.disk[client] = result.state, state_bytes(result.state)
         clock.append(time.perf_counter())
         angles = self.angles(before, replies, [result.angles for result in results])
         del replies  # they may fill the device
@@ -190,7 +190,7 @@ class Run:
         entry["seconds"] |= sum_by_name(each.seconds for each in logs)
         state["history"].append({**entry, "angles": angles, **summarise_logs(logs)})
         state["next"] += 1
-        self.save(last, flush=clock[-1] - clock[0] > WORTH_A_FLUSH)
+        self.save(last, flush=clock[-1] - clock[0] > FSYNC_MIN_SECONDS)
 
     def select_clients(self, experience: int, round_: int) -> tuple[list[int], list[int]]:
         """The clients that receive the model in a round, and those of them that complete it."""
@@ -387,7 +387,7 @@ class Run:
         return weights
 
 
-def kept_bytes(kept: Kept) -> int:
+def state_bytes(kept: StateOrRef) -> int:
     """The size of a client's state."""
     return kept.bytes if isinstance(kept, Stored) else tree_bytes(kept)
 
