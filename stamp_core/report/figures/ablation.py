@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 
 from stamp_core.report.figures import style
-from stamp_core.report.tables import frames
-from stamp_core.report.tables.ablation import PARTS, ablation_part, variant_label
+from stamp_core.report.tables.ablation import PARTS, ablation_frame
 from stamp_core.results.records import Record
 
 _BASES = ("stamp", "replay")  # the variants whose means are drawn as lines
@@ -15,14 +14,10 @@ _UNITS = {"accuracy": "%", "forgetting": "points"}
 
 def ablation(records: Sequence[Record]) -> Figure:
     """Final accuracy and forgetting, a row per variant: its seeds, mean and interval."""
-    rows = frames.run_frame(records).assign(
-        variant=[variant_label(record) for record in records],
-        part=[ablation_part(record) for record in records],
-    )
+    rows = ablation_frame(records)
     names: list[str] = []
-    for part, heading in PARTS.items():
-        variants = rows[rows.part == part].variant.unique()
-        names += [heading, *variants] if len(variants) else []
+    for part, own in rows.groupby("part", sort=False):
+        names += [part, *own.variant.unique()]
     shown = [(setting, measure) for measure in _UNITS for setting in rows.setting.unique()]
     figure, axes = style.panels(len(shown), len(shown), 0.24 * len(names) + 0.6, sharey=True)
     for axis, (setting, measure) in zip(axes, shown, strict=True):

@@ -16,9 +16,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
+from stamp_core.report import frames
 from stamp_core.report.figures import style
-from stamp_core.report.tables import frames
-from stamp_core.report.tables.text import DASH
+from stamp_core.report.text import DASH
 from stamp_core.results import metrics
 from stamp_core.results.records import Record
 
@@ -198,7 +198,6 @@ def sensitivity(records: Sequence[Record], captions: Mapping[str, tuple[str, str
     """
     rows, columns = frames.run_frame(records), list[tuple[pd.DataFrame, tuple[str, ...]]]()
     rows = rows.assign(accuracy=100 * rows.main_accuracy, forgetting=100 * rows.main_forgetting)
-    rows[["sweep", "value"]] = [record.sweep for record in records]
     for (sweep, *_), part in rows.groupby(["sweep", "setting", "method"], sort=False):
         part = part.assign(place=part.value.map([*part.value.unique()].index))
         columns.append((part, ("accuracy", "forgetting")))

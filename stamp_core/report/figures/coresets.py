@@ -7,8 +7,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 from numpy.typing import NDArray
 
+from stamp_core.report import frames as tables
 from stamp_core.report.figures import style
-from stamp_core.report.tables import coresets as tables
 from stamp_core.results.records import Record
 
 _CLASSES = 10  # shown of a client's memory
@@ -22,11 +22,11 @@ def coresets(records: Sequence[Record]) -> Figure:
     Titles say what no memory and all images reach: lines so far away would hide the differences.
     """
     rows = tables.coreset_frame(records)
-    figure, found = style.setting_panels(rows.assign(percent=100 * rows.accuracy), 3.8)
+    figure, found = style.setting_panels(rows.assign(percent=100 * rows.main_accuracy), 3.8)
     for axis, title, part in found:
         limited, references = tables.limited_memory(part), tables.reference_memories(part)
         labels = style.draw_lines(axis, limited, "exemplars", "percent", "selection")
-        for name, runs in zip(("no memory", "all images"), references, strict=True):
+        for name, runs in references.items():
             title += f"\n{name}: {runs.percent.mean():.1f} %" if len(runs) else ""
         axis.set_title(title, fontsize=10)
         numbers = sorted(limited.exemplars.unique())
@@ -43,7 +43,7 @@ def coreset_times(records: Sequence[Record]) -> Figure:
     """Final accuracy against the time that selection takes a client for one task."""
     rows = tables.limited_memory(tables.coreset_frame(records))
     times = rows.groupby(["setting", "selection", "exemplars"]).selection_ms.transform("mean")
-    rows = rows.assign(percent=100 * rows.accuracy, time=times)
+    rows = rows.assign(percent=100 * rows.main_accuracy, time=times)
     figure, found = style.setting_panels(rows, 3.8)
     for axis, _, part in found:
         labels = style.draw_lines(axis, part, "time", "percent", "selection")

@@ -6,14 +6,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from stamp_core.report.figures import style
-from stamp_core.report.tables.heterogeneity import alpha_frame
+from stamp_core.report.frames import alpha_frame
 from stamp_core.results.records import Record
 
 
 def heterogeneity(records: Sequence[Record]) -> Figure:
     """Final accuracy by α on a logarithmic axis: a line per method, a panel per setting."""
     rows = alpha_frame(records)
-    figure, found = style.setting_panels(rows.assign(percent=100 * rows.accuracy), 3.4)
+    figure, found = style.setting_panels(rows.assign(percent=100 * rows.main_accuracy), 3.4)
     for axis, _, part in found:
         labels = style.draw_lines(axis, part, "alpha", "percent")
         alphas = sorted(part.alpha.unique())

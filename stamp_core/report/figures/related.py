@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.report.figures import runs, style
-from stamp_core.report.tables.related import protection_frame
+from stamp_core.report.frames import protection_frame
 from stamp_core.results.records import Record
 
 

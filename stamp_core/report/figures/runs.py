@@ -11,9 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from stamp_core.report import frames
 from stamp_core.report.figures import style
-from stamp_core.report.tables import frames
-from stamp_core.report.tables.text import MB
+from stamp_core.report.text import MB
 from stamp_core.results import metrics
 from stamp_core.results.records import SCORINGS, Record
 
@@ -113,7 +113,7 @@ def _method_grid(
 
 def forgetting(records: Sequence[Record]) -> Figure:
     """The paper's forgetting: a row per method, by its personal models where there are any."""
-    rows = frames.model_frame(records)
+    rows = frames.model_frame(frames.run_frame(records))
     rows = rows[rows.personal_accuracy.isna() | (rows.model == "personal")]
     groups = rows.groupby("method", sort=False)
     names = {method: style.method_label(group) for method, group in groups}

@@ -17,8 +17,8 @@ from scipy.optimize import isotonic_regression
 
 from stamp_core.config.params import read_params
 from stamp_core.core.atomic import replacing
-from stamp_core.report.tables.frames import EXPERIMENT
-from stamp_core.report.tables.text import MARK, RECONSTRUCTED, marked
+from stamp_core.report.frames import EXPERIMENT
+from stamp_core.report.text import MARK, RECONSTRUCTED, marked
 from stamp_core.results import metrics
 
 Values = NDArray[np.float64]
