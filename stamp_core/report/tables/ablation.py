@@ -35,11 +35,10 @@ _CELLS: dict[str, page.Cell] = {
 
 
 def ablation_frame(records: Sequence[Record]) -> pd.DataFrame:
-    """One row a run, by part: that of `run_frame`, its parameters as text, and `relative_length`.
+    """One row a run: that of `run_frame`, its parameters as text, and `relative_length`.
 
     That is the length of its updates in units of fedavg's with the same seed and setting.
     """
-    records = _by_part(records)
     stamp: dict[str, Any] = next((r.about["method"] for r in records if r.run[1] == "stamp"), {})
     parameters = pd.DataFrame([_parameters(record, stamp) for record in records])
     rows = pd.concat([run_frame(records), parameters], axis=1)
@@ -106,7 +105,7 @@ def _other_parameters(params: dict[str, Any], stamp: dict[str, Any]) -> Iterator
 
 def ablation_table(records: Sequence[Record]) -> pd.DataFrame:
     """One row a variant and setting, as text: its parameters and what it reaches."""
-    return page.group_table(ablation_frame(records), _PARAMETERS, _CELLS)
+    return page.group_table(ablation_frame(_by_part(records)), _PARAMETERS, _CELLS)
 
 
 def ablation_findings(records: Sequence[Record]) -> str:
