@@ -1,6 +1,7 @@
 """Experiences x rounds x clients: trains one experiment, all its seeds side by side."""
 
 import concurrent.futures
+import logging
 import math
 import os
 import platform
@@ -50,6 +51,7 @@ from stamp_core.models.flat import split_like
 from stamp_core.results.metrics import micro_average
 from stamp_core.results.records import Record, tree_bytes
 
+logger = logging.getLogger("stamp_core.engine")
 PART = 1000  # test images, at least, for which another worker is asked
 
 Start = Callable[[Experiment, Mapping[int, Plan], int, str, Path | None], tuple[Worker, Executor]]
@@ -127,7 +129,11 @@ class Run:
         self.state = saved or self.initial_state()
         self.disk = [state_bytes(kept) for kept in self.state["clients"]]
         self.saving, self.stop = 0.0, False
-        if not saved:
+        if saved:
+            logger.info(
+                "%s seed %d resumes after round %d", experiment.name, self.seed, saved["next"]
+            )
+        else:
             self.save(evaluated=True, flush=False)  # a warm-up is kept as well
         count = experiment.setting.diagnostics.features
         self.feature_indices = first_per_class(worker.runtime.dataset.y_test, count)
@@ -192,6 +198,11 @@ class Run:
         entry["seconds"] |= sum_by_name(each.seconds for each in logs)
         state["history"].append({**entry, "angles": angles, **summarise_logs(logs)})
         state["next"] += 1
+        logger.debug(
+            "%s seed %d: experience %d round %d, %d of %d clients, loss %s, %.2f s",
+            *(self.experiment.name, self.seed, experience, round_),
+            *(len(results), len(selected), entry["loss"], clock[-1] - clock[0]),
+        )
         self.save(last, flush=clock[-1] - clock[0] > FSYNC_MIN_SECONDS)
 
     def select_clients(self, experience: int, round_: int) -> tuple[list[int], list[int]]:
