@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import small
-from made_records import FINALS, fake_record, selected, shifted, three_seeds
+from made_records import fake_record, selected, shifted, three_seeds
 
 from stamp_core.report import frames, tables, text
 from stamp_core.report.tables import page
@@ -176,11 +176,6 @@ def test_differences_use_common_seeds_and_the_main_model():
     assert rows.high[0] == pytest.approx(-7.5 + half)
     own = [*three_seeds(), *three_seeds("fedala", shifted(0.1), personal=0.2)]
     assert set(tables.differences(own, "fedala").model) == {"global"}  # the base's main model
-
-
-def test_differences_without_the_base_are_none():
-    rows = tables.differences(three_seeds("stamp", FINALS))
-    assert rows.empty and "interval" in rows
 
 
 @pytest.mark.parametrize(

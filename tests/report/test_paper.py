@@ -45,11 +45,6 @@ def test_without_a_gpu_and_without_a_completed_round_costs_are_undefined() -> No
     assert costs.loc[("CIFAR-100", "fedavg"), columns].tolist() == [DASH, DASH, "2"]
 
 
-def test_a_run_twice_is_refused() -> None:
-    with pytest.raises(ValueError, match="cifar100_c2-fedavg seed 0 is there twice"):
-        tables.compare_with_paper(TWO, [fake_record(setting="cifar100_c2")] * 2)
-
-
 # --- settings
 
 
