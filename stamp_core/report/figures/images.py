@@ -181,7 +181,7 @@ def exemplars(records: Sequence[Record], setting: str, classes: Sequence[str]) -
 
 
 def synthetic(records: Sequence[Record], setting: str, classes: Sequence[str]) -> Figure:
-    """The images that methods remember of each class, after the first and the last task: two rows each.
+    """The images that methods remember of each class after the first and the last task: two rows.
 
     Those of replay are real images.
     """
