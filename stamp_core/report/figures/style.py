@@ -1,4 +1,4 @@
-"""What all figures share: the marks of methods, panels, captions, labels, and files."""
+"""The parts that all figures share: the marks of methods, panels, captions, labels, and files."""
 
 import math
 import zlib
@@ -176,10 +176,10 @@ def setting_panels(
     settings = rows.groupby("setting", sort=False)
     figure, axes = panels(len(settings), height=height)
     axes[0].set_ylabel(ylabel)
-    found = [(axis, name, part) for axis, (name, part) in zip(axes, settings, strict=True)]
-    for axis, name, _ in found:
+    filled = [(axis, name, part) for axis, (name, part) in zip(axes, settings, strict=True)]
+    for axis, name, _ in filled:
         axis.set_title(name)
-    return figure, found
+    return figure, filled
 
 
 def draw_interval(axis: Axes, place: float, values: pd.Series, method: str) -> None:

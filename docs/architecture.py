@@ -1,4 +1,7 @@
-"""The drawing of the method at a glance, for the README; it depends on no record."""
+"""The drawing of the method at a glance, for the README; it depends on no record.
+
+`python docs/architecture.py` draws figures/architecture.png.
+"""
 
 from typing import Any
 
@@ -9,8 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
+from stamp_core.core.paths import ROOT
 from stamp_core.matching.match import MatchingParams, match
-from stamp_core.report.figures.style import COLOURS, WIDTH, Values, draw_arrow
+from stamp_core.report.figures.style import COLOURS, WIDTH, Values, draw_arrow, save
 
 _Box = tuple[float, float, float, float]  # left, bottom, width, height in inches
 
@@ -167,3 +171,7 @@ def _write(axis: Axes, x: float, y: float, text: str, **options: Any) -> None:
     """Text around a point."""
     options = {"fontsize": 8.5, "color": _SOFT, "ha": "center", "va": "center", **options}
     axis.text(x, y, text, **options)
+
+
+if __name__ == "__main__":
+    save(architecture(), ROOT / "figures" / "architecture.png")
