@@ -25,7 +25,7 @@ from torch import Tensor
 
 from stamp_core.config.decode import ParameterError, build, to_plain, unknown_name
 from stamp_core.core import fingerprint, paths
-from stamp_core.core.atomic import naming
+from stamp_core.core.atomic import add_path_to_errors
 from stamp_core.data import sources
 from stamp_core.data.store import cache, decoding
 from stamp_core.data.store.cache import ARRAYS, SUBSETS, Bytes, NamedArrays, Numbers
@@ -145,7 +145,7 @@ def _make_key(module: ModuleType, options: object) -> str:
 def _file_key(path: Path) -> object:
     """The content of a file; of a large file, or of those in a folder: names, sizes and times."""
     if path.is_file() and not cache.is_large(path):
-        with naming(path), path.open("rb") as file:
+        with add_path_to_errors(path), path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     files = sorted(each for each in path.rglob("*") if each.is_file()) or [path]
     stats = [(each.relative_to(path).as_posix(), each.stat()) for each in files]

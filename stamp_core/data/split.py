@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from stamp_core.config.decode import ParameterError, build, invalid, to_plain
 from stamp_core.config.schema import Split
-from stamp_core.core.atomic import replacing
+from stamp_core.core.atomic import atomic_write
 
 if TYPE_CHECKING:
     from stamp_core.data.dataset import ImageDataset
@@ -101,7 +101,7 @@ class Plan:
         text = json.dumps({"hash": self.hash, **to_plain(self)}, indent=1)
         text = re.sub(r"(?<=\d,)\s+(?=\d)", " ", text)  # lists of numbers on one line
         text = re.sub(r"(?<=\[)\s+(?=\d)|(?<=\d)\s+(?=\])", "", text)
-        with replacing(path) as part:
+        with atomic_write(path) as part:
             part.write_text(text + "\n")
 
     @classmethod

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from stamp_core.core import paths, vision
-from stamp_core.core.atomic import naming
+from stamp_core.core.atomic import add_path_to_errors
 from stamp_core.data.counts import Counts, count_images
 from stamp_core.data.dataset import ImageArrays
 from stamp_core.data.store import downloads
@@ -48,7 +48,7 @@ def read_idx_pair(start: str) -> tuple[Bytes, Numbers]:
 
 def _read_idx(path: Path, axes: int) -> Bytes:
     """The array in an idx file of bytes: type, lengths of the axes, content."""
-    with naming(path):
+    with add_path_to_errors(path):
         content, start = path.read_bytes(), 4 + 4 * axes
     kind, *lengths = np.frombuffer(content[:start].ljust(start, b"\0"), ">u4").tolist()
     if kind != 0x0800 + axes:

@@ -16,7 +16,7 @@ from PIL import Image
 
 from stamp_core.config.decode import require_at_least
 from stamp_core.core import paths
-from stamp_core.core.atomic import naming
+from stamp_core.core.atomic import add_path_to_errors
 from stamp_core.data.dataset import ImageArrays
 from stamp_core.data.store.cache import Bytes
 
@@ -132,7 +132,7 @@ def _check(files: Checksums) -> None:
     """Refuse a file with another checksum than the published one."""
     for path, md5 in ((paths.RAW / file, md5) for file, md5 in files.items() if md5 is not None):
         # Some systems allow MD5 only if it is not for security.
-        with naming(path), path.open("rb") as file:
+        with add_path_to_errors(path), path.open("rb") as file:
             digest = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False))
         if (found := digest.hexdigest()) != md5:
             raise ValueError(

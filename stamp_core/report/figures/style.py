@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from scipy.optimize import isotonic_regression
 
 from stamp_core.config.params import read_params
-from stamp_core.core.atomic import replacing
+from stamp_core.core.atomic import atomic_write
 from stamp_core.report.tables.frames import EXPERIMENT
 from stamp_core.report.tables.text import MARK, RECONSTRUCTED, marked
 from stamp_core.results import metrics
@@ -237,5 +237,5 @@ def save(figure: Figure, path: Path) -> None:
     """Write a PNG; equal data give equal bytes."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # which moves axes a little at every drawing
-    with replacing(path) as part:
+    with atomic_write(path) as part:
         figure.savefig(part, format="png", dpi=DPI, metadata={"Software": None})
