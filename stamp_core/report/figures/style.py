@@ -15,7 +15,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 from scipy.optimize import isotonic_regression
 
-from stamp_core.core.atomic import replacing
+from stamp_core.core.atomic import atomic_write
 from stamp_core.report.frames import EXPERIMENT
 from stamp_core.report.text import MARK, RECONSTRUCTED, marked
 from stamp_core.results import metrics
@@ -254,5 +254,5 @@ def save(figure: Figure, path: Path) -> None:
     """Write a PNG; equal data give equal bytes."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # which moves axes a little at every drawing
-    with replacing(path) as part:
+    with atomic_write(path) as part:
         figure.savefig(part, format="png", dpi=DPI, metadata={"Software": None})
