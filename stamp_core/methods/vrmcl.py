@@ -56,11 +56,7 @@ class VrMcl(Rehearsal):
     """
 
     Params: ClassVar = VrMclParams
-    fedavg_equivalent: ClassVar = {
-        "memory": {"exemplars_per_class": 0},
-        "inner_steps": 0,
-        "r": 0.0,
-    }
+    fedavg_equivalent: ClassVar = {"memory": {"exemplars_per_class": 0}, "inner_steps": 0, "r": 0.0}
 
     def __init__(self, params: VrMclParams, runtime: ClientRuntime) -> None:
         super().__init__(params, runtime)
