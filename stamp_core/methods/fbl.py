@@ -6,7 +6,7 @@ It was published for segmentation; on images with labels this is an adaptation, 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +17,7 @@ from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_at_least, require_fraction
 from stamp_core.coresets.memory import Memory, MemoryParams
 from stamp_core.methods.base.method import ClientRound, State
-from stamp_core.methods.base.rehearsal import (
-    Rehearsal,
-    RehearsalContext,
-    RehearsalParams,
-    RehearsalState,
-)
+from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalContext, RehearsalParams
 from stamp_core.models.flat import FlatModel
 
 UNSURE = -1  # in place of a pseudo label
@@ -61,8 +56,8 @@ class FBLParams(RehearsalParams):
             raise invalid(name, getattr(self, name), "absent: `weights` has its place")
 
 
-class FBLState(RehearsalState):
-    """What a client remembers."""
+class FBLState(TypedDict):
+    """What a client remembers besides its memory."""
 
     old: dict[str, Tensor]  # the model that was received when the task began; {}: none
     experience: int  # in which the client has trained last
@@ -82,12 +77,10 @@ class Past:
 
 @dataclass
 class FBLContext(RehearsalContext):
-    """What the steps read besides their batches, and what the next state gets."""
+    """What the steps read besides their batches, and the next state."""
 
-    old: dict[str, Tensor]
-    epochs: int
-    entropy: float
-    past: Past | None = None  # None: no old model
+    state: FBLState
+    past: Past | None  # None: no old model
 
 
 class FBL(Rehearsal):
@@ -114,7 +107,7 @@ class FBL(Rehearsal):
 
     def init_client(self, client: int, server: State) -> State:
         """No old model and no entropy yet."""
-        own = {"old": {}, "experience": -1, "epochs": 0, "entropy": -1.0}
+        own = FBLState(old={}, experience=-1, epochs=0, entropy=-1.0)
         return {**super().init_client(client, server), **own}
 
     # --- before training
@@ -122,27 +115,31 @@ class FBL(Rehearsal):
     def start(self, client_round: ClientRound) -> FBLContext:
         """Load the received model, and keep it as the teacher if the task is new."""
         self.receive(client_round)
-        state: FBLState = client_round.state
-        anchors = self.anchors_on_device(client_round)
-        context = FBLContext(anchors, state["old"], state["epochs"], state["entropy"])
-        new = state["experience"] != client_round.experience
+        before: FBLState = client_round.state
+        experience = client_round.experience
+        new = before["experience"] != experience
+        old = before["old"]
+        entropy = before["entropy"]
         if self.active and len(client_round.indices):
-            context.entropy = self.log_entropy(client_round, new)
+            entropy = self.log_entropy(client_round, new)
         if new:
             live = {"parameters": self.model.parameters, "buffers": self.model.buffers}
-            past = self.active and client_round.experience > 0
-            context.old = {n: each.cpu().clone() for n, each in live.items()} if past else {}
-            context.epochs = 0
-            hidden = self.runtime.dataset.masks and self.params.from_background
-            if hidden and client_round.experience:
+            taught = self.active and experience > 0
+            old = {name: each.cpu().clone() for name, each in live.items()} if taught else {}
+            if experience and self.params.from_background and self.runtime.dataset.masks:
                 self.start_from_background(list(client_round.classes))
-        if context.old:
-            self.teacher.load(context.old["parameters"], context.old["buffers"])
-            context.past = self.old_classes(client_round, context.epochs)
-        return context
+        epochs = 0 if new else before["epochs"]
+        past = self.old_classes(client_round, old, epochs) if old else None
+        state = FBLState(
+            old=old,
+            experience=experience,
+            epochs=epochs + len(self.runtime.each_epoch()),
+            entropy=entropy,
+        )
+        return FBLContext(self.anchors_on_device(client_round), state, past)
 
     def log_entropy(self, client_round: ClientRound, new: bool) -> float:
-        """The received model's mean entropy; log it and if it would have told a new task."""
+        """The received model's mean entropy; log it, and if it would have told a new task."""
         state: FBLState = client_round.state
         images = self.runtime.dataset.x_train[client_round.indices]
         p = samples(self.runtime.outputs(images)).softmax(1)
@@ -161,59 +158,65 @@ class FBL(Rehearsal):
             weight[classes] = weight[-1].clone()
             bias[[*classes, self.runtime.classes]] = bias[-1] - math.log(len(classes) + 1)
 
-    def old_classes(self, client_round: ClientRound, epochs: int) -> Past:
-        """The old model's classes; where every class returns, as with domains, all are old."""
+    def old_classes(self, client_round: ClientRound, old: dict[str, Tensor], epochs: int) -> Past:
+        """The classes of the old model, which is loaded as the teacher.
+
+        Where every class returns, as with domains, all are old.
+        """
+        self.teacher.load(old["parameters"], old["buffers"])
         device = self.runtime.device
-        plan = client_round.plan
-        past = set(plan.seen(client_round.client, client_round.experience - 1))
+        seen = set(client_round.plan.seen(client_round.client, client_round.experience - 1))
         current = list(client_round.classes)
-        old = past - set(current)
+        gone = seen - set(current)
         background = {self.runtime.classes} if self.runtime.dataset.masks else set()
-        columns = torch.tensor(sorted((old or past) | background)).to(device)
+        columns = torch.tensor(sorted((gone or seen) | background)).to(device)
+        tasks = client_round.plan.clients[client_round.client]
         groups = torch.zeros(self.outputs, dtype=torch.int64)  # the background: the first task's
-        tasks = plan.clients[client_round.client]
         for task, each in reversed(list(enumerate(tasks[: client_round.experience]))):
             groups[list(each.classes)] = task
         groups[current] = len(tasks)
         members = F.one_hot(groups, len(tasks) + 1).float().to(device)
-        power = len(old) / (len(old) + len(current))
+        power = len(gone) / (len(gone) + len(current))
         thresholds = self.thresholds(client_round, columns, epochs)
         return Past(columns, members, power, thresholds)
 
     def thresholds(
         self, client_round: ClientRound, columns: Tensor, epochs: int
     ) -> Iterator[Tensor]:
-        """For every batch each class's largest entropy of a pseudo label.  # [L] each"""
-        limits = self.epoch_thresholds(client_round, columns, epochs) if self.params.pseudo else []
-        steps = math.ceil(len(client_round.indices) / self.runtime.training.batch_size)
-        return (each for each in limits for _ in range(steps))
+        """For every batch each class's largest entropy of a pseudo label.  # [L] each
 
-    def epoch_thresholds(
-        self, client_round: ClientRound, columns: Tensor, epochs: int
-    ) -> list[Tensor]:
-        """The same for every local epoch."""
+        `epochs` are those of local training on the task so far.
+        """
+        if not self.params.pseudo:
+            return iter(())
+        entropy, predicted = self.teacher_entropies(client_round, columns)
+        limits = list[Tensor]()
+        for epoch in self.runtime.each_epoch():
+            share = min(QUANTILE + QUANTILE_STEP * (epochs + epoch), QUANTILE_LIMIT)
+            limits.append(class_thresholds(entropy, predicted, share, self.outputs))
+        if limits and len(entropy):
+            used = (entropy <= limits[-1][predicted]).float().mean()
+            client_round.log.numbers["pseudo labels used"] = float(used)
+        on_device = [each.to(self.runtime.device) for each in limits]
+        steps = math.ceil(len(client_round.indices) / self.runtime.training.batch_size)
+        return (each for each in on_device for _ in range(steps))
+
+    def teacher_entropies(
+        self, client_round: ClientRound, columns: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The teacher's entropies where labels are hidden, and its classes there.  # [n], [n]"""
         runtime = self.runtime
-        images = runtime.dataset.x_train[client_round.indices]
-        if not runtime.dataset.masks:
-            memory: Memory = client_round.state["memory"]
-            images = memory["images"][self.past_indices(client_round)]
+        memory: Memory = client_round.state["memory"]
+        images = memory["images"][self.past_indices(client_round)]
+        if runtime.dataset.masks:
+            images = runtime.dataset.x_train[client_round.indices]
         if not len(images):
-            lowest = torch.full((self.outputs,), SMALLEST_THRESHOLD).to(runtime.device)
-            return [lowest] * len(runtime.each_epoch())
-        logits = samples(runtime.outputs(images, self.teacher.module).to(runtime.device))
+            return torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+        logits = samples(runtime.outputs_there(images, self.teacher.module))
         if runtime.dataset.masks:
             logits = logits[(images[:, -1] == runtime.classes).flatten().to(runtime.device)]
         teacher = logits[:, columns].softmax(1)
-        predicted = columns[teacher.argmax(1)].cpu()
-        entropy = entropies(teacher).cpu()
-        found = list[Tensor]()
-        for epoch in runtime.each_epoch():
-            share = min(QUANTILE + QUANTILE_STEP * (epochs + epoch), QUANTILE_LIMIT)
-            found.append(class_thresholds(entropy, predicted, share, self.outputs))
-        if found and len(entropy):
-            used = (entropy <= found[-1][predicted]).float().mean()
-            client_round.log.numbers["pseudo labels used"] = float(used)
-        return [limits.to(runtime.device) for limits in found]
+        return entropies(teacher).cpu(), columns[teacher.argmax(1)].cpu()
 
     # --- training
 
@@ -226,7 +229,8 @@ class FBL(Rehearsal):
         with torch.no_grad():
             teacher = samples(self.teacher.module(batch.images))[:, past.columns].softmax(1)
             labels = self.pseudo_labels(batch, past, teacher)  # [M]
-            members = class_members(labels, self.outputs)
+            classes = torch.arange(self.outputs, device=labels.device)
+            members = (labels[:, None] == classes).float()  # [M, L], all 0 where UNSURE
             weights = self.compensation(past, logits, members)
         losses = F.cross_entropy(logits, labels, reduction="none", ignore_index=UNSURE)
         loss = (weights * losses).mean()
@@ -276,14 +280,8 @@ class FBL(Rehearsal):
     # --- after training
 
     def update_state(self, client_round: ClientRound, context: FBLContext) -> State:
-        """The state of rehearsal with the old model, and how long the task has been known."""
-        own = {
-            "old": context.old,
-            "experience": client_round.experience,
-            "epochs": context.epochs + len(self.runtime.each_epoch()),
-            "entropy": context.entropy,
-        }
-        return {**super().update_state(client_round, context), **own}
+        """The state with the memory and the old model."""
+        return {**super().update_state(client_round, context), **context.state}
 
 
 def samples(maps: Tensor) -> Tensor:
@@ -304,14 +302,6 @@ def class_thresholds(entropy: Tensor, predicted: Tensor, share: float, classes: 
     for label in predicted.unique().tolist():
         found[label] = torch.quantile(entropy[predicted == label], share)
     return found.clamp(min=SMALLEST_THRESHOLD)
-
-
-def class_members(labels: Tensor, classes: int) -> Tensor:
-    """1 at the class of a sample, all 0 where it is UNSURE.  # [M, L]
-
-    So all shapes depend on the batch alone, and a device does not wait for the labels.
-    """
-    return (labels[:, None] == torch.arange(classes, device=labels.device)).float()
 
 
 def relation_loss(p: Tensor, targets: Tensor, members: Tensor, weights: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """FS-DGPM (Deng et al., 2021): gradient projection with replay at weights moved up the loss."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +15,7 @@ from stamp_core.coresets.memory import Memory
 from stamp_core.methods.base import subspaces
 from stamp_core.methods.base.lookahead import LookAhead, new_parts
 from stamp_core.methods.base.method import ClientRound, State
-from stamp_core.methods.base.rehearsal import (
-    Rehearsal,
-    RehearsalContext,
-    RehearsalParams,
-    RehearsalState,
-)
+from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalContext, RehearsalParams
 from stamp_core.methods.base.subspaces import Bases
 from stamp_core.models.flat import flatten_like, split_like
 
@@ -50,8 +45,8 @@ class FsDgpmParams(RehearsalParams):
             require_above(self, 0, "clip")
 
 
-class FsDgpmState(RehearsalState):
-    """What a client remembers."""
+class FsDgpmState(TypedDict):
+    """What a client remembers besides its memory."""
 
     protected: int  # the experience for which the bases were made; -1: none
     bases: Bases  # [d, k] of each layer
@@ -92,7 +87,7 @@ class FsDgpm(Rehearsal):
     def init_client(self, client: int, server: State) -> State:
         """An empty memory and bases without columns."""
         bases = subspaces.empty_bases(self.layers)
-        own = {"protected": -1, "bases": bases, "lambdas": torch.ones(0)}
+        own: FsDgpmState = {"protected": -1, "bases": bases, "lambdas": torch.ones(0)}
         return {**super().init_client(client, server), **own}
 
     # --- the bases
@@ -114,8 +109,7 @@ class FsDgpm(Rehearsal):
     def new_bases(self, client_round: ClientRound) -> Bases:
         """Bases of the live model's inputs for exemplars of other tasks; without any no columns."""
         memory: Memory = client_round.state["memory"]
-        device = self.runtime.device
-        empty = {n: basis.to(device) for n, basis in subspaces.empty_bases(self.layers).items()}
+        empty = subspaces.empty_bases(self.layers, self.runtime.device)
         past = self.past_indices(client_round)
         if not len(past):
             return empty
@@ -138,7 +132,7 @@ class FsDgpm(Rehearsal):
         bases = {name: basis.cpu() for name, basis in context.bases.items()}
         client_round.log.numbers |= subspaces.filled(self.layers, bases)
         lambdas = context.lambdas.detach().cpu()
-        own = {"protected": client_round.experience, "bases": bases, "lambdas": lambdas}
+        own = FsDgpmState(protected=client_round.experience, bases=bases, lambdas=lambdas)
         return {**super().update_state(client_round, context), **own}
 
     # --- a step

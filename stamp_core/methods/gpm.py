@@ -1,9 +1,10 @@
 """GPM (Saha et al., 2021): no step in the subspace of layers' inputs in past tasks."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NotRequired, TypedDict
+from typing import ClassVar, Literal, TypedDict
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from stamp_core.client.batches import Batch, StepContext
@@ -12,7 +13,7 @@ from stamp_core.config.decode import require_at_least
 from stamp_core.methods.base import subspaces
 from stamp_core.methods.base.ledger import is_due, recorded
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Group, Method, State
-from stamp_core.methods.base.subspaces import Bases, Layers
+from stamp_core.methods.base.subspaces import Bases
 
 
 @dataclass(frozen=True)
@@ -35,20 +36,13 @@ class GpmParams(FedAvgParams):
         require_at_least(self, 1, "images")
 
 
-class Received(TypedDict):
-    """The model that a client received last, four bytes per parameter."""
-
-    parameters: Tensor  # [P]
-    experience: int
-
-
 class GpmState(TypedDict):
     """What a client remembers."""
 
     bases: Bases  # [d, k] of each layer
     tasks: dict[str, Tensor]  # int32 [k], the task of each column
     experiences: list[int]  # those whose inputs are in the bases
-    received: NotRequired[Received]  # to measure drift
+    received: dict[str, Tensor]  # to measure drift: the last received model, by its experience
 
 
 @dataclass
@@ -73,17 +67,15 @@ class Gpm(Method):
     def __init__(self, params: GpmParams, runtime: ClientRuntime) -> None:
         super().__init__(params, runtime)
         self.layers = subspaces.find_layers(runtime)
-        other = torch.ones(len(self.model.parameters), dtype=torch.bool)
+        self.normalisation = torch.ones_like(self.model.parameters).bool()  # [P], where it is
         for layer in self.layers.values():
-            other[layer.weight] = False
-            if layer.bias is not None:
-                other[layer.bias] = False
-        self.normalisation = other.to(runtime.device)  # [P], fixed once anything is protected
+            layer.write(self.normalisation, torch.zeros(layer.shape))
 
     def init_client(self, client: int, server: State) -> GpmState:
         """Bases without columns."""
-        tasks = {name: torch.zeros(0, dtype=torch.int32) for name in self.layers}
-        return {"bases": subspaces.empty_bases(self.layers), "tasks": tasks, "experiences": []}
+        bases = subspaces.empty_bases(self.layers)
+        tasks = {name: torch.zeros(0, dtype=torch.int32) for name in bases}
+        return {"bases": bases, "tasks": tasks, "experiences": [], "received": {}}
 
     # --- training
 
@@ -102,7 +94,7 @@ class Gpm(Method):
         """Local SGD, of which every step or the whole update is projected."""
         if not subspaces.has_columns(context.bases):
             return super().train(client_round, context)
-        log_drift(client_round, self.layers, context.bases)
+        self.log_drift(client_round, context.bases)
         start = self.model.parameters.clone()
         losses = super().train(client_round, context)
         if self.params.project == "update":
@@ -125,56 +117,45 @@ class Gpm(Method):
         context.removed.append(inside.norm() / step.norm())
         return inside
 
+    def log_drift(self, client_round: ClientRound, bases: Bases) -> None:
+        """Log the protected share of the global update since a round with the same bases."""
+        state: GpmState = client_round.state
+        before = state["received"].get(str(client_round.experience))
+        if before is None:
+            return
+        move = (client_round.message["parameters"] - before).to(self.runtime.device)
+        parts = {name: layer.matrix(move) for name, layer in self.layers.items()}
+        inside = torch.cat([(part @ bases[name]).flatten() for name, part in parts.items()])
+        whole = torch.cat([part.flatten() for part in parts.values()])
+        client_round.log.numbers["drift"] = float(inside.norm() / whole.norm())
+
     # --- the bases
 
     def update_state(self, client_round: ClientRound, context: GpmContext) -> State:
         """The state with the task's inputs in the bases, made after training in the last round."""
         state = super().update_state(client_round, context)
         if self.params.drift:
-            parameters = client_round.message["parameters"].clone()
-            received: Received = {"parameters": parameters, "experience": client_round.experience}
-            state = {**state, "received": received}
+            received = client_round.message["parameters"].clone()
+            state = {**state, "received": {str(client_round.experience): received}}
         if len(client_round.indices) and is_due(client_round, self.runtime.training):
             with client_round.log.clock("basis"):
                 state = {**state, **self.remember(client_round, context)}
         client_round.log.numbers |= subspaces.filled(self.layers, state["bases"])
         return state
 
-    def remember(self, client_round: ClientRound, context: GpmContext) -> GpmState:
+    def remember(self, client_round: ClientRound, context: GpmContext) -> dict[str, object]:
         """The bases with the task's inputs at the trained model; its former ones are replaced."""
-        before: GpmState = client_round.state
+        state: GpmState = client_round.state
         task = client_round.task
         draw = client_round.round_id.generator("basis")
         order = torch.randperm(len(client_round.indices), generator=draw)[: self.params.images]
         images = self.runtime.dataset.x_train[client_round.indices[order]]
-        learnt = {each % client_round.plan.tasks for each in before["experiences"]} - {task}
+        learnt = {each % client_round.plan.tasks for each in state["experiences"]} - {task}
         epsilon = self.params.epsilon + len(learnt) * self.params.increment
         grown = subspaces.grown_bases(self.runtime, self.layers, context.bases, images, epsilon)
         tasks = dict[str, Tensor]()
         for name, basis in grown.items():
-            others = before["tasks"][name][before["tasks"][name] != task]
-            tasks[name] = torch.full((basis.shape[1],), task, dtype=torch.int32)
-            tasks[name][: len(others)] = others
+            others = state["tasks"][name][state["tasks"][name] != task]
+            tasks[name] = F.pad(others, (0, basis.shape[1] - len(others)), value=task)
         bases = {name: basis.cpu() for name, basis in grown.items()}
         return {"bases": bases, "tasks": tasks, "experiences": recorded(client_round)}
-
-
-def log_drift(client_round: ClientRound, layers: Layers, bases: Bases) -> None:
-    """Log the protected share of the update since the client's last round.
-
-    Only where it kept the model that it received then, and had the same bases.
-    """
-    state: GpmState = client_round.state
-    before = state.get("received")
-    if before and before["experience"] == client_round.experience:
-        basis = next(iter(bases.values()))
-        move = (client_round.message["parameters"] - before["parameters"]).to(basis.device)
-        client_round.log.numbers["drift"] = share_inside(move, layers, bases)
-
-
-def share_inside(vector: Tensor, layers: Layers, bases: Bases) -> float:
-    """The length of the part of a flat vector in the bases' spaces, over that in their layers."""
-    parts = {name: layer.matrix(vector) for name, layer in layers.items()}
-    inside = [(part @ bases[name]).flatten() for name, part in parts.items()]
-    whole = [part.flatten() for part in parts.values()]
-    return float(torch.cat(inside).norm() / torch.cat(whole).norm())

@@ -1,6 +1,5 @@
 """VR-MCL (Wu et al., 2024): steps along the meta-gradient of a look-ahead, with less variance."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -128,7 +127,8 @@ class VrMcl(Rehearsal):
     def inner_slope(self, theta: Tensor, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """`theta` as a leaf, and the gradient of new images there as its function.  # [P], [P]"""
         start = theta.detach().clone().requires_grad_()
-        loss = F.cross_entropy(self.look_ahead(self.tensors(start), images), labels)
+        logits = self.look_ahead(split_like(start, self.model.tensors), images)
+        loss = F.cross_entropy(logits, labels)
         return start, grad(loss, start, create_graph=self.params.second_order)[0]
 
     def slope(
@@ -136,7 +136,8 @@ class VrMcl(Rehearsal):
     ) -> tuple[Tensor, Tensor]:
         """The loss of new images and exemplars at some weights, and its gradient.  # [], [P]"""
         theta = theta.detach().clone().requires_grad_()
-        logits = self.look_ahead(self.tensors(theta), batch.images, update_norms)
+        tensors = split_like(theta, self.model.tensors)
+        logits = self.look_ahead(tensors, batch.images, update_norms)
         loss = self.weighted_loss(logits, batch, context)
         return loss.detach(), grad(loss, theta)[0]
 
@@ -151,7 +152,3 @@ class VrMcl(Rehearsal):
             if self.params.second_order:
                 total = total - self.params.inner_lr * grad(gradient, start, total)[0]
         return total / len(slopes)
-
-    def tensors(self, theta: Tensor) -> Sequence[Tensor]:
-        """The parameters as views of a vector."""
-        return list(split_like(theta, self.model.tensors))

@@ -1,6 +1,6 @@
 """The live network at weights other than its own: gradients through steps that are not taken."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 from torch import Tensor
@@ -18,7 +18,7 @@ class LookAhead:
         self.names = [name for name, _ in runtime.classifier.named_parameters()]
 
     def __call__(
-        self, tensors: Sequence[Tensor], images: Tensor, update_norms: bool = False
+        self, tensors: Iterable[Tensor], images: Tensor, update_norms: bool = False
     ) -> Tensor:
         """Logits of a training step with these tensors as parameters.  # [N, classes]
 

@@ -82,9 +82,9 @@ def find_layers(runtime: ClientRuntime) -> Layers:
     return layers
 
 
-def empty_bases(layers: Layers) -> Bases:
-    """Bases without columns, on the CPU."""
-    return {name: torch.zeros(layer.shape[1], 0) for name, layer in layers.items()}
+def empty_bases(layers: Layers, device: torch.device | None = None) -> Bases:
+    """Bases without columns."""
+    return {n: torch.zeros(layer.shape[1], 0, device=device) for n, layer in layers.items()}
 
 
 def grown_bases(
