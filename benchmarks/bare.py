@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stamp_core.client.runtime import RoundId, ClientRuntime
+from stamp_core.client.runtime import ClientRuntime, RoundId
 
 
 def fedavg_round(

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import Row, bare, seconds, section, spread
 from benchmarks.run import transfers
-from stamp_core.client.runtime import RoundId, ClientRuntime
+from stamp_core.client.runtime import ClientRuntime, RoundId
 from stamp_core.config.schema import Network, Setting, Split
 from stamp_core.core.devices import (
     device_name,
@@ -29,7 +29,7 @@ from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.split import Plan, make_plan
 from stamp_core.engine.executor import peak_memory
 from stamp_core.engine.experiment import load_experiment
-from stamp_core.methods.base.method import ClientRound, Reply, State
+from stamp_core.methods.base.method import Reply, State
 
 SETTING = "cifar100_c2"  # whose training and presets are timed
 CLASSES = 100
@@ -109,8 +109,9 @@ class Client:
     def round(self) -> Reply:
         """One client round, always the same."""
         message = self.method.broadcast(self.server, 0)
+        address = RoundId(0, 0, 0, 0)
         return self.method.train_client(
-            ClientRound(RoundId(0, 0, 0, 0), self.plan, self.state, message)
+            self.method.client_round(address, self.plan, self.state, message)
         )
 
     def without_graphs(self) -> "Client":

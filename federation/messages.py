@@ -7,7 +7,7 @@ from typing import Any
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from stamp_core.engine.executor import ClientResult
-from stamp_core.engine.trees import Stored, Tree, put_together, take_apart
+from stamp_core.engine.trees import Stored, Tree, flatten, unflatten
 from stamp_core.methods.base.method import Log, Reply
 
 MOST = 2**31 - 1  # bytes that Flower accepts
@@ -15,7 +15,7 @@ MOST = 2**31 - 1  # bytes that Flower accepts
 
 def pack(tree: Tree, what: str) -> RecordDict:
     """A tree as Flower's records, in which equal tensors are one array; `what` is for errors."""
-    text, arrays = take_apart(tree)
+    text, arrays = flatten(tree)
     places: dict[object, str] = {}
     names, sent = {}, {}
     for name, array in arrays.items():
@@ -35,7 +35,7 @@ def unpack(content: RecordDict) -> Any:
     texts = content.config_records["texts"]
     arrays = {name: array.numpy() for name, array in content.array_records["arrays"].items()}
     names = json.loads(str(texts["names"]))
-    return put_together(str(texts["tree"]), {name: arrays[sent] for name, sent in names.items()})
+    return unflatten(str(texts["tree"]), {name: arrays[sent] for name, sent in names.items()})
 
 
 def result_to_tree(result: ClientResult) -> Tree:

@@ -16,11 +16,9 @@ from typing import Any
 import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
-from torch import Tensor
 
 from federation.messages import pack, result_to_tree, unpack
 from federation.shares import own_experiment, own_plan, read_share
-from stamp_core.client.scoring import score
 from stamp_core.client.runtime import RoundId
 from stamp_core.config.decode import build
 from stamp_core.config.schema import Setting
@@ -28,8 +26,8 @@ from stamp_core.core.fingerprint import code_digest
 from stamp_core.data.split import Plan
 from stamp_core.engine.executor import Worker
 from stamp_core.engine.experiment import Experiment
-from stamp_core.engine.trees import UNUSABLE, Store, Stored, Tree, take_apart, tree_digest
-from stamp_core.methods.base.method import ClientRound, Method, State
+from stamp_core.engine.trees import UNUSABLE, Store, Stored, Tree, flatten, tree_digest
+from stamp_core.methods.base.method import State
 from stamp_core.methods.base.registry import get_method
 
 MAY_DIFFER = "device"  # part of an identity: then results differ in their last digits
@@ -94,8 +92,9 @@ class Node:
         There are no class means: a node does not have images of all classes.
         """
         round_id, state = self.arguments(call)
-        client_round = ClientRound(round_id, self.plan, state, call["message"])
-        return {"scores": self.worker.run(partial(_scores, client_round, call["personal"]))}
+        evaluate = partial(Worker.evaluate_client, round_id=round_id, state=state)
+        given = {"message": call["message"], "personal": call["personal"], "nearest_mean": False}
+        return {"scores": self.worker.run(partial(evaluate, **given))}
 
     def arguments(self, call: Tree) -> tuple[RoundId, State]:
         """The address of a call and the state of its client, verified by its digest."""
@@ -109,7 +108,7 @@ class Node:
         except UNUSABLE:
             states = self.worker.method.initial_states(self.plan).clients
             initial = next(islice(states, round_id.client, None))
-        if tree_digest(*take_apart(initial)) != digest:
+        if tree_digest(*flatten(initial)) != digest:
             text = f"the state {digest[:12]} of client {round_id.client} is missing or altered"
             raise RefusedError(text)
         return round_id, initial
@@ -124,14 +123,6 @@ CALLS: dict[str, Callable[[Node, Tree], Tree]] = {
     "train_client": Node.train_client,
     "evaluate_client": Node.evaluate_client,
 }
-
-
-def _scores(client_round: ClientRound, personal: bool, worker: Worker) -> Tensor:
-    if personal:
-        return worker.method.personal_scores(client_round)
-    Method.receive(worker.method, client_round)
-    address = client_round.round_id
-    return score(worker.runtime, client_round.plan, [address.client], address.experience)
 
 
 def read_experiment(resolved: Tree) -> Experiment:

@@ -25,7 +25,7 @@ from stamp_core.data.split import Plan
 from stamp_core.engine.executor import Executor, Worker
 from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.engine.train import save_records, train
-from stamp_core.engine.trees import Store, Stored, Tree, take_apart, tree_digest
+from stamp_core.engine.trees import Store, Stored, Tree, flatten, tree_digest
 from stamp_core.results.records import Record, tree_bytes
 
 REMOTE = {Worker.train_client, Worker.evaluate_client}  # all other calls run at the server
@@ -40,7 +40,7 @@ class Names(Store):
 
     def put(self, tree: Tree, flush: bool = True) -> Stored:
         """The name of a tree; nothing is written."""
-        return Stored(tree_digest(*take_apart(tree)), tree_bytes(tree))
+        return Stored(tree_digest(*flatten(tree)), tree_bytes(tree))
 
     def verify(self, digest: str) -> None:
         """Do nothing."""
@@ -56,6 +56,7 @@ class FederationExecutor:
         self, grid: Grid, worker: Worker, headers: Mapping[int, Tree], timeout: float
     ) -> None:
         self.grid, self.worker, self.headers, self.timeout = grid, worker, headers, timeout
+        self.workers = 1  # for calls that run at the server
         self.nodes: dict[int, list[int]] = {}  # the clients of each node that is there
         self.lock = threading.Lock()  # seeds take turns
         self.refusals: list[str] = []

@@ -5,7 +5,7 @@
     states/          the clients' states, unless they are kept elsewhere, and the results
 
 A round writes what has changed in it, whatever the number of clients and of earlier rounds. A
-process that is killed at any moment leaves it whole. What takes less than WORTH_A_FLUSH is not
+process that is killed at any moment leaves it whole. What takes less than FSYNC_MIN_SECONDS is not
 flushed to the disk: after a power failure a run of such short rounds may have to start afresh.
 One process at a time uses the folder, by a lock beside it that ends with the process.
 """
@@ -26,7 +26,7 @@ from pathlib import Path
 from stamp_core.core.atomic import set_aside
 from stamp_core.engine.trees import UNUSABLE, Store, Stored, Tree, read_tree, write_tree
 
-WORTH_A_FLUSH = 0.2  # seconds of work; a flush takes some milliseconds
+FSYNC_MIN_SECONDS = 0.2  # seconds of work; a flush takes some milliseconds
 RESULTS = ("scores", "features", "memory")  # parts of a run's state that evaluations alone change
 OF_RESULTS = -1  # their place among the clients' states
 
@@ -157,7 +157,7 @@ class Checkpoint:
 
 
 @contextmanager
-def sole_user(resume: Path | None, name: str, seeds: Iterable[int]) -> Iterator[Path | None]:
+def checkpoint_lock(resume: Path | None, name: str, seeds: Iterable[int]) -> Iterator[Path | None]:
     """A context in which no other process uses the checkpoints of these runs: their folder.
 
     None if another one does: this one trains without checkpoints, with a warning.

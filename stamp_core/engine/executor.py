@@ -23,19 +23,19 @@ from torch import Tensor
 
 from stamp_core.client.diagnostics import temporal_angles
 from stamp_core.client.runtime import ClientRuntime, RoundId
-from stamp_core.client.scoring import score
+from stamp_core.client.scoring import Part, count_correct, local_scores, mask_scores, score
 from stamp_core.config.decode import invalid, unknown_name
 from stamp_core.config.schema import Setting
 from stamp_core.core.devices import device_peak, reset_device_peak
 from stamp_core.core.processes import follow_parent
 from stamp_core.data.split import Plan
-from stamp_core.engine.checkpoint import WORTH_A_FLUSH, state_store
+from stamp_core.engine.checkpoint import FSYNC_MIN_SECONDS, state_store
 from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.trees import Stored
 from stamp_core.methods.base.method import LocalModel, Message, Reply, State
 
 _T = TypeVar("_T")
-Kept = State | Stored  # a client's state, or its name in a store
+StateOrRef = State | Stored  # a client's state, or its name in a store
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "ALLOC_FAILED")  # in torch's errors
 
 
@@ -44,7 +44,7 @@ class ClientResult:
     """A client's reply with what its round cost and, after a last round, its model's scores."""
 
     reply: Reply  # without its state if that is stored, and without the local model
-    state: Kept
+    state: StateOrRef
     scores: Tensor | None  # [scorings, 1, T] of the model after local training
     angles: dict[str, float]  # between the gradients of the client's tasks, if recorded
     seconds: float
@@ -76,23 +76,23 @@ class Worker:
         with explain_out_of_memory(self.runtime.setting):
             return call(self)
 
-    def initial_states(self, seed: int) -> tuple[State, list[Kept], int, int]:
+    def initial_states(self, seed: int) -> tuple[State, list[StateOrRef], int, int]:
         """The first states of the server and of every client, and the bytes sent down and up."""
         server, clients, down, up = self.method.initial_states(self.plans[seed])
         return server, [self.keep_state(seed, each, flush=False) for each in clients], down, up
 
-    def load_state(self, seed: int, kept: Kept) -> State:
+    def load_state(self, seed: int, kept: StateOrRef) -> State:
         """A client's state, from the disk if it is there."""
         return self.stores[seed].get(kept.digest) if isinstance(kept, Stored) else kept
 
-    def keep_state(self, seed: int, state: State, flush: bool) -> Kept:
+    def keep_state(self, seed: int, state: State, flush: bool) -> StateOrRef:
         """A client's state, on the disk where there is a folder that is not full."""
         try:
             return self.stores[seed].put(state, flush) if seed in self.stores else state
         except OSError:  # the checkpoint tries once more, and warns
             return state
 
-    def train_client(self, round_id: RoundId, state: Kept, message: Message) -> ClientResult:
+    def train_client(self, round_id: RoundId, state: StateOrRef, message: Message) -> ClientResult:
         """One client round, with the scores and angles of its local model after a last round."""
         seed = round_id.seed
         loaded = self.load_state(seed, state)
@@ -104,7 +104,7 @@ class Worker:
         seconds = time.perf_counter() - start
         peak = device_peak(self.runtime.device)
         scores, angles = self.diagnose(round_id, reply.local) if reply.local else (None, {})
-        kept = self.keep_state(seed, reply.state, seconds > WORTH_A_FLUSH)
+        kept = self.keep_state(seed, reply.state, seconds > FSYNC_MIN_SECONDS)
         own = {} if isinstance(kept, Stored) else reply.state
         reply = replace(reply, state=own, local=None)
         return ClientResult(reply, kept, scores, angles, seconds, peak_memory(), peak)
@@ -119,17 +119,22 @@ class Worker:
         scores = None
         self.runtime.model.load(*local)
         if "local" in models:
-            scores = score(self.runtime, plan, [round_id.client], round_id.experience)
+            scores = local_scores(self.runtime, plan, round_id.client, round_id.experience)
         if not recorded.angles or models == ("global",):  # joint training: no client has tasks
             return scores, {}
         return scores, temporal_angles(self.runtime, plan, round_id, recorded.displacements)
 
-    def evaluate(self, seed: int, experience: int, message: Message) -> Tensor:
-        """Scores of the model in `message` for all clients.  # [scorings, U, T]"""
+    def evaluate(self, seed: int, experience: int, message: Message, part: Part) -> Tensor:
+        """Correct predictions of a model among a part of all clients' test images.
+
+        With masks, whose scores are no counts, the scores.  # [scorings, U, T]
+        """
         plan = self.plans[seed]
         self.runtime.model.load(message["parameters"], message["buffers"])
         clients = list(range(len(plan.clients)))
-        return score(self.runtime, plan, clients, experience, nearest_mean=True)
+        if self.runtime.dataset.masks:
+            return mask_scores(self.runtime, plan, clients, experience)
+        return count_correct(self.runtime, plan, clients, experience, True, part)
 
     def extract_features(self, message: Message, indices: Tensor) -> Tensor:
         """Features of some test images under the model in `message`.  # float16 [n, D]"""
@@ -138,19 +143,25 @@ class Worker:
         return self.runtime.outputs(images, self.runtime.classifier.encode).half()
 
     def evaluate_client(
-        self, round_id: RoundId, state: Kept, message: Message, personal: bool
+        self,
+        round_id: RoundId,
+        state: StateOrRef,
+        message: Message,
+        personal: bool,
+        nearest_mean: bool = True,
     ) -> Tensor:
-        """Scores of a client's personal model, or of the global one with the client's buffers."""
+        """Scores of a client's personal model, or of the global one with the client's buffers.
+
+        # [scorings, 1, T]
+        """
         plan = self.plans[round_id.seed]
         loaded = self.load_state(round_id.seed, state)
         if personal:
             client_round = self.method.client_round(round_id, plan, loaded, message)
             return self.method.personal_scores(client_round)
         self.runtime.load_received(message, loaded)
-        client, experience = round_id.client, round_id.experience
-        return score(
-            self.runtime, plan, [client], experience, nearest_mean=True
-        )  # [scorings, 1, T]
+        clients = [round_id.client]
+        return score(self.runtime, plan, clients, round_id.experience, nearest_mean)
 
 
 def require_on_cpu(message: Message) -> None:
@@ -197,6 +208,8 @@ def memory_advice(setting: Setting) -> str:
 class SerialExecutor:
     """Runs every call in this process, one after the other."""
 
+    workers = 1
+
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
 
@@ -212,6 +225,7 @@ class ProcessExecutor:
     """Distributes the calls among worker processes; several threads may call it at once."""
 
     def __init__(self, workers: int, *of_worker: object) -> None:
+        self.workers = workers
         # A fork server has imported torch already and has no other threads: its children start
         # fast and cannot inherit a lock held by another thread, as those of a notebook kernel may.
         context = multiprocessing.get_context("forkserver")
@@ -240,6 +254,8 @@ class ProcessExecutor:
 
 class Executor(Protocol):
     """Where clients run."""
+
+    workers: int  # processes that work side by side
 
     def map(self, calls: Iterable[Call[_T]]) -> list[_T]:
         """The results of the calls, in order; of client rounds those that were finished."""

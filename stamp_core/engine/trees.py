@@ -38,7 +38,7 @@ class Store:
 
     def put(self, tree: Tree, flush: bool = True) -> Stored:
         """Write a tree, unless an equal one is there."""
-        text, arrays = take_apart(tree)
+        text, arrays = flatten(tree)
         digest = tree_digest(text, arrays)
         if not self.path(digest).exists():
             _write(self.path(digest), arrays, {"tree": text, "digest": digest}, flush)
@@ -69,7 +69,7 @@ class Store:
 
 def write_tree(path: Path, tree: Tree, identity: Mapping[str, str], flush: bool = True) -> None:
     """Write a tree; after any failure `path` holds the complete old or new one."""
-    text, arrays = take_apart(tree)
+    text, arrays = flatten(tree)
     header = {
         "tree": text,
         "identity": json.dumps(dict(identity)),
@@ -85,7 +85,7 @@ def read_tree(path: Path) -> tuple[Tree, dict[str, str]]:
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     if tree_digest(header["tree"], arrays) != header["digest"]:
         raise ValueError(f"the digest of {path.name} does not fit its content")
-    return put_together(header["tree"], arrays), header
+    return unflatten(header["tree"], arrays), header
 
 
 def _write(path: Path, arrays: Arrays, header: dict[str, str], flush: bool) -> None:
@@ -93,15 +93,15 @@ def _write(path: Path, arrays: Arrays, header: dict[str, str], flush: bool) -> N
         scratch.write_bytes(to_bytes(arrays, header))
 
 
-def take_apart(tree: Tree) -> tuple[str, Arrays]:
+def flatten(tree: Tree) -> tuple[str, Arrays]:
     """A tree as JSON and its tensors."""
     arrays: Arrays = {}
-    return json.dumps(_flatten(tree, arrays, "state")), arrays
+    return json.dumps(_to_json(tree, arrays, "state")), arrays
 
 
-def put_together(text: str, arrays: Arrays) -> Any:
-    """The inverse of `take_apart`."""
-    return _unflatten(json.loads(text), arrays)
+def unflatten(text: str, arrays: Arrays) -> Any:
+    """The inverse of `flatten`."""
+    return _from_json(json.loads(text), arrays)
 
 
 def tree_digest(text: str, arrays: Arrays) -> str:
@@ -113,7 +113,7 @@ def tree_digest(text: str, arrays: Arrays) -> str:
     return total.hexdigest()
 
 
-def _flatten(tree: object, arrays: Arrays, where: str) -> Any:
+def _to_json(tree: object, arrays: Arrays, where: str) -> Any:
     """`tree` as JSON, its tensors moved to `arrays` under their paths in the tree."""
     if isinstance(tree, Tensor):
         name = f"{len(arrays)} {where}"  # unique by the number: keys with dots can give equal paths
@@ -122,18 +122,18 @@ def _flatten(tree: object, arrays: Arrays, where: str) -> Any:
     if isinstance(tree, Mapping):
         if not all(isinstance(key, str) for key in tree) or "tensor" in tree:
             raise TypeError(f"{where}: keys must be text other than 'tensor', not {list(tree)}")
-        return {key: _flatten(item, arrays, f"{where}.{key}") for key, item in tree.items()}
+        return {key: _to_json(item, arrays, f"{where}.{key}") for key, item in tree.items()}
     if isinstance(tree, list):
-        return [_flatten(item, arrays, f"{where}.{k}") for k, item in enumerate(tree)]
+        return [_to_json(item, arrays, f"{where}.{k}") for k, item in enumerate(tree)]
     if not isinstance(tree, PLAIN):
         raise TypeError(f"{where} is a {type(tree).__name__}; a state holds tensors, text, numbers")
     return tree
 
 
-def _unflatten(tree: Any, arrays: Arrays) -> Any:
-    """The inverse of `_flatten`."""
+def _from_json(tree: Any, arrays: Arrays) -> Any:
+    """The inverse of `_to_json`."""
     if isinstance(tree, dict):
         if set(tree) == {"tensor"}:
             return torch.from_numpy(arrays[tree["tensor"]])
-        return {key: _unflatten(item, arrays) for key, item in tree.items()}
-    return [_unflatten(item, arrays) for item in tree] if isinstance(tree, list) else tree
+        return {key: _from_json(item, arrays) for key, item in tree.items()}
+    return [_from_json(item, arrays) for item in tree] if isinstance(tree, list) else tree
