@@ -1,30 +1,32 @@
 """The live network at weights other than its own: gradients through steps that are not taken."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 from torch import Tensor
 from torch.func import functional_call
 
+from stamp_core.client.batches import Batch
 from stamp_core.client.runtime import ClientRuntime
 
 
 class LookAhead:
-    """The network of a workspace as a function of its parameters."""
+    """The live network as a function of its parameters."""
 
     def __init__(self, runtime: ClientRuntime) -> None:
         self.runtime = runtime
         self.names = [name for name, _ in runtime.classifier.named_parameters()]
 
     def __call__(
-        self, tensors: Sequence[Tensor], images: Tensor, update_norms: bool = False
+        self, tensors: Iterable[Tensor], images: Tensor, update_norms: bool = False
     ) -> Tensor:
         """Logits of a training step with these tensors as parameters.  # [N, classes]
 
         No tensor may be a leaf, for the reason that `Classifier.encode` gives. Running statistics
         of batch normalisation change only on request: most of these weights are never the model's.
         """
-        runtime, values = self.runtime, dict(zip(self.names, tensors, strict=True))
+        runtime = self.runtime
+        values = dict(zip(self.names, tensors, strict=True))
         runtime.train_mode(len(images))
         with nullcontext() if update_norms else _constant_statistics(runtime):
             # no network here has two names for one tensor, which it would take time to look for
@@ -47,12 +49,8 @@ def _constant_statistics(runtime: ClientRuntime) -> Iterator[None]:
             norm.momentum = momentum
 
 
-def clip_norm(vector: Tensor, limit: float | None) -> None:
-    """Shorten a vector in place to a length of at most `limit`; None leaves it as it is."""
-    if limit is not None:
-        vector.mul_((limit / vector.norm()).clamp(max=1))
-
-
-def clamped(vector: Tensor, limit: float | None) -> Tensor:
-    """The numbers of a vector, each moved into [-limit, limit]; None leaves them as they are."""
-    return vector if limit is None else vector.clamp(-limit, limit)
+def new_parts(batch: Batch, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """At most `count` parts of the new images, which are in random order, and their targets."""
+    images = batch.images[: batch.new].chunk(count)
+    targets = batch.targets[: batch.new].chunk(count)
+    return zip(images, targets, strict=True)

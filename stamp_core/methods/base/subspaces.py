@@ -30,7 +30,7 @@ class Layer:
 
     module: nn.Module
     weight: slice
-    bias: slice | None  # the matrix's last column, for an input of 1; None: not a part of it
+    bias: slice | None  # the matrix's last column, for an input of 1
     shape: tuple[int, int]  # [o, d]
 
     def matrix(self, vector: Tensor) -> Tensor:
@@ -63,40 +63,49 @@ class Layer:
 Layers = Mapping[str, Layer]  # by their names in the classifier, in order
 
 
-def find_layers(runtime: ClientRuntime, joint: bool = True, head: bool = True) -> Layers:
-    """The linear and convolutional layers; `joint` makes their biases a part of the matrices."""
+def find_layers(runtime: ClientRuntime) -> Layers:
+    """The linear and convolutional layers; biases are a part of their matrices."""
     if runtime.setting.network.kind == "swin_t":
         right = "another for gradient projection: its attention uses layers without calling them"
         raise invalid("network.kind", "swin_t", right)
-    places = parameter_slices(runtime)
+    places = dict[str, slice]()
+    start = 0
+    for name, value in runtime.classifier.named_parameters():
+        places[name] = slice(start, start + value.numel())
+        start += value.numel()
     layers = dict[str, Layer]()
     for name, module in runtime.classifier.named_modules():
-        if isinstance(module, nn.Linear | nn.Conv2d) and (head or name != "head"):
-            bias = places.get(f"{name}.bias") if joint else None
-            inputs = module.weight[0].numel() + (bias is not None)
-            shape = len(module.weight), inputs
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            bias = places.get(f"{name}.bias")
+            shape = len(module.weight), module.weight[0].numel() + (bias is not None)
             layers[name] = Layer(module, places[f"{name}.weight"], bias, shape)
     return layers
 
 
-def parameter_slices(runtime: ClientRuntime) -> dict[str, slice]:
-    """Where each parameter is in the flat vector, by its name."""
-    slices, start = {}, 0
-    for name, value in runtime.classifier.named_parameters():
-        slices[name] = slice(start, start + value.numel())
-        start += value.numel()
-    return slices
+def empty_bases(layers: Layers, device: torch.device | None = None) -> Bases:
+    """Bases without columns."""
+    return {n: torch.zeros(layer.shape[1], 0, device=device) for n, layer in layers.items()}
+
+
+def grown_bases(
+    runtime: ClientRuntime, layers: Layers, bases: Bases, images: Tensor, epsilon: float
+) -> Bases:
+    """The bases with a share `epsilon` of the live model's layer inputs for uint8 images."""
+    inputs = layer_inputs(runtime, layers, images)
+    share = min(1.0, epsilon)
+    return {n: grow(basis.double(), inputs[n], share).float() for n, basis in bases.items()}
 
 
 def layer_inputs(runtime: ClientRuntime, layers: Layers, images: Tensor) -> dict[str, Tensor]:
-    """What each layer of the live model gets for uint8 images, in evaluation mode.
+    """The inputs of each layer of the live model for uint8 images, in evaluation mode.
 
     The vectors as columns R [d, m] or, where there are no fewer than d of them, R R' [d, d].
     """
     found: dict[str, list[Tensor]] = {name: [] for name in layers}
 
     def add(name: str, module: nn.Module, args: tuple[Tensor]) -> None:
-        columns, held = layers[name].columns(args[0]), found[name]
+        columns = layers[name].columns(args[0])
+        held = found[name]
         if columns.shape[1] * len(images) < layers[name].shape[1] * len(args[0]):
             held.append(columns)
         else:
@@ -122,7 +131,8 @@ def grow(basis: Tensor, inputs: Tensor, epsilon: float) -> Tensor:
     rest = inputs - basis @ (basis.T @ inputs)
     if gram:
         values, vectors = torch.linalg.eigh(rest - (rest @ basis) @ basis.T)
-        squares, vectors = values.flip(0).clamp(min=0), vectors.flip(1)
+        squares = values.flip(0).clamp(min=0)
+        vectors = vectors.flip(1)
     else:
         vectors, values, _ = torch.linalg.svd(rest, full_matrices=False)
         squares = values.square()
@@ -141,17 +151,13 @@ def columns_needed(shares: Tensor, epsilon: float) -> int:
 
 
 def component(
-    vector: Tensor,
-    layers: Layers,
-    bases: Bases,
-    weights: Bases | None = None,
-    others: Tensor | None = None,
+    vector: Tensor, layers: Layers, bases: Bases, others: Tensor, weights: Bases | None = None
 ) -> Tensor:
     """The part of a flat vector in the bases' spaces, G M M' for each layer's G.  # [P]
 
-    `weights` [k] are of the columns. Elsewhere, where no layer has a column, it is `others` or 0.
+    Where no layer has a column it is that of `others`. `weights` [k] are of the columns.
     """
-    result = torch.zeros_like(vector) if others is None else others.clone()
+    result = others.clone()
     for name, layer in layers.items():
         if bases[name].shape[1]:
             inside = layer.matrix(vector) @ bases[name]
@@ -160,28 +166,21 @@ def component(
     return result
 
 
-def share_inside(vector: Tensor, layers: Layers, bases: Bases) -> float:
-    """The length of the part of a flat vector in the bases' spaces, over that in their layers."""
-    parts = {name: layer.matrix(vector) for name, layer in layers.items()}
-    inside = [(part @ bases[name]).flatten() for name, part in parts.items()]
-    whole = [part.flatten() for part in parts.values()]
-    return float(torch.cat(inside).norm() / torch.cat(whole).norm())
-
-
 def descent_direction(runtime: ClientRuntime) -> Tensor:
     """The live gradient with the weight decay that a step adds to it.  # [P]"""
-    model, decay = runtime.model, runtime.training.weight_decay
+    model = runtime.model
+    decay = runtime.training.weight_decay
     return model.gradients.add(model.parameters, alpha=decay) if decay else model.gradients
 
 
-def filled(layers: Layers, bases: Mapping[str, Tensor]) -> dict[str, float]:
-    """What is logged: columns over dimensions, of all layers together and of each."""
+def filled(layers: Layers, bases: Bases) -> dict[str, float]:
+    """The columns over the dimensions, of all layers together and of each, for the log."""
     columns = {name: bases[name].shape[1] for name in layers}
     shares = {f"filled {name}": columns[name] / layer.shape[1] for name, layer in layers.items()}
     total = sum(layer.shape[1] for layer in layers.values())
     return {**shares, "filled": sum(columns.values()) / total}
 
 
-def has_columns(bases: Mapping[str, Tensor]) -> bool:
+def has_columns(bases: Bases) -> bool:
     """Whether anything is protected."""
     return any(basis.shape[1] for basis in bases.values())
