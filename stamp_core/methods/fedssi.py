@@ -93,7 +93,7 @@ class FedSSI(Method):
         return FedSSIContext(state["omega"].to(device), anchor.to(device, copy=True))
 
     def log_start(self, client_round: ClientRound, state: FedSSIState) -> None:
-        """Log the tasks that were not measured since the last one, and a penalty that overshoots."""
+        """Log what was not measured since the last round, and a penalty that overshoots."""
         missed = client_round.experience - 1 - latest(state) + (not state["measured"])
         client_round.log.events += [MISSED] * missed
         strength = self.runtime.training.lr * self.params.fedssi_alpha
@@ -134,7 +134,7 @@ class FedSSI(Method):
         integral = self.train_surrogate(client_round, context, start)
         displacement = self.model.parameters - start
         self.model.load(*trained)
-        omega = integral.clamp(min=0) / (displacement.square() + self.params.epsilon)
+        omega: Tensor = integral.clamp(min=0) / (displacement.square() + self.params.epsilon)
         if not omega.isfinite().all():
             raise DivergedError(client_round.round_id, self.runtime.setting)
         return omega.cpu()
