@@ -12,11 +12,7 @@ from stamp_core.results.records import Record
 
 
 def compare(
-    kind: str,
-    configuration: str,
-    reference: type[FedAvgReference],
-    folder: Path,
-    **params: Any,
+    kind: str, configuration: str, reference: type[FedAvgReference], folder: Path, **params: Any
 ) -> tuple[Record, list[dict[str, Any]], FedAvgReference]:
     """Refuse a run whose final model, if it has one, or a number of a client's state differs.
 
