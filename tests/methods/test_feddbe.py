@@ -11,7 +11,6 @@ import torch
 from reference import CONFIGURATIONS, Array, FedAvgReference, Reply, State, Visit, softmax
 from small import BATCH_NORM, BN_B, BN_P, P, run, tiny
 
-from stamp_core.engine import train as engine
 from stamp_core.methods.base.method import DivergedError, Log
 from stamp_core.methods.base.method import Reply as MethodReply
 

@@ -114,7 +114,7 @@ def test_missed_tasks_are_counted_once_each() -> None:
     events = [row["events"] for row in record.history]
     naive = FedSSIReference(experiment, small.plan(experiment))
     expected = [0] * len(events)
-    latest = {u: (-1, True) for u in range(4)}  # experience, whether its last round was completed
+    latest = dict.fromkeys(range(4), (-1, True))  # experience, whether its last round was completed
     for row in range(len(events)):
         for visit in naive.visits(*divmod(row, 3)):
             experience, complete = latest[visit.client]
