@@ -15,6 +15,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 CHUNK = 10  # consecutive images of a batch that share a noisy layer
 SLOPE = 0.2  # of LeakyReLU for negative values
+BETAS = (0.5, 0.999)  # of Adam on generators of images
 
 
 class ImageGenerator(nn.Module):

@@ -77,7 +77,7 @@ class TaskServer(Method):
 
     def aggregate(self, server: Any, replies: list[Reply], log: Log) -> State:
         """The mean of the models, the reported classes, and the end of an experience if due."""
-        state = {**super().aggregate(server, replies, log)}
+        state: State = {**super().aggregate(server, replies, log)}
         classes = state["classes"].clone()
         for reply in replies:
             if "classes" in reply.message:

@@ -208,11 +208,12 @@ class FedWeIT(TaskServer):
     def receive(self, client_round: ClientRound) -> None:
         """Load B and the rest: as received where it is shared, else the task's."""
         state: FedWeITState = client_round.state
-        own = state["tasks"].get(str(client_round.task), state)
-        self.load_base(client_round, {**own, **client_round.message}["rest"])
+        self.load_base(client_round, state["tasks"].get(str(client_round.task), state))
 
-    def load_base(self, client_round: ClientRound, rest: Tensor) -> None:
-        """Load B as the weights, without mask or A, and this rest."""
+    def load_base(self, client_round: ClientRound, own: LearntTask | FedWeITState) -> None:
+        """Load B, without mask or A, and the received rest or the own one."""
+        received = client_round.message.get("rest")
+        rest = own["rest"] if received is None else received
         parameters = self.channels.join(self.merged_base(client_round), rest)
         message = {**client_round.message, "parameters": parameters}
         self.runtime.load_received(message, client_round.state)
@@ -259,8 +260,8 @@ class FedWeIT(TaskServer):
         if not past or not size:
             return None
         squares = torch.stack([task["mask"].sigmoid().square() for task in past.values()]).sum(0)
-        vectors = _target(client_round), self.channels.expand(squares)
-        return PastWeights(*(vector.to(self.runtime.device) for vector in vectors), size)
+        squares = self.channels.expand(squares).to(self.runtime.device)
+        return PastWeights(_target(client_round).to(self.runtime.device), squares, size)
 
     def train(self, client_round: ClientRound, context: FedWeITContext) -> list[Tensor]:
         """Local SGD on the live model, whose decomposed weights are composed for every step."""
@@ -358,7 +359,7 @@ class FedWeIT(TaskServer):
         """
         state: FedWeITState = client_round.state
         base = self.merged_base(client_round)
-        self.load_base(client_round, {**state, **client_round.message}["rest"])
+        self.load_base(client_round, state)
         scores = self.live_scores(client_round)
         for name, own in state["tasks"].items():
             gate = self.channels.expand(own["mask"].sigmoid())
