@@ -159,7 +159,7 @@ class Inversion(TaskServer):
     # --- a client
 
     def start(self, client_round: ClientRound) -> Any:
-        """Load the received model; with replay if any synthetic image is of another task's class."""
+        """Load the received model; replay synthetic images of classes of other tasks, if any."""
         self.receive(client_round)
         announced = self.announced(client_round)
         past = self.past_classes(announced) & ~self.current_classes(client_round)

@@ -1,0 +1,180 @@
+"""LANDER (Tran et al., 2024): images synthesised near the text embeddings of their classes."""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, NotRequired, TypedDict
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stamp_core.client.batches import Batch
+from stamp_core.client.runtime import ClientRuntime
+from stamp_core.config.decode import require_at_least
+from stamp_core.core.fingerprint import file_digest
+from stamp_core.methods.base.inversion import Inversion, InversionContext, InversionParams
+from stamp_core.methods.base.method import ClientRound, Log, Message, Reply, State
+from stamp_core.methods.base.synthesis import MappedClassifier, Outputs, Source, Synthesis
+from stamp_core.methods.lander.anchors import (
+    AnchoredSynthesis,
+    anchor_hinge,
+    anchors_path,
+    draw_anchors,
+    read_anchors,
+)
+from stamp_core.models.flat import FlatModel, FlatSGD
+from stamp_core.models.generators import build_seeded
+
+
+@dataclass(frozen=True)
+class LanderParams(InversionParams):
+    """How images are synthesised and used; the defaults are those published for CIFAR-100."""
+
+    kd: float = 0.4  # w_pre before it is balanced by the numbers of classes
+    ce: float = 0.2  # w_cur before the same: the weight of new images where there is replay
+    anchors: str = "random"  # or a .npy file in the folder of downloads, with a row per class
+    anchor_features: int = 512  # of random anchors
+    anchor_weight: float = 5.0  # of staying near the anchors, in training and in synthesis
+    radius: float = 0.015  # mean squared distance to the anchors that has no loss
+    images: int = 10000
+    generator_steps: int = 40
+    statistics_weight: float = 1.0
+    warmup: int = 10  # the images of these rounds are not kept either
+    student_steps: int = 50
+    student_lr: float = 0.1
+    student_weight_decay: float = 2e-4
+
+    def __post_init__(self) -> None:
+        """Validate weights and the size of anchors."""
+        super().__post_init__()
+        require_at_least(self, 0, "ce", "anchor_weight", "radius")
+        require_at_least(self, 1, "anchor_features")
+
+    def file_digests(self) -> dict[str, str]:
+        """The sha256 of the file of anchors, on which numbers depend, if there is one."""
+        random = self.anchors == "random"
+        return {} if random else {"anchors": file_digest(anchors_path(self.anchors))}
+
+
+class LanderServer(TypedDict):
+    """What the server remembers besides the state of `Inversion`."""
+
+    map: Tensor  # the weights of the linear map
+    anchors: Tensor  # float16 [L, A]
+    holders: list[int]  # clients that have the anchors
+
+
+class LanderState(TypedDict):
+    """What a client remembers besides what was announced."""
+
+    anchors: NotRequired[Tensor]  # float16 [L, A]
+
+
+@dataclass
+class LanderContext(InversionContext):
+    """What the steps read besides their batches."""
+
+    anchors: Tensor  # [L, A]
+    map_sgd: FlatSGD  # of the linear map
+
+
+class Lander(Inversion):
+    """FedAvg with anchors per class, near which a linear map brings features and images.
+
+    The map is trained, sent and averaged with the model. Clients receive the anchors once.
+    """
+
+    Params: ClassVar = LanderParams
+    fedavg_equivalent: ClassVar = {"kd": 0.0, "anchor_weight": 0.0, "ce_classes": "all"}
+
+    def __init__(self, params: LanderParams, runtime: ClientRuntime) -> None:
+        super().__init__(params, runtime)
+        random = params.anchors == "random"
+        self.file = None if random else read_anchors(params.anchors, runtime.classes)
+        self.map = FlatModel(self.feature_map().to(runtime.device))
+        self.extra_networks = {"map": self.map}
+        self.network = MappedClassifier(self.classifier, self.map.module)
+
+    def feature_map(self, *seed: int | str) -> nn.Module:
+        """A linear map from features to the space of the anchors."""
+        width = self.params.anchor_features if self.file is None else self.file.shape[1]
+        head: Any = self.classifier.head
+        return build_seeded(partial(nn.Linear, head.in_features, width), *seed)
+
+    def initial_weights(self, name: str, seed: int) -> Tensor:
+        """The initial weights of the map."""
+        return FlatModel(self.feature_map(seed, name)).parameters
+
+    # --- the server
+
+    def init_server(self, seed: int) -> State:
+        """The model, the map and the anchors, which no client has yet."""
+        table = self.file
+        if table is None:
+            table = draw_anchors(self.runtime.classes, self.params.anchor_features, seed)
+        return {**super().init_server(seed), "anchors": table, "holders": []}
+
+    def broadcast(self, server: LanderServer, client: int) -> Message:
+        """The model and the map; the anchors, until the client has replied once."""
+        message = super().broadcast(server, client)
+        held = client in server["holders"]
+        return message if held else {**message, "anchors": server["anchors"]}
+
+    def averaged_vectors(self) -> tuple[str, ...]:
+        """Those of the model: the map moves with the server's learning rate, too."""
+        return self.shared_vectors()
+
+    def aggregate(self, server: LanderServer, replies: list[Reply], log: Log) -> State:
+        """The mean of the models and of the maps."""
+        holders = sorted({*server["holders"], *(reply.client for reply in replies)})
+        feature_map = server["map"]
+        if trained := [reply for reply in replies if reply.samples]:
+            mean = self.average("map", trained)
+            feature_map = torch.lerp(feature_map, mean, self.params.server_lr)
+        state = {**server, "holders": holders, "map": feature_map}
+        return super().aggregate(state, replies, log)
+
+    def synthesis(self, source: Source, server: LanderServer, log: Log) -> Synthesis:
+        """Synthesis from anchors."""
+        return AnchoredSynthesis(self.runtime, self.params, source, server["anchors"], log)
+
+    # --- a client
+
+    def start(self, client_round: ClientRound) -> LanderContext:
+        """Load the received model and map; the anchors are on the device."""
+        shared = vars(super().start(client_round))
+        state: LanderState = client_round.state
+        held = state["anchors"] if "anchors" in state else client_round.message["anchors"]
+        anchors = held.to(self.runtime.device, torch.float32)
+        sgd = FlatSGD(self.map, self.runtime.training)
+        return LanderContext(**shared, anchors=anchors, map_sgd=sgd)
+
+    def loss_weights(self, past: int, new: int) -> tuple[float, float]:
+        """The weights balanced by the numbers of classes in distillation and in the task."""
+        alpha = math.log2((past + new) / 2 + 1)
+        beta = math.sqrt(past / (past + new))
+        return self.params.ce * ((1 + 1 / alpha) / beta), self.params.kd * (alpha * beta)
+
+    def new_loss(self, outputs: Outputs, labels: Tensor, context: LanderContext) -> Tensor:
+        """Cross-entropy and, for mapped features, the distance from the anchors."""
+        loss = super().new_loss(outputs, labels, context)
+        if not self.params.anchor_weight:
+            return loss
+        hinge = anchor_hinge(outputs[1], context.anchors[labels], self.params.radius)
+        return loss + float(self.params.anchor_weight) * hinge
+
+    def distillation_loss(self, student: Outputs, teacher: Outputs, classes: Tensor) -> Tensor:
+        """Distillation over past classes, and the distance of the mapped features."""
+        loss = super().distillation_loss(student, teacher, classes)
+        return loss + F.mse_loss(student[1], teacher[1])
+
+    def correct_gradient(self, batch: Batch, context: LanderContext) -> None:
+        """Take the SGD step of the map."""
+        context.map_sgd.step()
+        self.map.gradients.zero_()
+
+    def update_state(self, client_round: ClientRound, context: LanderContext) -> State:
+        """The client's state with the anchors."""
+        anchors = context.anchors.cpu().half()
+        return {**super().update_state(client_round, context), "anchors": anchors}
