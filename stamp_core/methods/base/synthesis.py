@@ -150,7 +150,7 @@ class Synthesis(ABC):
         self.teacher = source.teacher
         self.generator = FlatModel(generator_.to(runtime.device))
         self.statistics = self.matched_statistics(source.has_statistics)
-        self.student = source.student and FlatModel(source.student.to(runtime.device))
+        self.student = self.student_sgd(source.student) if source.student else None
         self.student_ready = False  # trained at least once
 
     def matched_statistics(self, known: bool) -> NormStatistics | None:
@@ -168,15 +168,14 @@ class Synthesis(ABC):
         """The synthetic set and its labels, on the CPU.  # uint8 [n, C, H, W], int64 [n]"""
         pool = self.runtime.dataset.x_train[:0].to(self.runtime.device)
         labels = self.classes[:0]
-        sgd = self.student_sgd()
         for round_ in range(self.first_saved + self.params.saved_rounds):
             targets = self.draw_targets(self.params.synthesis_batch_size)
             images = self.train_generator(targets.to(self.runtime.device))
             if images is not None and round_ >= self.first_saved:
                 pool = torch.cat([pool, images.mul(255).round().to(torch.uint8)])
                 labels = torch.cat([labels, self.classes[targets]])
-            if self.student and sgd and len(pool) and round_ >= self.params.warmup:
-                self.train_student(self.student, sgd, pool)
+            if self.student and len(pool) and round_ >= self.params.warmup:
+                self.train_student(self.student, pool)
         pool = pool[: self.params.images]
         labels = labels[: self.params.images]
         if len(pool):
@@ -248,7 +247,7 @@ class Synthesis(ABC):
         if self.statistics:
             loss = loss + self.params.statistics_weight * self.statistics.loss()
         if self.student and self.student_ready:
-            pair = self.logits(self.student.module(inputs)), self.logits(teacher)
+            pair = self.logits(self.student.model.module(inputs)), self.logits(teacher)
             loss = loss - self.params.adversarial_weight * agreeing_divergence(*pair)
         return loss
 
@@ -267,17 +266,19 @@ class Synthesis(ABC):
 
     # --- the student
 
-    def student_sgd(self) -> FlatSGD | None:
+    def student_sgd(self, student: MappedClassifier) -> FlatSGD:
         """The SGD of the student, with constants of its own."""
-        lr = self.params.student_lr
-        decay = self.params.student_weight_decay
-        training = self.runtime.training
-        own = replace(training, lr=lr, momentum=STUDENT_MOMENTUM, weight_decay=decay)
-        return self.student and FlatSGD(self.student, own)
+        training = replace(
+            self.runtime.training,
+            lr=self.params.student_lr,
+            momentum=STUDENT_MOMENTUM,
+            weight_decay=self.params.student_weight_decay,
+        )
+        return FlatSGD(FlatModel(student.to(self.runtime.device)), training)
 
-    def train_student(self, student: FlatModel, sgd: FlatSGD, pool: Tensor) -> None:
+    def train_student(self, sgd: FlatSGD, pool: Tensor) -> None:
         """Train the student on the images synthesised so far.  # uint8 [n, C, H, W]"""
-        network: Any = student.module
+        network: Any = sgd.model.module
         for _ in range(self.params.student_steps):
             order = torch.randperm(len(pool), generator=self.draw)
             batch = pool[order[: self.params.synthesis_batch_size].to(pool.device)]
@@ -285,11 +286,11 @@ class Synthesis(ABC):
             with torch.no_grad():
                 teacher = self.teacher(inputs)
             set_train_mode(network.classifier, update_norms=len(batch) > 1)
-            student.gradients.zero_()
+            sgd.model.gradients.zero_()
             self.student_loss(network(inputs), teacher).backward()
             sgd.step()
         network.eval()
-        self.student_ready = bool(student.parameters.isfinite().all())
+        self.student_ready = bool(sgd.model.parameters.isfinite().all())
         if not self.student_ready:
             self.student = None
             self.log.events.append(STUDENT_DIVERGED)

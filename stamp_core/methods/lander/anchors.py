@@ -110,6 +110,7 @@ class AnchoredSynthesis(Synthesis):
         )
         super().__init__(runtime, params, source, self.layers, log)
         self.first_saved = params.warmup
+        self.anchor_weight: float = params.anchor_weight
         self.anchors = anchors[self.classes].float().to(runtime.device)  # [K, A]
 
     def draw_targets(self, count: int) -> Tensor:
@@ -127,9 +128,9 @@ class AnchoredSynthesis(Synthesis):
     def teacher_loss(self, teacher: Outputs, targets: Tensor) -> Tensor:
         """The loss on the labels and, for mapped features, on their anchors."""
         hinge = anchor_hinge(teacher[1], self.anchors[targets], self.params.radius)
-        return super().teacher_loss(teacher, targets) + self.params.anchor_weight * hinge
+        return super().teacher_loss(teacher, targets) + self.anchor_weight * hinge
 
     def student_loss(self, student: Outputs, teacher: Outputs) -> Tensor:
         """The student's divergence from the teacher, also in mapped features."""
         distance = F.mse_loss(student[1], teacher[1])
-        return super().student_loss(student, teacher) + self.params.anchor_weight * distance
+        return super().student_loss(student, teacher) + self.anchor_weight * distance
