@@ -17,10 +17,9 @@ from stamp_core.data.split import Plan
 from stamp_core.methods.base.exemplar_lists import ExemplarLists
 from stamp_core.methods.base.method import ClientRound, InitialStates, Log, Message, Reply, State
 from stamp_core.methods.base.sample_cache import CacheParams, SampleCache
-from stamp_core.models.acgan import BETAS
 from stamp_core.models.adam import FlatAdam
 from stamp_core.models.flat import FlatModel, weighted_average
-from stamp_core.models.generators import SLOPE, build_seeded
+from stamp_core.models.generators import BETAS, SLOPE, build_seeded
 
 NETWORKS = ("generator", "discriminator")  # of features, sent and averaged
 NOISE, HIDDEN = 32, 64  # Gaussian inputs of the generator, hidden units of both networks

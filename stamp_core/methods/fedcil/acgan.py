@@ -1,19 +1,25 @@
-"""Parts of an AC-GAN (Odena et al., 2017): generator, noise, labels, losses."""
+"""An AC-GAN (Odena et al., 2017) whose discriminator is the classifier with an adversarial head."""
 
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from stamp_core.client.runtime import ClientRuntime, evaluation_batch_size
 from stamp_core.models.encoders import Shape
+from stamp_core.models.flat import FlatModel
+from stamp_core.models.generators import build_seeded
 
-BETAS = (0.5, 0.999)  # of Adam, as published for colour images
-Sides = tuple[int, int]  # height and width
+NETWORKS = ("adversarial_head", "generator")  # sent and averaged besides the classifier
 SMALLEST = 4  # the sides of the first maps are at most this
+
+Sides = tuple[int, int]  # height and width
 
 
 class Generator(nn.Module):
@@ -26,7 +32,8 @@ class Generator(nn.Module):
     def __init__(self, shape: Shape, inputs: int, width: int) -> None:
         super().__init__()
         layers: list[nn.Module] = [nn.Linear(inputs, width)]
-        for place, after in enumerate(chain := _sides(shape)):
+        chain = _sides(shape)
+        for place, after in enumerate(chain):
             last = after == chain[-1]
             outputs = shape[0] if last else max(1, width // 2)
             if place:
@@ -70,24 +77,60 @@ def _sides(shape: Shape) -> list[Sides]:
     """The sides of the maps after each layer, from at most `SMALLEST` to those of the images."""
     _, height, width = shape
     sides = [(height, width)]
-    while max(height, width) > SMALLEST:
-        height, width = (height + 1) // 2, (width + 1) // 2
-        sides.append((height, width))
+    while max(sides[-1]) > SMALLEST:
+        height, width = sides[-1]
+        sides.append(((height + 1) // 2, (width + 1) // 2))
     return sides[::-1]
 
 
-def draw_labels(classes: Tensor, count: int, draw: torch.Generator) -> Tensor:
-    """Labels drawn uniformly from a mask of classes.  # bool [L] -> [count]"""
-    chosen = classes.nonzero().flatten()
-    return chosen[torch.randint(len(chosen), (count,), generator=draw)]
+class Acgan:
+    """The live networks, whose weights are loaded before each use, and images of generators."""
 
+    def __init__(self, runtime: ClientRuntime, params: Any) -> None:
+        self.runtime = runtime
+        self.features = next(runtime.classifier.head.parameters()).shape[1]
+        self.inputs = runtime.classes + params.noise
+        self.width: int = params.width
+        self.networks = {name: self.network(name, 0) for name in NETWORKS}
+        self.head, self.generator = self.networks.values()
+        self.sampler = self.network("generator", 0)
+        # Images that are sampled together share statistics: their number is the same whatever the
+        # size of micro-batches.
+        self.chunk = evaluation_batch_size(runtime.shape, None)
+        # from -1 .. 1 to what the runtime makes of 0 .. 255
+        self.gain = 127.5 * runtime.scale
+        self.shift = self.gain - runtime.offset
 
-def draw_balanced(labels: Tensor, count: int, draw: torch.Generator) -> Tensor:
-    """Indices of images whose labels are drawn uniformly from those present.  # [count]"""
-    order, sizes = labels.argsort(stable=True), labels.unique(return_counts=True)[1]
-    classes = torch.randint(len(sizes), (count,), generator=draw)
-    place = torch.randint(2**62, (count,), generator=draw) % sizes[classes]
-    return order[(sizes.cumsum(0) - sizes)[classes] + place]
+    def network(self, name: str, seed: int) -> FlatModel:
+        """The adversarial head or the generator with the initial weights of `seed`."""
+        makers = {
+            "adversarial_head": partial(nn.Linear, self.features, 1),
+            "generator": partial(Generator, self.runtime.shape, self.inputs, self.width),
+        }
+        module: nn.Module = build_seeded(makers[name], seed, name)
+        return FlatModel(module.to(self.runtime.device))
+
+    def normalised(self, images: Tensor) -> Tensor:
+        """Images in (-1, 1) with the normalisation of training images."""
+        return images * self.gain + self.shift
+
+    def generate(self, labels: Tensor, noise: Tensor) -> Tensor:
+        """Normalised images of the live generator, with their graph.  # [n, C, H, W]"""
+        inputs = generator_inputs(labels, noise, self.runtime.classes)
+        return self.normalised(self.generator.module(inputs))
+
+    @torch.no_grad()
+    def sample(self, parameters: Tensor, labels: Tensor, noise: Tensor) -> Tensor:
+        """Images in (-1, 1) by a generator with these parameters.  # [n, C, H, W]"""
+        self.sampler.load(parameters)
+        parts = generator_inputs(labels, noise, self.runtime.classes).split(self.chunk)
+        return torch.cat([self.sampler.module(part) for part in parts])
+
+    def discriminate(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of the classes, and scores above 0 for images that look real.  # [n, L], [n]"""
+        self.runtime.train_mode(len(images))
+        features = self.runtime.classifier.encode(images)
+        return self.runtime.classifier.head(features), self.head.module(features).squeeze(1)
 
 
 def generator_inputs(labels: Tensor, noise: Tensor, classes: int) -> Tensor:
