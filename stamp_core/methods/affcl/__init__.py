@@ -1,6 +1,6 @@
 """AF-FCL (Wuerkaixi et al., 2024): a normalising flow replays features that are credible."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NotRequired, TypedDict
@@ -76,7 +76,7 @@ class AFFCLState(TypedDict):
     """What a client remembers besides what was announced."""
 
     last: NotRequired[Message]  # the classifier and the flow of the last task's end
-    moments: NotRequired[dict[str, Any]]  # of Adam; empty after the flow has failed
+    moments: NotRequired[Mapping[str, Any]]  # of Adam; empty after the flow has failed
 
 
 @dataclass
@@ -172,7 +172,7 @@ class AFFCL(TaskServer):
             of_past = partial(draw_inputs, past, size, draw("replay of the last task"), device)
             old_samples = Pool(lambda: self.past_samples(*of_past()))
         old_head = self.teacher.head if "parameters" in last else None
-        options = old_samples, old_head, state.get("moments"), client_round.log
+        options = old_samples, old_head, state.get("moments", {}), client_round.log
         return FlowReplay(self.runtime, self.params, self.flow, draws, *options)
 
     @torch.no_grad()

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,36 +21,29 @@ DIVERGED = "flow: its density is not finite, the received flow is kept"
 NOT_REPLAYED = "flow: the loss on its samples is not finite, they are not replayed"
 
 
+@dataclass
 class FlowReplay:
     """Steps of the flow on features of images, and of the head on samples of the flow.
 
     The host waits for the device only in `finish`.
     """
 
-    def __init__(
-        self,
-        runtime: ClientRuntime,
-        params: Any,
-        flow: FlatModel,
-        draws: Pool,  # labels and noise of samples
-        past: Pool | None,  # samples of the last task's flow, and their labels
-        old_head: nn.Module | None,  # of the last task's classifier, for distillation
-        moments: Mapping[str, Any] | None,
-        log: Log,
-    ) -> None:
-        self.runtime = runtime
-        self.params = params
-        self.flow = flow
-        self.network: Any = flow.module
-        self.draws = draws
-        self.past = past
-        self.old_head = old_head
-        self.log = log
-        self.moments = dict[str, Any]()  # of Adam, after the round; none of a flow that has failed
-        self.adam = FlatAdam(flow, params.flow_lr, moments)
+    runtime: ClientRuntime
+    params: Any
+    flow: FlatModel
+    draws: Pool  # labels and noise of samples
+    past: Pool | None  # samples of the last task's flow, and their labels
+    old_head: nn.Module | None  # of the last task's classifier, for distillation
+    moments: Mapping[str, Any]  # of Adam, as received, then as left; empty if the flow has failed
+    log: Log
+
+    def __post_init__(self) -> None:
+        self.network: Any = self.flow.module
+        self.adam = FlatAdam(self.flow, self.params.flow_lr, self.moments)
         # a second optimiser, as published; weights decay in the step on images
-        self.sgd = FlatSGD(runtime.model, replace(runtime.training, weight_decay=0.0))
-        self.diverged = torch.zeros((), dtype=torch.bool, device=runtime.device)
+        undecayed = replace(self.runtime.training, weight_decay=0.0)
+        self.sgd = FlatSGD(self.runtime.model, undecayed)
+        self.diverged = torch.zeros((), dtype=torch.bool, device=self.runtime.device)
         self.batches = list[tuple[Tensor, Tensor]]()  # features and labels since the last steps
         self.outcomes = list[Tensor]()  # of each replay: density, credibility, used, failed
 
@@ -132,11 +125,11 @@ class FlowReplay:
             for name, values in zip(("flow density", "credibility"), numbers, strict=True):
                 if used.any():
                     self.log.numbers[name] = float(values[used > 0].mean())
-        if self.diverged or not self.flow.parameters.isfinite().all():
+        failed = bool(self.diverged) or not self.flow.parameters.isfinite().all()
+        if failed:
             self.log.events.append(DIVERGED)
             self.flow.load(received)
-        else:
-            self.moments = self.adam.moments()
+        self.moments = {} if failed else self.adam.moments()
 
 
 def credibility(

@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypedDict
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from stamp_core.methods.base.synthesis import (
     Synthesis,
     SynthesisParams,
 )
-from stamp_core.methods.base.task_server import TaskContext, TaskServer
+from stamp_core.methods.base.task_server import TaskContext, TaskServer, TaskServerState
 from stamp_core.models.flat import FlatModel
 
 NO_IMAGES = "synthesis: no image is finite, the next experience has no replay"
@@ -47,14 +47,9 @@ class InversionParams(SynthesisParams):
             require_at_least(self, 1, "replay_batch_size")
 
 
-class InversionServer(TypedDict):
-    """What the server remembers besides the state of `TaskServer`."""
+class InversionServer(TaskServerState):
+    """What the server remembers."""
 
-    seed: int
-    round: int
-    past: Tensor  # bool [L]
-    parameters: Tensor
-    buffers: Tensor
     replay: Message  # "images", "labels", "teacher" and "teacher buffers", if there are any
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,8 +24,10 @@ PREFIX = "announced "  # of the parts of a message that a client keeps for the e
 
 
 class TaskServerState(TypedDict):
-    """What the server remembers besides the model."""
+    """What the server remembers."""
 
+    parameters: Tensor  # [P]
+    buffers: Tensor  # [B]
     seed: int
     round: int  # since the start
     experiences: int  # of the run
@@ -51,15 +54,9 @@ class TaskServer(Method):
         """The first states; the server's with the counters, and without any class."""
         states = super().initial_states(plan)
         none = torch.zeros(self.runtime.classes, dtype=torch.bool)
-        own: TaskServerState = {
-            "seed": plan.seed,
-            "round": 0,
-            "experiences": plan.experiences,
-            "classes": none,
-            "past": none.clone(),
-            "informed": [],
-        }
-        return states._replace(server={**states.server, **own})
+        counters = {"seed": plan.seed, "round": 0, "experiences": plan.experiences}
+        known = {"classes": none, "past": none.clone(), "informed": []}
+        return states._replace(server={**states.server, **counters, **known})
 
     # --- the server
 
@@ -150,13 +147,9 @@ def class_mask(classes: Iterable[int], count: int) -> Tensor:
 
 def pack_bits(mask: Tensor) -> Tensor:
     """A mask as bytes of eight bits, the first class in the lowest bit.  # uint8 [ceil(L / 8)]"""
-    padded = torch.zeros(-(-len(mask) // 8) * 8, dtype=torch.uint8)
-    padded[: len(mask)] = mask
-    weights = 2 ** torch.arange(8, dtype=torch.uint8)
-    return (padded.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
+    return torch.from_numpy(np.packbits(mask.numpy(), bitorder="little"))
 
 
 def unpack_bits(packed: Tensor, count: int) -> Tensor:
     """The inverse of `pack_bits` for a mask of `count` classes.  # bool [L]"""
-    bits = packed[:, None] >> torch.arange(8, dtype=torch.uint8) & 1
-    return bits.flatten()[:count].bool()
+    return torch.from_numpy(np.unpackbits(packed.numpy(), count=count, bitorder="little")).bool()

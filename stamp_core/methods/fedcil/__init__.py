@@ -19,6 +19,7 @@ from stamp_core.methods.base.method import ClientRound, FedAvgParams, Log, Messa
 from stamp_core.methods.base.task_server import (
     TaskContext,
     TaskServer,
+    TaskServerState,
     is_announced,
     pack_bits,
     unpack_bits,
@@ -27,6 +28,7 @@ from stamp_core.methods.fedcil.acgan import Acgan
 from stamp_core.methods.fedcil.training import AcganTraining, Teacher
 from stamp_core.models.generators import draw_inputs
 
+REPORT = ("classes", "last generator", "last classes")  # parts of a message, see `upload`
 NOT_CONSOLIDATED = "consolidation: not finite or all images equal, the plain mean is kept"
 
 
@@ -62,23 +64,11 @@ class TaskGenerator(TypedDict):
     classes: Tensor  # bool [L], of which it makes images
 
 
-class Report(TypedDict):
-    """What a client says once in an experience."""
+class FedCILServer(TaskServerState):
+    """What the server remembers, with adversarial training."""
 
-    current: Tensor  # bool [L], its classes
-    last: TaskGenerator | None  # of the previous task
-
-
-class FedCILServer(TypedDict):
-    """What the server remembers besides the state of `TaskServer`, with adversarial training."""
-
-    seed: int
-    round: int
-    classes: Tensor  # bool [L]
-    parameters: Tensor
-    buffers: Tensor
     generator: Tensor
-    clients: dict[str, Report]
+    clients: dict[str, Message]  # what each sent last besides its networks, once in an experience
     moments: dict[str, Any] | None  # of Adam
 
 
@@ -141,18 +131,13 @@ class FedCIL(TaskServer):
         replies = [reply for reply in replies if reply.samples]
         if not self.params.consolidation or not replies:
             return state
-        new = {str(r.client): self.report(r.message) for r in replies if "classes" in r.message}
+        reports = {**server["clients"]}
+        for reply in replies:
+            if "classes" in reply.message:
+                sent = reply.message.items()
+                reports[str(reply.client)] = {name: v for name, v in sent if name in REPORT}
         with log.clock("consolidation"):
-            return self.consolidate({**state, "clients": server["clients"] | new}, replies, log)
-
-    def report(self, message: Message) -> Report:
-        """What a client says once in an experience."""
-        count = self.runtime.classes
-        last: TaskGenerator | None = None
-        if "last generator" in message:
-            classes = unpack_bits(message["last classes"], count)
-            last = {"generator": message["last generator"], "classes": classes}
-        return {"current": unpack_bits(message["classes"], count), "last": last}
+            return self.consolidate({**state, "clients": reports}, replies, log)
 
     def consolidate(self, server: FedCILServer, replies: list[Reply], log: Log) -> State:
         """The server's state after training its networks on images of the clients' generators."""
@@ -179,24 +164,25 @@ class FedCIL(TaskServer):
         return {**server, **trained, "moments": training.adam.moments()}
 
     def clients_images(
-        self, clients: dict[str, Report], replies: list[Reply], draw: torch.Generator
+        self, clients: dict[str, Message], replies: list[Reply], draw: torch.Generator
     ) -> tuple[Tensor, Tensor]:
         """Images of the clients' current and last generators, as many of each, and their labels."""
-        sources = list[TaskGenerator]()
+        sources = list[tuple[Tensor, Tensor]]()
         for reply in replies:
             report = clients[str(reply.client)]
-            parameters = reply.message["generator"]
-            sources.append({"generator": parameters, "classes": report["current"]})
-            if report["last"] is not None:
-                sources.append(report["last"])
+            sources.append((reply.message["generator"], report["classes"]))
+            if "last generator" in report:
+                sources.append((report["last generator"], report["last classes"]))
         size = self.runtime.training.batch_size
         count = max(size, math.ceil(self.params.consolidation * size / len(sources)))
-        draws = [self.pool(source["classes"], count, draw).take(count) for source in sources]
-        images = [
-            self.acgan.sample(source["generator"], *drawn)
-            for source, drawn in zip(sources, draws, strict=True)
-        ]
-        return self.acgan.normalised(torch.cat(images)), torch.cat([y for y, _ in draws]).cpu()
+        images = list[Tensor]()
+        labels = list[Tensor]()
+        for parameters, bits in sources:
+            classes = unpack_bits(bits, self.runtime.classes)
+            own, noise = self.pool(classes, count, draw).take(count)
+            images.append(self.acgan.sample(parameters, own, noise))
+            labels.append(own.cpu())
+        return self.acgan.normalised(torch.cat(images)), torch.cat(labels)
 
     def memory_samples(self, server: FedCILServer, client: State, count: int) -> Message:
         """`count` images of each class learnt so far by the global generator, with their labels."""

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -103,12 +102,13 @@ class Acgan:
 
     def network(self, name: str, seed: int) -> FlatModel:
         """The adversarial head or the generator with the initial weights of `seed`."""
-        makers = {
-            "adversarial_head": partial(nn.Linear, self.features, 1),
-            "generator": partial(Generator, self.runtime.shape, self.inputs, self.width),
-        }
-        module: nn.Module = build_seeded(makers[name], seed, name)
-        return FlatModel(module.to(self.runtime.device))
+
+        def build() -> nn.Module:
+            if name == "generator":
+                return Generator(self.runtime.shape, self.inputs, self.width)
+            return nn.Linear(self.features, 1)
+
+        return FlatModel(build_seeded(build, seed, name).to(self.runtime.device))
 
     def normalised(self, images: Tensor) -> Tensor:
         """Images in (-1, 1) with the normalisation of training images."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -37,37 +38,31 @@ class Judged(NamedTuple):
     scores: Tensor  # [n]
 
 
+@dataclass
 class AcganTraining:
     """Steps on batches of real images, which replayed ones follow as exemplars.
 
     One step of `every` is adversarial; the others train the classifier alone.
     """
 
-    def __init__(
-        self,
-        runtime: ClientRuntime,
-        params: Any,
-        acgan: Acgan,
-        draws: Pool,  # labels and noise of generated images
-        moments: Mapping[str, Any] | None,
-        teacher: Teacher | None = None,
-        every: int = 1,
-    ) -> None:
-        self.runtime = runtime
-        self.params = params
-        self.acgan = acgan
-        self.draws = draws
-        self.teacher = teacher
-        self.every = every
+    runtime: ClientRuntime
+    params: Any
+    acgan: Acgan
+    draws: Pool  # labels and noise of generated images
+    moments: Mapping[str, Any] | None  # of Adam, to begin with
+    teacher: Teacher | None = None
+    every: int = 1
+
+    def __post_init__(self) -> None:
         self.steps = 0
-        self.sgd = FlatSGD(runtime.model, runtime.training)
-        self.head_sgd = FlatSGD(acgan.head, runtime.training)
-        self.adam = FlatAdam(acgan.generator, params.generator_lr, moments, BETAS)
+        self.sgd = FlatSGD(self.runtime.model, self.runtime.training)
+        self.head_sgd = FlatSGD(self.acgan.head, self.runtime.training)
+        self.adam = FlatAdam(self.acgan.generator, self.params.generator_lr, self.moments, BETAS)
         self.images = torch.empty(0)  # of the last adversarial step
         self.generator_loss = torch.empty(0)
         # Whether the generator has given values that are not finite: from then on its images are
         # 0, and so are the weights of their losses. The host does not wait for it.
-        self.stopped = torch.zeros((), dtype=torch.bool, device=runtime.device)
+        self.stopped = torch.zeros((), dtype=torch.bool, device=self.runtime.device)
 
     def step(self, batch: Batch) -> Tensor:
         """One step on a batch; its loss."""
@@ -114,7 +109,8 @@ class AcganTraining:
 
     def mixed(self, losses: list[Tensor]) -> Tensor:
         """The loss of real images, and the share `replay` of that of replayed ones."""
-        return losses[0] if len(losses) == 1 else torch.lerp(*losses, self.params.replay)
+        new, *replayed = losses
+        return torch.lerp(new, replayed[0], self.params.replay) if replayed else new
 
     def generate(self, count: int) -> tuple[Tensor, Tensor]:
         """Images of the generator, 0 if they are not finite, and the labels asked for."""

@@ -13,7 +13,13 @@ from stamp_core.client.scoring import score
 from stamp_core.config.decode import require_at_least, require_fraction
 from stamp_core.methods.base.ledger import is_first, recorded
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Log, Message, Reply, State
-from stamp_core.methods.base.task_server import TaskContext, TaskServer, pack_bits, unpack_bits
+from stamp_core.methods.base.task_server import (
+    TaskContext,
+    TaskServer,
+    TaskServerState,
+    pack_bits,
+    unpack_bits,
+)
 from stamp_core.methods.fedweit.decomposed import (
     Channels,
     Decomposed,
@@ -48,10 +54,9 @@ class FedWeITParams(FedAvgParams):
             require_at_least(self, 0, "adaptive")
 
 
-class FedWeITServer(TypedDict):
-    """What the server remembers besides the state of `TaskServer`."""
+class FedWeITServer(TaskServerState):
+    """What the server remembers."""
 
-    parameters: Tensor  # [P], of the global model
     base: Tensor  # [N], B as it is sent
     rest: Tensor  # [R]
     knowledge: dict[str, Message]  # the last A of each client, sparse

@@ -9,14 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stamp_core.client.batches import Batch
-from stamp_core.client.by_class import class_means
+from stamp_core.client.by_class import class_means, first_per_class
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_above, require_at_least
+from stamp_core.coresets.selection.base import Candidates
+from stamp_core.coresets.selection.herding import choose
 from stamp_core.methods.base.exemplar_lists import ExemplarLists, empty_lists
 from stamp_core.methods.base.ledger import is_due, is_first, recorded
 from stamp_core.methods.base.method import ClientRound, Message, State
 from stamp_core.methods.base.task_server import TaskContext, unpack_bits
-from stamp_core.methods.glfc.exemplars import updated_lists
 from stamp_core.methods.glfc.proxy import OLD, ProxyParams, ProxyServer, ProxyState
 from stamp_core.models.flat import FlatModel
 
@@ -257,16 +258,26 @@ class GLFC(ProxyServer):
         return {**state, "experiences": recorded(client_round)}
 
     def updated_memory(self, client_round: ClientRound, context: GLFCContext) -> ExemplarLists:
-        """The exemplars of other tasks whose classes are learnt, and those of this task."""
+        """A herded list for each class of this task, and those of other tasks that are learnt.
+
+        All have an equal share of the budget. Where a class returns, its exemplars from both tasks
+        stay. A list that must become shorter loses the exemplars that were chosen last.
+        """
         state: GLFCState = client_round.state
-        data = self.runtime.dataset
         stay = self.learnt_elsewhere(client_round, context)
         lists = {name: part[stay] for name, part in state["memory"].items()}
-        images = data.x_train[client_round.indices]
-        labels = data.y_train[client_round.indices]
+        images = self.runtime.dataset.x_train[client_round.indices]
+        labels = self.runtime.dataset.y_train[client_round.indices]
+        keys = (lists["tasks"] << 32) + lists["labels"]
+        classes = labels.unique().tolist()
+        share = self.params.exemplars // max(1, len(keys.unique()) + len(classes))
+        kept = first_per_class(keys, share)
         features = self.normalised_features(images)
-        budget = self.params.exemplars
-        return updated_lists(lists, images, labels, features, client_round.task, budget)
+        herded = [_herd(images, labels, features, label, share) for label in classes]
+        chosen = torch.cat([labels[:0], *herded])
+        tasks = torch.full_like(chosen, client_round.task)
+        new = {"images": images[chosen], "labels": labels[chosen], "tasks": tasks}
+        return {name: torch.cat([lists[name][kept], new[name]]) for name in new}
 
     def normalised_features(self, images: Tensor) -> Tensor:
         """Features of length 1, by the live model in evaluation mode.  # [n, D]"""
@@ -275,8 +286,7 @@ class GLFC(ProxyServer):
     def upload(self, client_round: ClientRound, context: GLFCContext) -> Message:
         """The trained model and, where there is a signal, the gradients of the prototypes."""
         message = super().upload(client_round, context)
-        sends = self.params.proxy == "dlg" and self.params.old_weight and context.signal
-        if not sends or not len(client_round.indices):
+        if not self.params.old_weight or not context.signal or not len(client_round.indices):
             return message
         with client_round.log.clock("prototypes"):
             images, labels = self.perturbed_prototypes(client_round, context.columns)
@@ -308,3 +318,12 @@ class GLFC(ProxyServer):
             slope = torch.autograd.grad(each.mean(1).sum(), pixels)[0]
             pixels = pixels.detach() - self.params.perturb_lr * slope
         return pixels, classes
+
+
+def _herd(images: Tensor, labels: Tensor, features: Tensor, label: int, count: int) -> Tensor:
+    """Indices of the images of one class that herding chooses, in order of choice.  # [count]"""
+    own = (labels == label).nonzero().flatten()
+    mean = features[own].double().mean(0)
+    unused = torch.Generator()  # herding draws nothing
+    candidates = Candidates(images[own], features[own], mean, torch.zeros_like(mean), count, unused)
+    return own[choose(candidates)]

@@ -1,7 +1,7 @@
 """A proxy server: it chooses an old model by images that it reconstructs from gradients."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch import Tensor
 from stamp_core.client.by_class import first_per_class
 from stamp_core.config.decode import require_at_least
 from stamp_core.methods.base.method import FedAvgParams, Log, Message, Reply, State
-from stamp_core.methods.base.task_server import TaskServer, pack_bits
+from stamp_core.methods.base.task_server import TaskServer, TaskServerState, pack_bits
 from stamp_core.methods.glfc.gradients import GradientEncoder, reconstruct
 
 CHUNK = 64  # images that are reconstructed side by side: more would take too much memory
@@ -22,7 +22,6 @@ class ProxyParams(FedAvgParams):
     """How the old model is chosen; with an `old_weight` of 0 nothing of this is done."""
 
     old_weight: float = 0.5  # of the loss that uses the old model; LGA: 1
-    proxy: Literal["dlg", "none"] = "dlg"  # none: the old model is a task's last, not its best
     proxy_init: int = 0  # rounds of a task in which the latest model counts as the best; LGA: 6
     perturb_steps: int = 50  # of SGD on a prototype before its gradient is taken
     perturb_lr: float = 0.2  # a tenth of the published learning rate of 2
@@ -52,14 +51,9 @@ class BestModel(TypedDict):
     accuracy: float
 
 
-class ProxyState(TypedDict):
-    """What the server remembers besides the state of `TaskServer`."""
+class ProxyState(TaskServerState):
+    """What the server remembers."""
 
-    seed: int
-    round: int
-    parameters: Tensor
-    buffers: Tensor
-    classes: Tensor
     monitor: Monitor
     best: BestModel | None  # of the running experience so far
     old: BestModel | None  # of the experience before
