@@ -38,6 +38,7 @@ class FlowReplay:
     log: Log
 
     def __post_init__(self) -> None:
+        """Start the optimisers anew, but for the moments."""
         self.network: Any = self.flow.module
         self.adam = FlatAdam(self.flow, self.params.flow_lr, self.moments)
         # a second optimiser, as published; weights decay in the step on images
@@ -87,7 +88,7 @@ class FlowReplay:
         drawn, noise = self.draws.take(len(labels))
         with torch.no_grad():
             samples = self.network.sample(noise, drawn)
-            weights, density = self.weights(features, labels, noise, drawn)
+            weights, density = self.credibility(features, labels, noise, drawn)
         logits = self.runtime.classifier.head(samples)
         each = F.cross_entropy(logits, drawn, reduction="none")
         loss = (weights * each).mean() * ((1 - params.theta) * density + params.theta)
@@ -105,15 +106,26 @@ class FlowReplay:
         outcome = [density, weights.mean(), finite & usable, ~finite & usable]
         self.outcomes.append(torch.stack([each.float() for each in outcome]))
 
-    def weights(
+    def credibility(
         self, features: Tensor, labels: Tensor, noise: Tensor, drawn: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The credibility of each sample, and the mean density of a batch's features.  # [N], []"""
-        own, log_density = self.network(features, labels)
+        """The credibility of samples, and the mean density of a batch's features.  # [N], []
+
+        How plausible the noise of a sample is among that of the batch's features of its class: the
+        mean over dimensions of the normal density with their mean and variance, at least
+        `min_variance`. Without features of the class it is the batch's density.
+        """
+        own, log_density = self.network(features, labels)  # [n, D], [n]
         density = (log_density / features.shape[1]).exp().mean()  # per feature
-        members = F.one_hot(labels, self.runtime.classes).to(own.dtype)
-        least = self.params.min_variance
-        return credibility(noise, drawn, own, members, density, least), density
+        members = F.one_hot(labels, self.runtime.classes).to(own.dtype)  # [n, L]
+        counts = members.sum(0)  # [L]
+        shares = (members / counts.clamp(min=1)).T  # [L, n]
+        means = shares @ own  # [L, D]
+        variances = shares @ (own - members @ means).square()
+        variance = variances.clamp(min=self.params.min_variance)[drawn]  # [N, D]
+        exponent = -(noise - means[drawn]).square() / (2 * variance)
+        plausible = (exponent.exp() / (2 * math.pi * variance).sqrt()).mean(1)
+        return plausible.where(counts[drawn] > 0, density), density
 
     def finish(self, received: Tensor) -> None:
         """Record the means of the replays; a flow that has failed is the received one again."""
@@ -130,23 +142,3 @@ class FlowReplay:
             self.log.events.append(DIVERGED)
             self.flow.load(received)
         self.moments = {} if failed else self.adam.moments()
-
-
-def credibility(
-    samples: Tensor, drawn: Tensor, own: Tensor, members: Tensor, absent: Tensor, least: float
-) -> Tensor:
-    """How plausible samples of classes `drawn` are among a client's `own` values.  # [N]
-
-    `members` is 1 at the class of each own value.  # [n, L]
-    The mean over dimensions of the normal density with mean and variance, at least `least`, of the
-    own values of the same class; `absent` for a class that the client does not have.
-    """
-    counts = members.sum(0)  # [L]
-    shares = (members / counts.clamp(min=1)).T  # [L, n]
-    means = shares @ own  # [L, D]
-    variances = (shares @ (own - members @ means).square()).clamp(min=least)
-    mean = means[drawn]  # [N, D]
-    variance = variances[drawn]
-    exponent = -(samples - mean).square() / (2 * variance)
-    density = (exponent.exp() / (2 * math.pi * variance).sqrt()).mean(1)
-    return density.where(counts[drawn] > 0, absent)

@@ -67,6 +67,7 @@ class TaskGenerator(TypedDict):
 class FedCILServer(TaskServerState):
     """What the server remembers, with adversarial training."""
 
+    adversarial_head: Tensor
     generator: Tensor
     clients: dict[str, Message]  # what each sent last besides its networks, once in an experience
     moments: dict[str, Any] | None  # of Adam
@@ -127,7 +128,7 @@ class FedCIL(TaskServer):
 
     def aggregate(self, server: FedCILServer, replies: list[Reply], log: Log) -> State:
         """The means of all networks, consolidated on images of the clients' generators."""
-        state = super().aggregate(server, replies, log)
+        state: State = {**super().aggregate(server, replies, log)}
         replies = [reply for reply in replies if reply.samples]
         if not self.params.consolidation or not replies:
             return state
@@ -137,16 +138,17 @@ class FedCIL(TaskServer):
                 sent = reply.message.items()
                 reports[str(reply.client)] = {name: v for name, v in sent if name in REPORT}
         with log.clock("consolidation"):
-            return self.consolidate({**state, "clients": reports}, replies, log)
+            state["clients"] = reports
+            return self.consolidate(state, replies, log)
 
     def consolidate(self, server: FedCILServer, replies: list[Reply], log: Log) -> State:
         """The server's state after training its networks on images of the clients' generators."""
         draw = generator(server["seed"], server["round"], "consolidation")
         images, labels = self.clients_images(server["clients"], replies, draw)
         networks = {"parameters": self.model, **self.extra_networks}
-        weights: dict[str, Any] = {**server}
-        for name, network in networks.items():
-            network.load(weights[name], server["buffers"] if name == "parameters" else None)
+        self.model.load(server["parameters"], server["buffers"])
+        self.acgan.head.load(server["adversarial_head"])
+        self.acgan.generator.load(server["generator"])
         size = self.runtime.training.batch_size
         count = self.params.consolidation * size
         draws = self.pool(server["classes"], count, draw)

@@ -54,6 +54,7 @@ class AcganTraining:
     every: int = 1
 
     def __post_init__(self) -> None:
+        """Start the optimisers anew, but for the moments."""
         self.steps = 0
         self.sgd = FlatSGD(self.runtime.model, self.runtime.training)
         self.head_sgd = FlatSGD(self.acgan.head, self.runtime.training)

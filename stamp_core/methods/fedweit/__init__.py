@@ -1,6 +1,7 @@
 """FedWeIT (Yoon et al., 2021): federated base weights, sparse weights of each task, attention."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal, NotRequired, TypedDict
 
 import torch
@@ -59,7 +60,7 @@ class FedWeITServer(TaskServerState):
 
     base: Tensor  # [N], B as it is sent
     rest: Tensor  # [R]
-    knowledge: dict[str, Message]  # the last A of each client, sparse
+    knowledge: Message  # the last A of each client, sparse: its "values" and "places"
 
 
 class LearntTask(TypedDict):
@@ -116,7 +117,13 @@ class FedWeIT(TaskServer):
         named = list(runtime.classifier.named_parameters())
         self.channels = Channels(
             [value.shape for _, value in named],
-            [params.adaptive is not None and _is_weight(*each) for each in named],
+            [
+                params.adaptive is not None
+                and name.startswith("encoder.")
+                and name.endswith("weight")
+                and value.ndim > 1
+                for name, value in named
+            ],
         )
         if params.head == "task":
             self.models = ("personal", "local")
@@ -140,12 +147,8 @@ class FedWeIT(TaskServer):
         return message
 
     def announcement(self, server: FedWeITServer) -> Message:
-        """The knowledge base: the last A of every client, "values" and "places" by client."""
-        return {
-            f"{client} {name}": value
-            for client, sparse in server["knowledge"].items()
-            for name, value in sparse.items()
-        }
+        """The knowledge base."""
+        return server["knowledge"]
 
     def averaged_vectors(self) -> tuple[str, ...]:
         """The rest where it is shared; channels of B have means of their own."""
@@ -166,9 +169,10 @@ class FedWeIT(TaskServer):
             mean = torch.lerp(server["parameters"], mean, self.params.server_lr)
         log.numbers["channels nobody kept"] = float((~sent).sum())
         new = {
-            str(reply.client): {name: reply.message[name] for name in ("values", "places")}
+            f"{reply.client} {name}": reply.message[name]
             for reply in trained
-            if "values" in reply.message
+            for name in ("values", "places")
+            if name in reply.message
         }
         return {
             **state,
@@ -280,22 +284,23 @@ class FedWeIT(TaskServer):
         return super().loss(batch, context)
 
     def correct_gradient(self, batch: Batch, context: FedWeITContext) -> None:
-        """One SGD step of B, m, A and alpha; theta itself is composed again before it is used."""
-        context.weights.backward(self.model.gradients)
-        self.add_penalties(context.weights, context.first_task)
-        context.sgd.step()
-        if context.past is not None:
-            context.past.retain(context.weights.base)
+        """One SGD step of B, m, A and alpha; theta itself is composed again before it is used.
 
-    def add_penalties(self, weights: Decomposed, first_task: bool) -> None:
-        """Add lambda1 |A|_1 + weight_decay / 2 (|A|^2 + |m|^2), in the first task also of |B|^2."""
+        Their loss has lambda1 |A|_1 and weight_decay / 2 times |A|^2 + |m|^2, in a client's first
+        task also |B|^2.
+        """
+        weights = context.weights
+        weights.backward(self.model.gradients)
         base, mask, adaptive, _ = weights.gradients
         decay = self.params.weight_decay
         mask.add_(weights.mask, alpha=decay)
         adaptive.add_(weights.adaptive, alpha=decay)
         adaptive.add_(weights.adaptive.sign(), alpha=self.params.lambda1)
-        if first_task:
+        if context.first_task:
             base.add_(weights.base, alpha=decay)
+        context.sgd.step()
+        if context.past is not None:
+            context.past.retain(weights.base)
 
     def update_state(self, client_round: ClientRound, context: FedWeITContext) -> State:
         """B, alpha, the target of past tasks, and all learnt tasks."""
@@ -365,26 +370,18 @@ class FedWeIT(TaskServer):
         state: FedWeITState = client_round.state
         base = self.merged_base(client_round)
         self.load_base(client_round, state)
-        scores = self.live_scores(client_round)
+        clients = [client_round.client]
+        measure = partial(score, self.runtime, client_round.plan, clients, client_round.experience)
+        scores = measure()
         for name, own in state["tasks"].items():
             gate = self.channels.expand(own["mask"].sigmoid())
             adaptive = F.hardshrink(own["adaptive"], self.params.lambda1)
             theta = base * gate + adaptive + own["foreign"]
             self.model.load(self.channels.join(theta, own["rest"]), own["buffers"])
             task = [int(name)]
-            scores[:, :, task] = self.live_scores(client_round)[:, :, task]
+            scores[:, :, task] = measure()[:, :, task]
         scores[: SCORINGS.index("task")] = torch.nan
         return scores
-
-    def live_scores(self, client_round: ClientRound) -> Tensor:
-        """The accuracies of the live model on all tasks of the client.  # [scorings, 1, T]"""
-        clients = [client_round.client]
-        return score(self.runtime, client_round.plan, clients, client_round.experience)
-
-
-def _is_weight(name: str, value: Tensor) -> bool:
-    """Whether a parameter of the classifier is decomposed."""
-    return name.startswith("encoder.") and name.endswith("weight") and value.ndim > 1
 
 
 def _past_tasks(client_round: ClientRound) -> dict[str, LearntTask]:

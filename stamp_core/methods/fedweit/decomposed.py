@@ -57,10 +57,6 @@ class Channels:
         tensors = zip(values.split(self.widths), fans, strict=True)
         return torch.cat([values[:0], *(part.repeat_interleave(fan) for part, fan in tensors)])
 
-    def sums(self, weights: Tensor) -> Tensor:
-        """The sum over the weights of each channel.  # [N] -> [C]"""
-        return torch.cat([weights[:0], *(row.sum(1) for row in self.rows(weights))])
-
     def draw_masks(self, generator: torch.Generator) -> Tensor:
         """Normal numbers of variance 1 / width for the channels of each tensor.  # [C]"""
         widths = torch.tensor(self.widths, dtype=torch.int64)
@@ -124,7 +120,8 @@ class Decomposed:
         torch.cat([gradients[:0], *channels.views(gradients)], out=g)
         torch.mul(g, self.base, out=base)  # overwritten below: larger than a cache, memory is slow
         share = self.mask.sigmoid()
-        torch.mul(channels.sums(base), share * (1 - share), out=mask)
+        sums = [row.sum(1) for row in channels.rows(base)]  # g B over each channel
+        torch.mul(torch.cat([mask[:0], *sums]), share * (1 - share), out=mask)
         rows = channels.rows(g), channels.rows(base), share[:, None].split(channels.widths)
         for row, to_base, part in zip(*rows, strict=True):
             torch.mul(row, part, out=to_base)
