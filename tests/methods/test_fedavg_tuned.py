@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from small import BATCH_NORM, plan, run, tiny
 
 from stamp_core.client.workspace import RoundId
-from stamp_core.config.decode import ParameterError
 from stamp_core.models import networks as models
 
 HARD: dict[str, Any] = {"momentum": 0.9, "weight_decay": 0.01, "dropout": 0.3}
@@ -89,8 +88,3 @@ def test_a_client_without_images_has_the_global_model() -> None:
     personal, global_ = (record.accuracy(model) for model in ("personal", "global"))
     np.testing.assert_array_equal(personal[:, 2], global_[:, 2])
     assert not np.array_equal(personal, global_)
-
-
-def test_a_negative_number_of_epochs_is_refused() -> None:
-    with pytest.raises(ParameterError, match="ft_epochs is -1; it must be at least 0"):
-        tiny("fedavg_tuned", ft_epochs=-1)

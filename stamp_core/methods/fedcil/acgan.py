@@ -1,14 +1,11 @@
 """An AC-GAN (Odena et al., 2017) whose discriminator is the classifier with an adversarial head."""
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from stamp_core.client.runtime import ClientRuntime, evaluation_batch_size
 from stamp_core.models.encoders import Shape
@@ -136,16 +133,3 @@ class Acgan:
 def generator_inputs(labels: Tensor, noise: Tensor, classes: int) -> Tensor:
     """One-hot labels followed by noise.  # [n], [n, noise] -> [n, classes + noise]"""
     return torch.cat([F.one_hot(labels, classes).to(noise.dtype), noise], 1)
-
-
-@contextmanager
-def unchanged_statistics(norms: Sequence[_BatchNorm]) -> Iterator[None]:
-    """A context in which batches do not change the running statistics of batch normalisation."""
-    momenta = [norm.momentum for norm in norms]
-    for norm in norms:
-        norm.momentum = 0.0
-    try:
-        yield
-    finally:
-        for norm, momentum in zip(norms, momenta, strict=True):
-            norm.momentum = momentum

@@ -13,7 +13,8 @@ from stamp_core.client.batches import Batch
 from stamp_core.client.pool import Pool
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.methods.base.distillation import softened_divergence
-from stamp_core.methods.fedcil.acgan import Acgan, unchanged_statistics
+from stamp_core.methods.base.lookahead import constant_statistics
+from stamp_core.methods.fedcil.acgan import Acgan
 from stamp_core.models.adam import FlatAdam
 from stamp_core.models.flat import FlatSGD
 from stamp_core.models.generators import BETAS
@@ -122,7 +123,7 @@ class AcganTraining:
 
     def generated_loss(self, images: Tensor, labels: Tensor, real: Judged) -> Tensor:
         """The loss on generated images, which leaves running statistics unchanged."""
-        with unchanged_statistics(self.runtime.classifier.norms):
+        with constant_statistics(self.runtime):
             logits, scores = self.acgan.discriminate(images)
             loss: Tensor = F.cross_entropy(logits, labels) + F.softplus(scores).mean()
             loss = self.params.adversarial * loss
@@ -152,7 +153,7 @@ class AcganTraining:
         """One step of the generator: its images shall look real and have the labels asked for."""
         generator = self.acgan.generator
         generator.gradients.zero_()
-        with unchanged_statistics(self.runtime.classifier.norms):
+        with constant_statistics(self.runtime):
             logits, scores = self.acgan.discriminate(images)
         loss = F.softplus(-scores).mean() + F.cross_entropy(logits, labels)
         loss.backward(inputs=generator.tensors)
