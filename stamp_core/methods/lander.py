@@ -4,27 +4,36 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NotRequired, TypedDict
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stamp_core.client.batches import Batch
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_at_least
 from stamp_core.core import paths
 from stamp_core.core.fingerprint import file_digest
 from stamp_core.core.seeding import generator
-from stamp_core.methods.base.inversion import BETAS, Inversion, InversionParams, Synthesis
+from stamp_core.methods.base.inversion import (
+    Inversion,
+    InversionContext,
+    InversionParams,
+    InversionServer,
+)
 from stamp_core.methods.base.method import ClientRound, Log, Message, Reply, State
+from stamp_core.methods.base.synthesis import MappedClassifier, Outputs, Source, Synthesis
+from stamp_core.models.adam import FlatAdam
+from stamp_core.models.encoders import Shape
 from stamp_core.models.flat import FlatModel, FlatSGD
-from stamp_core.models.generators import NoisyLabelGenerator, build_seeded
-from stamp_core.models.inversion import MappedClassifier, Outputs
+from stamp_core.models.generators import BETAS, ImageGenerator, build_seeded
 
 # Random anchors are as far from each other as the published ones of CIFAR-100: the mean square of
 # the difference of two numbers is 0.081, so `radius` keeps its meaning.
-ANCHOR_DEVIATION = math.sqrt(0.081 / 2)
+DEVIATION = math.sqrt(0.081 / 2)
+CHUNK = 10  # consecutive images of a batch that share a noisy layer
 
 
 @dataclass(frozen=True)
@@ -46,7 +55,7 @@ class LanderParams(InversionParams):
     student_weight_decay: float = 2e-4
 
     def __post_init__(self) -> None:
-        """Refuse negative weights and anchors without numbers."""
+        """Validate weights and the size of anchors."""
         super().__post_init__()
         require_at_least(self, 0, "ce", "anchor_weight", "radius")
         require_at_least(self, 1, "anchor_features")
@@ -57,16 +66,10 @@ class LanderParams(InversionParams):
         return {} if random else {"anchors": file_digest(anchors_path(self.anchors))}
 
 
-def anchor_hinge(mapped: Tensor, anchors: Tensor, radius: float) -> Tensor:
-    """By how much the mean squared distance of a batch exceeds the radius.  # of [N, A]"""
-    return F.relu(F.mse_loss(mapped, anchors) - radius)
-
-
-def balance(known: int, new: int) -> tuple[float, float]:
-    """The factors of the losses of new and of past images, by the numbers of classes."""
-    alpha = math.log2((known + new) / 2 + 1)
-    beta = math.sqrt(known / (known + new))
-    return (1 + 1 / alpha) / beta, alpha * beta
+def draw_anchors(classes: int, features: int, seed: int) -> Tensor:
+    """Random anchors of a run.  # float16 [L, A]"""
+    table = torch.randn(classes, features, generator=generator(seed, "anchors"))
+    return (DEVIATION * table).half()
 
 
 def anchors_path(name: str) -> Path:
@@ -96,20 +99,60 @@ def read_anchors(name: str, classes: int) -> Tensor:
     return table
 
 
+def anchor_hinge(mapped: Tensor, anchors: Tensor, radius: float) -> Tensor:
+    """By how much the mean squared distance of a batch exceeds the radius.  # of [N, A]"""
+    return F.relu(F.mse_loss(mapped, anchors) - radius)
+
+
+class NoisyLabelGenerator(nn.Module):
+    """Images from the anchors of their classes: noisy linear layers, then an `ImageGenerator`.
+
+    Every `CHUNK` consecutive images have a noisy layer of their own, drawn anew by `redraw`.
+    """
+
+    def __init__(self, shape: Shape, latent: int, width: int, anchor: int, images: int) -> None:
+        super().__init__()
+        chunks = math.ceil(images / CHUNK)
+        self.norm = nn.BatchNorm1d(anchor, track_running_stats=False)
+        self.weight = nn.Parameter(torch.zeros(chunks, anchor, latent))
+        self.bias = nn.Parameter(torch.zeros(chunks, 1, latent))
+        self.generator = ImageGenerator(shape, latent, width)
+
+    @torch.no_grad()
+    def redraw(self, draw: torch.Generator) -> None:
+        """Draw the weights of the noisy layers from N(0, 1) and set their biases to 0."""
+        self.weight.copy_(torch.randn(self.weight.shape, generator=draw))
+        self.bias.zero_()
+
+    def forward(self, anchors: Tensor) -> Tensor:
+        """The images of classes with these anchors."""  # [N, A] -> [N, C, H, W]
+        missing = len(self.weight) * CHUNK - len(anchors)
+        padded = F.pad(self.norm(anchors), (0, 0, 0, missing)).view(len(self.weight), CHUNK, -1)
+        latent = torch.baddbmm(self.bias, padded, self.weight).flatten(0, 1)
+        images: Tensor = self.generator(latent[: len(anchors)])
+        return images
+
+
 class AnchoredSynthesis(Synthesis):
     """A generator whose inputs are anchors, through noisy layers that every round draws anew."""
 
-    def __init__(self, method: Inversion, server: State, log: Log) -> None:
-        super().__init__(method, server, log)
-        self.first_saved = self.params.warmup
-        self.anchor_weight: float = self.params.anchor_weight
-        self.anchors = server["anchors"][self.classes].float().to(self.runtime.device)  # [K, A]
-
-    def new_generator(self, server: State, *seed: int) -> nn.Module:
-        """A generator whose inputs are anchors."""
-        sizes = self.runtime.shape, self.params.latent, self.params.generator_width
-        anchors = server["anchors"].shape[1], self.params.synthesis_batch_size
-        return build_seeded(partial(NoisyLabelGenerator, *sizes, *anchors), *seed, "generator")
+    def __init__(
+        self,
+        runtime: ClientRuntime,
+        params: LanderParams,
+        source: Source,
+        anchors: Tensor,
+        log: Log,
+    ) -> None:
+        sizes = runtime.shape, params.latent, params.generator_width
+        inputs = anchors.shape[1], params.synthesis_batch_size
+        self.layers = build_seeded(
+            lambda: NoisyLabelGenerator(*sizes, *inputs), *source.seed, "generator"
+        )
+        super().__init__(runtime, params, source, self.layers, log)
+        self.first_saved = params.warmup
+        self.anchor_weight: float = params.anchor_weight
+        self.anchors = anchors[self.classes].float().to(runtime.device)  # [K, A]
 
     def draw_targets(self, count: int) -> Tensor:
         """Labels as places in `classes`: all in turn, and for the rest random ones.  # [N]"""
@@ -117,25 +160,43 @@ class AnchoredSynthesis(Synthesis):
         drawn = torch.randint(len(self.classes), (rest,), generator=self.draw)
         return torch.cat([torch.arange(len(self.classes)).repeat(cycles), drawn])
 
-    def start_round(self, targets: Tensor) -> tuple[Tensor, torch.optim.Optimizer]:
+    def start_round(self, targets: Tensor) -> tuple[Tensor, list[FlatAdam]]:
         """The anchors of the labels, and a new optimiser after the noisy layers are drawn."""
-        module = self.generator.module
-        assert isinstance(module, NoisyLabelGenerator)
-        module.redraw(self.draw)
-        adam = torch.optim.Adam([self.generator.parameters], self.params.generator_lr, BETAS)
-        return self.anchors[targets], adam
+        self.layers.redraw(self.draw)
+        adam = FlatAdam(self.generator, self.params.generator_lr, betas=BETAS)
+        return self.anchors[targets], [adam]
 
     def teacher_loss(self, teacher: Outputs, targets: Tensor) -> Tensor:
         """The loss on the labels and, for mapped features, on their anchors."""
-        loss = super().teacher_loss(teacher, targets)
-        return loss + self.anchor_weight * anchor_hinge(
-            teacher[1], self.anchors[targets], self.params.radius
-        )
+        hinge = anchor_hinge(teacher[1], self.anchors[targets], self.params.radius)
+        return super().teacher_loss(teacher, targets) + self.anchor_weight * hinge
 
     def student_loss(self, student: Outputs, teacher: Outputs) -> Tensor:
         """The student's divergence from the teacher, also in mapped features."""
-        loss = super().student_loss(student, teacher)
-        return loss + self.anchor_weight * F.mse_loss(student[1], teacher[1])
+        distance = F.mse_loss(student[1], teacher[1])
+        return super().student_loss(student, teacher) + self.anchor_weight * distance
+
+
+class LanderServer(InversionServer):
+    """What the server remembers."""
+
+    map: Tensor  # the weights of the linear map
+    anchors: Tensor  # float16 [L, A]
+    holders: list[int]  # clients that have the anchors
+
+
+class LanderState(TypedDict):
+    """What a client remembers besides what was announced."""
+
+    anchors: NotRequired[Tensor]  # float16 [L, A]
+
+
+@dataclass
+class LanderContext(InversionContext):
+    """What the steps read besides their batches."""
+
+    anchors: Tensor  # [L, A]
+    map_sgd: FlatSGD  # of the linear map
 
 
 class Lander(Inversion):
@@ -145,17 +206,25 @@ class Lander(Inversion):
     """
 
     Params: ClassVar = LanderParams
-    fedavg_equivalent: ClassVar[dict[str, Any]] = {
-        "kd": 0.0,
-        "anchor_weight": 0.0,
-        "ce_classes": "all",
-    }
-    synthesis = AnchoredSynthesis
+    fedavg_equivalent: ClassVar = {"kd": 0.0, "anchor_weight": 0.0, "ce_classes": "all"}
 
     def __init__(self, params: LanderParams, runtime: ClientRuntime) -> None:
         super().__init__(params, runtime)
         random = params.anchors == "random"
         self.file = None if random else read_anchors(params.anchors, runtime.classes)
+        self.map = FlatModel(self.feature_map().to(runtime.device))
+        self.extra_networks = {"map": self.map}
+        self.network = MappedClassifier(self.classifier, self.map.module)
+
+    def feature_map(self, *seed: int | str) -> nn.Module:
+        """A linear map from features to the space of the anchors."""
+        width = self.params.anchor_features if self.file is None else self.file.shape[1]
+        head: Any = self.classifier.head
+        return build_seeded(partial(nn.Linear, head.in_features, width), *seed)
+
+    def initial_weights(self, name: str, seed: int) -> Tensor:
+        """The initial weights of the map."""
+        return FlatModel(self.feature_map(seed, name)).parameters
 
     # --- the server
 
@@ -163,84 +232,69 @@ class Lander(Inversion):
         """The model, the map and the anchors, which no client has yet."""
         table = self.file
         if table is None:
-            size = self.runtime.classes, self.params.anchor_features
-            draw = generator(seed, "anchors")
-            table = (ANCHOR_DEVIATION * torch.randn(size, generator=draw)).half()
-        own = {"anchors": table, "map": FlatModel(self.feature_map(seed, "map")).parameters}
-        return {**super().init_server(seed), **own, "holders": []}
+            table = draw_anchors(self.runtime.classes, self.params.anchor_features, seed)
+        return {**super().init_server(seed), "anchors": table, "holders": []}
 
-    def feature_map(self, *seed: int | str) -> nn.Module:
-        """A linear map from features to the space of the anchors."""
-        width = self.params.anchor_features if self.file is None else self.file.shape[1]
-        head = self.classifier.head
-        assert isinstance(head, nn.Linear)
-        return build_seeded(partial(nn.Linear, head.in_features, width), *seed)
-
-    def teacher_vector(self, server: State) -> Tensor:
-        """The parameters of the server's model and map.  # [P + M]"""
-        return torch.cat([server["parameters"], server["map"]])
-
-    def broadcast(self, server: State, client: int) -> Message:
+    def broadcast(self, server: LanderServer, client: int) -> Message:
         """The model and the map; the anchors, until the client has replied once."""
-        message = {**super().broadcast(server, client), "map": server["map"]}
+        message = super().broadcast(server, client)
         held = client in server["holders"]
         return message if held else {**message, "anchors": server["anchors"]}
 
-    def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
+    def averaged_vectors(self) -> tuple[str, ...]:
+        """Those of the model: the map moves with the server's learning rate, too."""
+        return self.shared_vectors()
+
+    def aggregate(self, server: LanderServer, replies: list[Reply], log: Log) -> State:
         """The mean of the models and of the maps."""
         holders = sorted({*server["holders"], *(reply.client for reply in replies)})
-        server, trained = {**server, "holders": holders}, [r for r in replies if r.samples]
-        if trained:
-            weights = [float(reply.samples) for reply in trained]
-            mean = self.runtime.average([reply.message["map"] for reply in trained], weights)
-            server["map"] = torch.lerp(server["map"], mean, self.params.server_lr)
-        return super().aggregate(server, replies, log)
+        feature_map = server["map"]
+        if trained := [reply for reply in replies if reply.samples]:
+            mean = self.average("map", trained)
+            feature_map = torch.lerp(feature_map, mean, self.params.server_lr)
+        state = {**server, "holders": holders, "map": feature_map}
+        return super().aggregate(state, replies, log)
+
+    def synthesis(self, source: Source, server: LanderServer, log: Log) -> Synthesis:
+        """Synthesis from anchors."""
+        return AnchoredSynthesis(self.runtime, self.params, source, server["anchors"], log)
 
     # --- a client
 
-    def receive(self, client_round: ClientRound) -> None:
-        """Load the received model and map; the map is trained by an SGD of its own."""
-        super().receive(client_round)
-        message, scratch = client_round.message, client_round.scratch
-        live = FlatModel(self.feature_map().to(self.runtime.device))
-        live.load(message["map"])
-        scratch["map"], scratch["map's sgd"] = live, FlatSGD(live, self.runtime.training)
-        scratch["network"] = MappedClassifier(self.classifier, live.module)
-        held = client_round.state
-        anchors: Tensor = held["anchors"] if "anchors" in held else message["anchors"]
-        scratch["anchors"] = anchors.to(self.runtime.device, torch.float32)  # [L, A]
+    def start(self, client_round: ClientRound) -> LanderContext:
+        """Load the received model and map; the anchors are on the device."""
+        shared = vars(super().start(client_round))
+        state: LanderState = client_round.state
+        held = state["anchors"] if "anchors" in state else client_round.message["anchors"]
+        anchors = held.to(self.runtime.device, torch.float32)
+        sgd = FlatSGD(self.map, self.runtime.training)
+        return LanderContext(**shared, anchors=anchors, map_sgd=sgd)
 
-    def new_loss(self, client_round: ClientRound, outputs: Outputs, labels: Tensor) -> Tensor:
+    def loss_weights(self, past: int, new: int) -> tuple[float, float]:
+        """The weights balanced by the numbers of classes in distillation and in the task."""
+        alpha = math.log2((past + new) / 2 + 1)
+        beta = math.sqrt(past / (past + new))
+        return self.params.ce * ((1 + 1 / alpha) / beta), self.params.kd * (alpha * beta)
+
+    def new_loss(self, outputs: Outputs, labels: Tensor, context: LanderContext) -> Tensor:
         """Cross-entropy and, for mapped features, the distance from the anchors."""
-        loss = super().new_loss(client_round, outputs, labels)
+        loss = super().new_loss(outputs, labels, context)
         if not self.params.anchor_weight:
             return loss
-        anchors, weight = client_round.scratch["anchors"][labels], float(self.params.anchor_weight)
-        return loss + weight * anchor_hinge(outputs[1], anchors, self.params.radius)
+        hinge = anchor_hinge(outputs[1], context.anchors[labels], self.params.radius)
+        return loss + float(self.params.anchor_weight) * hinge
 
     def distillation_loss(self, student: Outputs, teacher: Outputs, classes: Tensor) -> Tensor:
         """Distillation over past classes, and the distance of the mapped features."""
         loss = super().distillation_loss(student, teacher, classes)
         return loss + F.mse_loss(student[1], teacher[1])
 
-    def loss_weights(self, client_round: ClientRound) -> tuple[float, float]:
-        """The weights balanced by the numbers of classes in distillation and in the task."""
-        known = len(client_round.scratch["kd classes"])
-        own = client_round.plan.clients[client_round.client][client_round.task].classes
-        new, past = balance(known, len(own))
-        return self.params.ce * new, self.params.kd * past
-
-    def correct_gradient(self, client_round: ClientRound) -> None:
+    def correct_gradient(self, batch: Batch, context: LanderContext) -> None:
         """Take the SGD step of the map."""
-        client_round.scratch["map's sgd"].step()
-        client_round.scratch["map"].gradients.zero_()
+        context.map_sgd.step()
+        self.map.gradients.zero_()
 
-    def update_state(self, client_round: ClientRound) -> State:
+    def update_state(self, client_round: ClientRound, context: LanderContext) -> State:
         """The client's state with the anchors."""
-        anchors = client_round.scratch["anchors"].cpu().half()
-        return {**super().update_state(client_round), "anchors": anchors}
-
-    def upload(self, client_round: ClientRound) -> Message:
-        """The trained model and map."""
-        trained = client_round.scratch["map"].parameters
-        return {**super().upload(client_round), "map": trained.cpu().clone()}
+        anchors = context.anchors.cpu().half()
+        return {**super().update_state(client_round, context), "anchors": anchors}

@@ -7,10 +7,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_above
-from stamp_core.methods.base.inversion import BETAS, Inversion, InversionParams, Synthesis
-from stamp_core.methods.base.method import Log, State
-from stamp_core.models.generators import ImageGenerator, build_seeded
+from stamp_core.methods.base.inversion import Inversion, InversionParams
+from stamp_core.methods.base.method import Log
+from stamp_core.methods.base.synthesis import Source, Synthesis
+from stamp_core.models.adam import FlatAdam
+from stamp_core.models.flat import FlatModel
+from stamp_core.models.generators import BETAS, ImageGenerator, build_seeded
 
 
 @dataclass(frozen=True)
@@ -20,14 +24,12 @@ class TargetParams(InversionParams):
     latent_lr: float = 0.01  # of Adam on the generator's inputs
 
     def __post_init__(self) -> None:
-        """Refuse a student that would never be trained."""
+        """Validate the learning rate, and that the student is trained."""
         super().__post_init__()
         require_above(self, 0, "latent_lr")
         if self.adversarial_weight and self.warmup >= self.saved_rounds:
-            rounds = (
-                f"below {self.saved_rounds}, the rounds that images / synthesis_batch_size need"
-            )
-            raise invalid("warmup", self.warmup, rounds)
+            rounds = "the rounds that images / synthesis_batch_size need"
+            raise invalid("warmup", self.warmup, f"below {self.saved_rounds}, {rounds}")
 
 
 class MetaSynthesis(Synthesis):
@@ -36,34 +38,29 @@ class MetaSynthesis(Synthesis):
     The sum of the copy's gradients is the gradient of the meta-generator: first-order MAML.
     """
 
-    def __init__(self, method: Inversion, server: State, log: Log) -> None:
-        super().__init__(method, server, log)
-        self.meta = self.generator.parameters.clone()  # [G]
-        self.meta.grad = torch.zeros_like(self.meta)
-        lr = self.params.generator_lr * self.params.generator_steps
-        self.meta_adam = torch.optim.Adam([self.meta], lr, BETAS)
+    def __init__(
+        self, runtime: ClientRuntime, params: TargetParams, source: Source, log: Log
+    ) -> None:
+        sizes = runtime.shape, params.latent, params.generator_width
+        build = partial(ImageGenerator, *sizes)
+        both = (build_seeded(build, *source.seed, "generator") for _ in range(2))
+        super().__init__(runtime, params, source, next(both), log)
+        self.meta = FlatModel(next(both).to(runtime.device))
+        lr = params.generator_lr * params.generator_steps
+        self.meta_adam = FlatAdam(self.meta, lr, betas=BETAS)
 
-    def new_generator(self, server: State, *seed: int) -> nn.Module:
-        """A generator whose inputs are noise."""
-        sizes = self.runtime.shape, self.params.latent, self.params.generator_width
-        return build_seeded(partial(ImageGenerator, *sizes), *seed, "generator")
-
-    def start_round(self, targets: Tensor) -> tuple[Tensor, torch.optim.Optimizer]:
+    def start_round(self, targets: Tensor) -> tuple[Tensor, list[FlatAdam]]:
         """New noise, which is trained too, and a copy of the meta-generator."""
-        self.generator.load(self.meta)
-        self.meta_adam.zero_grad(set_to_none=False)
+        self.generator.load(self.meta.parameters)
+        self.meta.gradients.zero_()
         noise = torch.randn(len(targets), self.params.latent, generator=self.draw)
-        latent = noise.to(self.runtime.device).requires_grad_()
-        groups: list[dict[str, Any]] = [
-            {"params": [self.generator.parameters]},
-            {"params": [latent], "lr": self.params.latent_lr},
-        ]
-        return latent, torch.optim.Adam(groups, self.params.generator_lr, BETAS)
+        latent = FlatModel(nn.ParameterList([noise.to(self.runtime.device)]))
+        adam = FlatAdam(self.generator, self.params.generator_lr, betas=BETAS)
+        return latent.tensors[0], [adam, FlatAdam(latent, self.params.latent_lr, betas=BETAS)]
 
     def after_backward(self) -> None:
         """Add the gradient of a step to that of the meta-generator."""
-        assert self.meta.grad is not None
-        self.meta.grad.add_(self.generator.gradients)
+        self.meta.gradients.add_(self.generator.gradients)
 
     def end_round(self) -> None:
         """One step of the meta-generator."""
@@ -75,5 +72,8 @@ class Target(Inversion):
     """FedAvg with distillation from the last model on images synthesised from it."""
 
     Params: ClassVar = TargetParams
-    fedavg_equivalent: ClassVar[dict[str, Any]] = {"kd": 0.0, "ce_classes": "all"}
-    synthesis = MetaSynthesis
+    fedavg_equivalent: ClassVar = {"kd": 0.0, "ce_classes": "all"}
+
+    def synthesis(self, source: Source, server: Any, log: Log) -> Synthesis:
+        """Synthesis by a meta-generator."""
+        return MetaSynthesis(self.runtime, self.params, source, log)

@@ -1,11 +1,10 @@
-"""Networks that generate images: from noise, or from the anchor of a class and noisy layers."""
+"""Networks that generate images, and what their training shares."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stamp_core.core.seeding import address
@@ -13,8 +12,8 @@ from stamp_core.models.encoders import Shape
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
-CHUNK = 10  # consecutive images of a batch that share a noisy layer
 SLOPE = 0.2  # of LeakyReLU for negative values
+BETAS = (0.5, 0.999)  # of Adam on generators of images
 
 
 class ImageGenerator(nn.Module):
@@ -51,35 +50,6 @@ class ImageGenerator(nn.Module):
         return images
 
 
-class NoisyLabelGenerator(nn.Module):
-    """Images from the anchors of their classes: noisy linear layers, then an `ImageGenerator`.
-
-    Every `CHUNK` consecutive images have a noisy layer of their own, drawn anew by `redraw`.
-    """
-
-    def __init__(self, shape: Shape, latent: int, width: int, anchor: int, images: int) -> None:
-        super().__init__()
-        chunks = math.ceil(images / CHUNK)
-        self.norm = nn.BatchNorm1d(anchor, track_running_stats=False)
-        self.weight = nn.Parameter(torch.zeros(chunks, anchor, latent))
-        self.bias = nn.Parameter(torch.zeros(chunks, 1, latent))
-        self.generator = ImageGenerator(shape, latent, width)
-
-    @torch.no_grad()
-    def redraw(self, draw: torch.Generator) -> None:
-        """Draw the weights of the noisy layers from N(0, 1) and set their biases to 0."""
-        self.weight.copy_(torch.randn(self.weight.shape, generator=draw))
-        self.bias.zero_()
-
-    def forward(self, anchors: Tensor) -> Tensor:
-        """The images of classes with these anchors."""  # [N, A] -> [N, C, H, W]
-        missing = len(self.weight) * CHUNK - len(anchors)
-        padded = F.pad(self.norm(anchors), (0, 0, 0, missing)).view(len(self.weight), CHUNK, -1)
-        latent = torch.baddbmm(self.bias, padded, self.weight).flatten(0, 1)
-        images: Tensor = self.generator(latent[: len(anchors)])
-        return images
-
-
 def build_seeded(build: Callable[[], _Module], *parts: int | str) -> _Module:
     """The module that `build` returns, with the initial weights of an address.
 
@@ -93,3 +63,12 @@ def build_seeded(build: Callable[[], _Module], *parts: int | str) -> _Module:
 def _batch_norm(channels: int) -> nn.Module:
     """Batch normalisation without running statistics."""
     return nn.BatchNorm2d(channels, track_running_stats=False)
+
+
+def draw_inputs(
+    classes: Tensor, size: Sequence[int], draw: torch.Generator, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Labels drawn uniformly from a mask of classes [L], and noise.  # [size[0]], size"""
+    chosen = classes.nonzero().flatten()
+    labels = chosen[torch.randint(len(chosen), (size[0],), generator=draw)]
+    return labels.to(device), torch.randn(*size, generator=draw).to(device)

@@ -22,8 +22,12 @@ def is_due(client_round: ClientRound, training: Training) -> bool:
     That is the last round of an experience. Where clients may miss it, they do so in their first
     round as well.
     """
-    may_miss = training.participation < 1 or training.dropout > 0
-    return client_round.last or (may_miss and is_first(client_round))
+    return client_round.last or (may_miss_rounds(training) and is_first(client_round))
+
+
+def may_miss_rounds(training: Training) -> bool:
+    """Whether clients may miss a round, the last one of an experience among them."""
+    return training.participation < 1 or training.dropout > 0
 
 
 def latest(state: Mapping[str, Any]) -> int:

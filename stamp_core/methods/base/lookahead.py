@@ -28,7 +28,7 @@ class LookAhead:
         runtime = self.runtime
         values = dict(zip(self.names, tensors, strict=True))
         runtime.train_mode(len(images))
-        with nullcontext() if update_norms else _constant_statistics(runtime):
+        with nullcontext() if update_norms else constant_statistics(runtime):
             # no network here has two names for one tensor, which it would take time to look for
             logits: Tensor = functional_call(
                 runtime.classifier, values, (images,), tie_weights=False
@@ -37,7 +37,7 @@ class LookAhead:
 
 
 @contextmanager
-def _constant_statistics(runtime: ClientRuntime) -> Iterator[None]:
+def constant_statistics(runtime: ClientRuntime) -> Iterator[None]:
     """A context in which a pass leaves the running statistics of batch normalisation unchanged."""
     momenta = [norm.momentum for norm in runtime.classifier.norms]
     for norm in runtime.classifier.norms:

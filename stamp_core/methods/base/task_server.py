@@ -1,10 +1,14 @@
 """A server that knows the experience and the classes learnt so far, from what clients report."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, TypedDict
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from stamp_core.client.batches import StepContext
 from stamp_core.data.split import Plan
 from stamp_core.methods.base.method import (
     ClientRound,
@@ -19,13 +23,31 @@ from stamp_core.methods.base.method import (
 PREFIX = "announced "  # of the parts of a message that a client keeps for the experience
 
 
+class TaskServerState(TypedDict):
+    """What the server remembers."""
+
+    parameters: Tensor  # [P]
+    buffers: Tensor  # [B]
+    seed: int
+    round: int  # since the start
+    experiences: int  # of the run
+    classes: Tensor  # bool [L], reported so far
+    past: Tensor  # bool [L], reported before the running experience
+    informed: list[int]  # clients that have the announcement of the running experience
+
+
+@dataclass
+class TaskContext(StepContext):
+    """What was announced to the client in this experience: "past" and what the method adds."""
+
+    announced: Message
+
+
 class TaskServer(Method):
     """FedAvg whose server counts rounds and learns from the clients which classes have come up.
 
     In its first round of an experience a client reports the classes of its task and receives those
-    learnt before, with the `announcement`, and keeps both until the next one. State of the server:
-    "round" (since the start), "experiences" (of the run), "classes" (reported so far), "past"
-    (reported before the running experience), "informed" (clients that have the announcement).
+    learnt before, with the `announcement`, and keeps both until the next one.
     """
 
     def initial_states(self, plan: Plan) -> InitialStates:
@@ -38,11 +60,11 @@ class TaskServer(Method):
 
     # --- the server
 
-    def announcement(self, server: State) -> Message:
+    def announcement(self, server: Any) -> Message:
         """What a client receives once in an experience, besides the classes learnt before it."""
         return {}
 
-    def broadcast(self, server: State, client: int) -> Message:
+    def broadcast(self, server: Any, client: int) -> Message:
         """The global model and, the first time in an experience, the announcement."""
         message = super().broadcast(server, client)
         if client in server["informed"]:
@@ -50,61 +72,70 @@ class TaskServer(Method):
         announced = {"past": pack_bits(server["past"]), **self.announcement(server)}
         return {**message, **{PREFIX + name: value for name, value in announced.items()}}
 
-    def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
+    def aggregate(self, server: Any, replies: list[Reply], log: Log) -> State:
         """The mean of the models, the reported classes, and the end of an experience if due."""
-        state = {**super().aggregate(server, replies, log)}
-        reports = [reply.message["classes"] for reply in replies if "classes" in reply.message]
+        state: State = {**super().aggregate(server, replies, log)}
         classes = state["classes"].clone()
-        for report in reports:
-            classes |= unpack_bits(report, len(classes))
+        for reply in replies:
+            if "classes" in reply.message:
+                classes |= unpack_bits(reply.message["classes"], len(classes))
         informed = sorted({*server["informed"], *(reply.client for reply in replies)})
         state |= {"classes": classes, "informed": informed, "round": server["round"] + 1}
-        if state["round"] % self.runtime.training.rounds:
-            return state
-        return self.end_experience(state, log)
+        return self.end_experience(state, log) if self.is_between(state) else state
 
-    def end_experience(self, server: State, log: Log) -> State:
+    def end_experience(self, server: Any, log: Log) -> State:
         """The server's state after the last round of an experience.
 
         Personal models are evaluated after it: what is announced then is for the next experience.
         """
         return {**server, "past": server["classes"], "informed": []}
 
-    def is_over(self, server: State) -> bool:
+    def is_between(self, server: TaskServerState) -> bool:
+        """Whether the rounds so far are whole experiences."""
+        return server["round"] % self.runtime.training.rounds == 0
+
+    def is_over(self, server: TaskServerState) -> bool:
         """Whether all experiences of the run have been trained."""
-        done: bool = server["round"] == server["experiences"] * self.runtime.training.rounds
-        return done
+        return server["round"] == server["experiences"] * self.runtime.training.rounds
 
     # --- a client
 
-    def receive(self, client_round: ClientRound) -> None:
-        """Load the received model; what is announced is in `scratch["announced"]`."""
-        super().receive(client_round)
+    def start(self, client_round: ClientRound) -> Any:
+        """Load the received model; the context has what was announced."""
+        self.receive(client_round)
+        return TaskContext(self.announced(client_round))
+
+    def announced(self, client_round: ClientRound) -> Message:
+        """What was announced in this experience: with this message or an earlier one."""
         message = client_round.message.items()
         new = {key.removeprefix(PREFIX): v.clone() for key, v in message if key.startswith(PREFIX)}
-        client_round.scratch["announced"] = new or client_round.state.get("announced", {})
+        return new or client_round.state.get("announced", {})
 
-    def past_classes(self, client_round: ClientRound) -> Tensor:
+    def past_classes(self, announced: Message) -> Tensor:
         """Which classes any client had reported before this experience.  # bool [L]"""
-        announced = client_round.scratch["announced"]
         return unpack_bits(announced["past"], self.runtime.classes)
 
     def current_classes(self, client_round: ClientRound) -> Tensor:
         """Of which classes the client has images in its task.  # bool [L]"""
-        labels = self.runtime.dataset.y_train[self.train_indices(client_round)]
+        labels = self.runtime.dataset.y_train[client_round.indices]
         return class_mask(labels.unique().tolist(), self.runtime.classes)
 
-    def update_state(self, client_round: ClientRound) -> State:
+    def update_state(self, client_round: ClientRound, context: Any) -> State:
         """The client's state with what was announced."""
-        state = super().update_state(client_round)
-        return {**state, "announced": client_round.scratch["announced"]}
+        state = super().update_state(client_round, context)
+        return {**state, "announced": context.announced}
 
-    def upload(self, client_round: ClientRound) -> Message:
+    def upload(self, client_round: ClientRound, context: Any) -> Message:
         """The trained model and, in the client's first round of an experience, its classes."""
-        message = super().upload(client_round)
-        if PREFIX + "past" not in client_round.message:
+        message = super().upload(client_round, context)
+        if not is_announced(client_round):
             return message
         return {**message, "classes": pack_bits(self.current_classes(client_round))}
+
+
+def is_announced(client_round: ClientRound) -> bool:
+    """Whether the message announces a new experience: the client has completed no round of it."""
+    return PREFIX + "past" in client_round.message
 
 
 def class_mask(classes: Iterable[int], count: int) -> Tensor:
@@ -116,13 +147,9 @@ def class_mask(classes: Iterable[int], count: int) -> Tensor:
 
 def pack_bits(mask: Tensor) -> Tensor:
     """A mask as bytes of eight bits, the first class in the lowest bit.  # uint8 [ceil(L / 8)]"""
-    padded = torch.zeros(-(-len(mask) // 8) * 8, dtype=torch.uint8)
-    padded[: len(mask)] = mask
-    weights = 2 ** torch.arange(8, dtype=torch.uint8)
-    return (padded.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
+    return torch.from_numpy(np.packbits(mask.numpy(), bitorder="little"))
 
 
 def unpack_bits(packed: Tensor, count: int) -> Tensor:
     """The inverse of `pack_bits` for a mask of `count` classes.  # bool [L]"""
-    bits = packed[:, None] >> torch.arange(8, dtype=torch.uint8) & 1
-    return bits.flatten()[:count].bool()
+    return torch.from_numpy(np.unpackbits(packed.numpy(), count=count, bitorder="little")).bool()

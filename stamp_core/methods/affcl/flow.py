@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stamp_core.core.seeding import generator
-from stamp_core.models.generators import build_seeded
 
 Scale = Literal["default", "general"]
 BLOCKS = 2  # residual blocks of a coupling's network
@@ -30,7 +29,8 @@ class Coupling(nn.Module):
         super().__init__()
         self.enter = nn.Linear(kept + classes, hidden)
         layers = [nn.Linear(hidden, hidden) for _ in range(2 * BLOCKS)]
-        self.first, self.second = nn.ModuleList(layers[::2]), nn.ModuleList(layers[1::2])
+        self.first = nn.ModuleList(layers[::2])
+        self.second = nn.ModuleList(layers[1::2])
         self.leave = nn.Linear(hidden, 2 * moved)
         for layer in layers[1::2]:  # so that a block is close to the identity at first
             nn.init.uniform_(layer.weight, -NARROW, NARROW)
@@ -59,7 +59,9 @@ class Flow(nn.Module):
 
     def __init__(self, features: int, classes: int, hidden: int, layers: int, scale: Scale) -> None:
         super().__init__()
-        self.classes, self.hidden, self.kept = classes, hidden, features // 2
+        self.classes = classes
+        self.hidden = hidden
+        self.kept = features // 2
         self.scale = SCALES[scale]
         sizes = (self.kept, features - self.kept, classes, hidden)
         self.couplings = nn.ModuleList(Coupling(*sizes) for _ in range(layers))
@@ -80,7 +82,7 @@ class Flow(nn.Module):
         scales = []
         for order, coupling, gate in zip(self.orders, self.couplings, gates, strict=True):
             x = x.index_select(1, order)
-            kept, moved = x[:, : self.kept], x[:, self.kept :]
+            kept, moved = x.tensor_split([self.kept], 1)
             shift, raw = coupling(kept, onehot, gate)
             scales.append(self.scale(raw))
             x = torch.cat([kept, torch.addcmul(shift, moved, scales[-1])], 1)
@@ -93,7 +95,7 @@ class Flow(nn.Module):
         onehot, gates = self._classes(labels)
         layers = list(zip(self.inverse, self.couplings, gates, strict=True))
         for order, coupling, gate in reversed(layers):
-            kept, moved = noise[:, : self.kept], noise[:, self.kept :]
+            kept, moved = noise.tensor_split([self.kept], 1)
             shift, raw = coupling(kept, onehot, gate)
             mapped = torch.cat([kept, (moved - shift) / self.scale(raw)], 1)
             noise = mapped.index_select(1, order)
@@ -104,10 +106,3 @@ class Flow(nn.Module):
         onehot = F.one_hot(labels, self.classes).to(self.gates.weight.dtype)
         gates = torch.sigmoid(self.gates(onehot))
         return onehot, gates.view(len(labels), -1, BLOCKS, self.hidden).unbind(1)
-
-
-def build_flow(
-    features: int, classes: int, hidden: int, layers: int, scale: Scale, seed: int
-) -> Flow:
-    """A flow with the initial weights of `seed`; the global generator is left unchanged."""
-    return build_seeded(lambda: Flow(features, classes, hidden, layers, scale), seed, "flow")
