@@ -31,7 +31,7 @@ from small import (
     with_train,
 )
 
-from stamp_core.client.workspace import RoundId
+from stamp_core.client.runtime import RoundId
 from stamp_core.data.split import Plan
 from stamp_core.engine import executor
 from stamp_core.engine import train as engine
@@ -107,7 +107,7 @@ def test_the_loss_is_the_mean_over_all_images() -> None:
     experiment = tiny(training={"lr": 0, "batch_size": 1000})
     plan_, dataset = small.awkward(experiment), experiment.dataset()
     net = models.build_network(experiment.setting.network, (1, 8, 8), 10, seed=0)
-    normalise = small.worker(experiment, plan_).work.normalise
+    normalise = small.worker(experiment, plan_).runtime.normalise
     for row in run(experiment, plan_).history:
         every = torch.cat([plan_.train_indices(dataset, u, row["experience"]) for u in range(4)])
         loss = F.cross_entropy(net(normalise(dataset.x_train[every])), dataset.y_train[every])

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from small import BATCH_NORM, plan, run, tiny
 
-from stamp_core.client.workspace import RoundId
+from stamp_core.client.runtime import RoundId
 from stamp_core.config.decode import ParameterError
 from stamp_core.models import networks as models
 
@@ -75,10 +75,10 @@ def test_fine_tuning_gathers_running_statistics_and_leaves_the_message_unchanged
     worker.method.load_personal_model(client_round)
     small.assert_equal_trees(client_round.message, before)
     net = models.build_network(experiment.setting.network, (1, 8, 8), 10, seed=0)
-    own = plan_.train_indices(worker.work.dataset, 0, 0)
-    maps = net.encoder[0](small.normalised(experiment, worker.work.dataset.x_train[own])).detach()
+    own = plan_.train_indices(worker.runtime.dataset, 0, 0)
+    maps = net.encoder[0](small.normalised(experiment, worker.runtime.dataset.x_train[own])).detach()
     expected = 0.9 * 2.0 + 0.1 * maps.mean((0, 2, 3))
-    torch.testing.assert_close(worker.work.model.buffers[:4], expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(worker.runtime.model.buffers[:4], expected, rtol=0, atol=1e-5)
 
 
 def test_a_client_without_images_has_the_global_model() -> None:
