@@ -1,12 +1,12 @@
 """The documentation site: `make docs` builds it into docs/_build/html, without any network.
 
 Pages are the Markdown files of this folder. Notebooks and tables of results are copied from
-elsewhere into docs/_generated (git-ignored): notebooks as the last `make repro` executed them, or,
+elsewhere into docs/_generated (git-ignored), the API reference is made there: notebooks as the last `make repro` executed them, or,
 where there was none, with the outputs that are stored in notebooks/. Nothing is executed here.
 """
 
 import re
-import shutil
+import sys
 from html import escape
 from pathlib import Path
 
@@ -18,6 +18,9 @@ from sphinx.util.logging import getLogger
 from sphinx.writers.html5 import HTML5Translator
 
 DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS))
+from reference import reference_pages  # noqa: E402
+
 ROOT = DOCS.parent
 GENERATED = DOCS / "_generated"
 NBSP = "\N{NO-BREAK SPACE}"
@@ -54,13 +57,16 @@ def copy_sources() -> None:
     copies = {f"notebooks/{path.name}": executed_copy(path.stem) or path for path in notebooks}
     copies |= {f"figures/{path.name}": path for path in sorted((ROOT / "figures").glob("*.md"))}
     copies |= {path.name: path for path in (ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md")}
-    for name, source in copies.items():
+    contents = {name: source.read_bytes() for name, source in copies.items()}
+    pages = reference_pages(ROOT / "stamp_core")
+    contents |= {name: text.encode() for name, text in pages.items()}
+    for name, content in contents.items():
         target = GENERATED / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        if not target.exists() or target.read_bytes() != source.read_bytes():
-            shutil.copyfile(source, target)
+        if not target.exists() or target.read_bytes() != content:
+            target.write_bytes(content)
     for path in GENERATED.rglob("*"):
-        if path.is_file() and path.relative_to(GENERATED).as_posix() not in copies:
+        if path.is_file() and path.relative_to(GENERATED).as_posix() not in contents:
             path.unlink()
 
 

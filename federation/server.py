@@ -56,6 +56,7 @@ class FederationExecutor:
         self, grid: Grid, worker: Worker, headers: Mapping[int, Tree], timeout: float
     ) -> None:
         self.grid, self.worker, self.headers, self.timeout = grid, worker, headers, timeout
+        self.workers = 1  # for calls that run at the server
         self.nodes: dict[int, list[int]] = {}  # the clients of each node that is there
         self.lock = threading.Lock()  # seeds take turns
         self.refusals: list[str] = []

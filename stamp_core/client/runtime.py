@@ -27,7 +27,9 @@ from stamp_core.results.records import PIXEL_SCORINGS, SCORINGS
 
 # Images of up to 32 x 32 pixels per forward pass in evaluation; fewer of larger ones.
 EVALUATION_BATCH = 512
-MEAN_IMAGES = 100  # of a class, at most, in its mean feature
+MEAN_IMAGES = 100  # of a class, at most, in its mean feature; of many classes fewer,
+ALL_MEAN_IMAGES = 2000  # so that there are at most as many of all together,
+LEAST_MEAN_IMAGES = 20  # but not fewer than these of a class
 FLOATS = 2**22  # values of images that are normalised once, not in every batch
 
 Reader = Callable[[Drawn], Tensor]  # the images of a batch, or its targets, on the device
@@ -278,7 +280,8 @@ class ClientRuntime:
 
         Indices [n] where the images are; [L, n] and [L] on the device.
         """
-        indices = first_per_class(self.dataset.y_train, MEAN_IMAGES)
+        count = max(LEAST_MEAN_IMAGES, ALL_MEAN_IMAGES // self.classes)
+        indices = first_per_class(self.dataset.y_train, min(MEAN_IMAGES, count))
         matrix, classes = averaging_matrix(self.dataset.y_train[indices])
         stored = indices.to(self.x_train.device)
         return stored, matrix.to(self.device), classes.to(self.device)

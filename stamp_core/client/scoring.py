@@ -1,6 +1,8 @@
 """How well a model predicts the test images of clients' tasks: accuracies, or scores of masks."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +12,37 @@ from stamp_core.client.runtime import ClientRuntime
 from stamp_core.data.split import Plan
 from stamp_core.results.records import SCORINGS
 
+LOCAL_TESTS = 250  # test images of a task, at most, on which a local model is scored
+
 Classes = tuple[int, ...]
+
+
+class Part(NamedTuple):
+    """A part of the test images: those whose index leaves the remainder `number`."""
+
+    number: int = 0
+    of: int = 1
+
+
+ALL = Part()
+
+
+@dataclass(frozen=True, eq=False)
+class TaskTests:
+    """Test images of a client's task, on the device, and what may be predicted for them."""
+
+    row: int  # of the client in a table of scores
+    task: int
+    indices: Tensor  # [n]
+    allowed: list[Tensor]  # all classes, those seen, the task's; none where the task's are missing
+
+
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """A model's predictions for all test images."""
+
+    logits: Tensor  # [N, L]
+    nearest: Tensor | None = None  # [N], the class of the nearest mean feature
 
 
 @torch.no_grad()
@@ -27,68 +59,131 @@ def score(
     """
     if runtime.dataset.masks:
         return mask_scores(runtime, plan, clients, experience)
-    needed = indices_of_tests(runtime, plan, clients).to(runtime.device)
+    counts = count_correct(runtime, plan, clients, experience, nearest_mean)
+    return to_accuracies(counts, count_tests(runtime, plan, clients))
+
+
+def count_correct(
+    runtime: ClientRuntime,
+    plan: Plan,
+    clients: list[int],
+    experience: int,
+    nearest_mean: bool,
+    part: Part = ALL,
+) -> Tensor:
+    """Correct predictions of the live model among a part of the test images, so that parts add up.
+
+    # float64 [scorings, U, T], NaN where undefined
+    """
+    sets = [
+        replace(each, indices=each.indices[each.indices % part.of == part.number])
+        for each in tests_of_tasks(runtime, plan, clients, experience, range(plan.tasks))
+    ]
+    predictions = predict(runtime, sets, nearest_mean)
+    return _count(runtime, sets, predictions, len(clients), plan.tasks)
+
+
+@torch.no_grad()
+def local_scores(runtime: ClientRuntime, plan: Plan, client: int, experience: int) -> Tensor:
+    """The live model's scores as a client's local one.  # [scorings, 1, T], NaN where undefined
+
+    As far as a page shows them: on the task just learnt, after the last experience on all tasks;
+    on at most LOCAL_TESTS test images of each.
+    """
+    if runtime.dataset.masks:
+        return mask_scores(runtime, plan, [client], experience)
+    last = experience == plan.experiences - 1
+    tasks = range(plan.tasks) if last else [experience % plan.tasks]
+    sets = tests_of_tasks(runtime, plan, [client], experience, tasks)
+    sets = [replace(each, indices=_spread(each.indices, LOCAL_TESTS)) for each in sets]
+    counts = _count(runtime, sets, predict(runtime, sets, nearest_mean=False), 1, plan.tasks)
+    sizes = torch.zeros(1, plan.tasks)
+    for each in sets:
+        sizes[0, each.task] = len(each.indices)
+    return to_accuracies(counts, sizes)
+
+
+def accuracies(
+    runtime: ClientRuntime, plan: Plan, clients: list[int], experience: int, logits: Tensor
+) -> Tensor:
+    """Accuracies of logits for all test images.  # [scorings, U, T], NaN where undefined"""
+    sets = tests_of_tasks(runtime, plan, clients, experience, range(plan.tasks))
+    predictions = Predictions(logits.to(runtime.device))
+    counts = _count(runtime, sets, predictions, len(clients), plan.tasks)
+    return to_accuracies(counts, count_tests(runtime, plan, clients))
+
+
+def to_accuracies(correct: Tensor, tests: Tensor) -> Tensor:
+    """The share of correct predictions.  # float32 [scorings, U, T]"""
+    return (correct / tests).float()
+
+
+def count_tests(runtime: ClientRuntime, plan: Plan, clients: Iterable[int]) -> Tensor:
+    """How many test images each client has of each task.  # int64 [U, T]"""
+    tasks = range(plan.tasks)
+    return torch.tensor([[len(runtime.tests(plan, u, t)) for t in tasks] for u in clients])
+
+
+def tests_of_tasks(
+    runtime: ClientRuntime, plan: Plan, clients: list[int], experience: int, tasks: Iterable[int]
+) -> list[TaskTests]:
+    """The test images of some tasks of the clients; all tensors go to the device at once."""
+    places = list[tuple[int, int]]()
+    parts = list[Tensor]()
+    for row, client in enumerate(clients):
+        seen = plan.seen(client, experience)
+        for task in tasks:
+            tests = runtime.tests(plan, client, task)
+            if not len(tests):
+                continue
+            own = plan.clients[client][task].classes
+            allowed = [c if set(own) <= set(c) else () for c in (range(runtime.classes), seen, own)]
+            places.append((row, task))
+            parts += [tests, *(torch.tensor(list(c), dtype=torch.int64) for c in allowed)]
+    if not parts:
+        return []
+    moved = iter(torch.cat(parts).to(runtime.device).split([len(part) for part in parts]))
+    return [TaskTests(*place, next(moved), [next(moved) for _ in SCORINGS[:3]]) for place in places]
+
+
+def predict(runtime: ClientRuntime, sets: list[TaskTests], nearest_mean: bool) -> Predictions:
+    """The live model's predictions for the test images of some sets."""
+    logits = runtime.scale.new_zeros(len(runtime.y_test), runtime.classes)
+    nearest = torch.zeros_like(runtime.y_test) if nearest_mean else None
+    if not sets:
+        return Predictions(logits, nearest)
     means = class_means(runtime) if nearest_mean else None
-    logits = runtime.scale.new_empty(len(runtime.y_test), runtime.classes)
-    nearest = torch.empty_like(runtime.y_test) if means else None
+    needed = torch.cat([each.indices for each in sets]).unique()
     for part in needed.split(runtime.chunk):  # never all images of a large data set at once
         features = runtime.outputs_there(runtime.test_images(part), runtime.classifier.encode)
         logits[part] = runtime.classifier.head(features)
         if means and nearest is not None:
             nearest[part] = means[1][torch.cdist(features, means[0]).argmin(1)]
-    return accuracies(runtime, plan, clients, experience, logits, nearest)
+    return Predictions(logits, nearest)
 
 
-def accuracies(
-    runtime: ClientRuntime,
-    plan: Plan,
-    clients: list[int],
-    experience: int,
-    logits: Tensor,
-    nearest: Tensor | None = None,
+def _count(
+    runtime: ClientRuntime, sets: list[TaskTests], predictions: Predictions, rows: int, tasks: int
 ) -> Tensor:
-    """Accuracies of predictions for all test images.  # [scorings, U, T], NaN where undefined
-
-    By the logits, and by the class of the nearest mean feature if it is given; on the CPU.
-    """
-    logits = logits.to(runtime.device)
-    shape = len(SCORINGS), len(clients), plan.tasks
-    scores = logits.new_full(shape, torch.nan, dtype=torch.float32)
-    for place, task, (test, *allowed) in _test_sets(runtime, plan, clients, experience):
-        labels, of_test = runtime.y_test[test], logits[test]
-        for scoring, classes in enumerate(allowed):  # as SCORINGS
+    """The correct predictions in each set, on the CPU.  # float64 [scorings, rows, tasks]"""
+    shape = (len(SCORINGS), rows, tasks)
+    counts = runtime.scale.new_full(shape, torch.nan, dtype=torch.float64)
+    for each in sets:
+        labels = runtime.y_test[each.indices]
+        logits = predictions.logits[each.indices]
+        for scoring, classes in enumerate(each.allowed):  # as SCORINGS
             if len(classes):
-                predicted = classes[of_test[:, classes].argmax(1)]
-                scores[scoring, place, task] = (predicted == labels).double().mean()
-        if nearest is not None:
-            correct = nearest.to(runtime.device)[test] == labels
-            scores[SCORINGS.index("nearest mean"), place, task] = correct.double().mean()
-    return scores.cpu()
+                predicted = classes[logits[:, classes].argmax(1)]
+                counts[scoring, each.row, each.task] = (predicted == labels).sum()
+        if predictions.nearest is not None:
+            correct = predictions.nearest[each.indices] == labels
+            counts[SCORINGS.index("nearest mean"), each.row, each.task] = correct.sum()
+    return counts.cpu()
 
 
-def _test_sets(
-    runtime: ClientRuntime, plan: Plan, clients: list[int], experience: int
-) -> Iterator[tuple[int, int, list[Tensor]]]:
-    """The place of a client and a task, its test images, and what may be predicted.
-
-    That is all classes, those seen and those of the task; none where the task's are not among
-    them. All tensors go to the device at once.
-    """
-    places, parts = [], list[Tensor]()
-    for place, client in enumerate(clients):
-        seen = plan.seen(client, experience)
-        for task in range(plan.tasks):
-            test, own = runtime.tests(plan, client, task), plan.clients[client][task].classes
-            if not len(test):
-                continue
-            scored = [c if set(own) <= set(c) else () for c in (range(runtime.classes), seen, own)]
-            places.append((place, task))
-            parts += [test, *(torch.tensor(list(c), dtype=torch.int64) for c in scored)]
-    if not parts:
-        return
-    moved = iter(torch.cat(parts).to(runtime.device).split([len(part) for part in parts]))
-    for place, task in places:
-        yield place, task, [next(moved) for _ in range(4)]
+def _spread(indices: Tensor, most: int) -> Tensor:
+    """At most so many of the indices, evenly spread.  # [n]"""
+    return indices[:: max(1, -(-len(indices) // most))]
 
 
 def indices_of_tests(runtime: ClientRuntime, plan: Plan, clients: list[int]) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from stamp_core.client.diagnostics import temporal_angles
 from stamp_core.client.runtime import ClientRuntime, RoundId
-from stamp_core.client.scoring import score
+from stamp_core.client.scoring import Part, count_correct, local_scores, mask_scores, score
 from stamp_core.config.decode import invalid, unknown_name
 from stamp_core.config.schema import Setting
 from stamp_core.core.devices import device_peak, reset_device_peak
@@ -119,17 +119,22 @@ class Worker:
         scores = None
         self.runtime.model.load(*local)
         if "local" in models:
-            scores = score(self.runtime, plan, [round_id.client], round_id.experience)
+            scores = local_scores(self.runtime, plan, round_id.client, round_id.experience)
         if not recorded.angles or models == ("global",):  # joint training: no client has tasks
             return scores, {}
         return scores, temporal_angles(self.runtime, plan, round_id, recorded.displacements)
 
-    def evaluate(self, seed: int, experience: int, message: Message) -> Tensor:
-        """Scores of the model in `message` for all clients.  # [scorings, U, T]"""
+    def evaluate(self, seed: int, experience: int, message: Message, part: Part) -> Tensor:
+        """Correct predictions of a model among a part of all clients' test images.
+
+        With masks, whose scores are no counts, the scores.  # [scorings, U, T]
+        """
         plan = self.plans[seed]
         self.runtime.model.load(message["parameters"], message["buffers"])
         clients = list(range(len(plan.clients)))
-        return score(self.runtime, plan, clients, experience, nearest_mean=True)
+        if self.runtime.dataset.masks:
+            return mask_scores(self.runtime, plan, clients, experience)
+        return count_correct(self.runtime, plan, clients, experience, True, part)
 
     def extract_features(self, message: Message, indices: Tensor) -> Tensor:
         """Features of some test images under the model in `message`.  # float16 [n, D]"""
@@ -203,6 +208,8 @@ def memory_advice(setting: Setting) -> str:
 class SerialExecutor:
     """Runs every call in this process, one after the other."""
 
+    workers = 1
+
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
 
@@ -218,6 +225,7 @@ class ProcessExecutor:
     """Distributes the calls among worker processes; several threads may call it at once."""
 
     def __init__(self, workers: int, *of_worker: object) -> None:
+        self.workers = workers
         # A fork server has imported torch already and has no other threads: its children start
         # fast and cannot inherit a lock held by another thread, as those of a notebook kernel may.
         context = multiprocessing.get_context("forkserver")
@@ -246,6 +254,8 @@ class ProcessExecutor:
 
 class Executor(Protocol):
     """Where clients run."""
+
+    workers: int  # processes that work side by side
 
     def map(self, calls: Iterable[Call[_T]]) -> list[_T]:
         """The results of the calls, in order; of client rounds those that were finished."""

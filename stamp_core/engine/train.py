@@ -1,6 +1,7 @@
 """Experiences x rounds x clients: trains one experiment, all its seeds side by side."""
 
 import concurrent.futures
+import logging
 import math
 import os
 import platform
@@ -21,6 +22,7 @@ from torch import Tensor
 from stamp_core.client.by_class import first_per_class
 from stamp_core.client.diagnostics import spatial_angles
 from stamp_core.client.runtime import RoundId
+from stamp_core.client.scoring import Part, count_tests, to_accuracies
 from stamp_core.core.devices import device_name, resolve_device
 from stamp_core.core.progress import Progress
 from stamp_core.core.seeding import generator
@@ -48,6 +50,9 @@ from stamp_core.methods.base.method import Log, Message, Reply
 from stamp_core.models.flat import split_like
 from stamp_core.results.metrics import micro_average
 from stamp_core.results.records import Record, tree_bytes
+
+logger = logging.getLogger("stamp_core.engine")
+PART = 1000  # test images, at least, for which another worker is asked
 
 Start = Callable[[Experiment, Mapping[int, Plan], int, str, Path | None], tuple[Worker, Executor]]
 
@@ -124,7 +129,11 @@ class Run:
         self.state = saved or self.initial_state()
         self.disk = [state_bytes(kept) for kept in self.state["clients"]]
         self.saving, self.stop = 0.0, False
-        if not saved:
+        if saved:
+            logger.info(
+                "%s seed %d resumes after round %d", experiment.name, self.seed, saved["next"]
+            )
+        else:
             self.save(evaluated=True, flush=False)  # a warm-up is kept as well
         count = experiment.setting.diagnostics.features
         self.feature_indices = first_per_class(worker.runtime.dataset.y_test, count)
@@ -137,9 +146,8 @@ class Run:
         scorings = len(self.worker.runtime.scorings)
         shape = (scorings, self.plan.experiences, len(clients), self.plan.tasks)
         scores = {model: torch.full(shape, torch.nan) for model in ("global", "personal", "local")}
-        scores["initial"] = self.worker.run(
-            partial(Worker.evaluate, seed=self.seed, experience=0, message=global_model(server))
-        )
+        here = SerialExecutor(self.worker)
+        scores["initial"] = self.evaluate_global(0, global_model(server), here)
         progress = {"next": 0, "history": [], "features": [], "memory": [], "setup": setup}
         return {"server": server, "clients": clients, "scores": scores, **progress}
 
@@ -190,6 +198,11 @@ class Run:
         entry["seconds"] |= sum_by_name(each.seconds for each in logs)
         state["history"].append({**entry, "angles": angles, **summarise_logs(logs)})
         state["next"] += 1
+        logger.debug(
+            "%s seed %d: experience %d round %d, %d of %d clients, loss %s, %.2f s",
+            *(self.experiment.name, self.seed, experience, round_),
+            *(len(results), len(selected), entry["loss"], clock[-1] - clock[0]),
+        )
         self.save(last, flush=clock[-1] - clock[0] > FSYNC_MIN_SECONDS)
 
     def select_clients(self, experience: int, round_: int) -> tuple[list[int], list[int]]:
@@ -226,8 +239,8 @@ class Run:
         if "global" in self.models and self.has_local_buffers():
             scores["global"][:, experience] = self.evaluate_clients(experience, personal=False)
         elif "global" in self.models:
-            call = partial(Worker.evaluate, seed=self.seed, experience=experience, message=message)
-            scores["global"][:, experience] = self.executor.map([call])[0]
+            found = self.evaluate_global(experience, message, self.executor)
+            scores["global"][:, experience] = found
         if "personal" in self.models:
             scores["personal"][:, experience] = self.evaluate_clients(experience, personal=True)
         if "global" in self.models and len(self.feature_indices):
@@ -237,6 +250,19 @@ class Run:
             self.state["features"] += self.executor.map([extract])
         if experience in (0, self.plan.experiences - 1):
             self.state["memory"] += self.memory_samples(experience)
+
+    def evaluate_global(self, experience: int, message: Message, executor: Executor) -> Tensor:
+        """Scores of a global model for all clients; workers share its test images.
+
+        # [scorings, U, T]
+        """
+        runtime = self.worker.runtime
+        evaluate = partial(Worker.evaluate, seed=self.seed, experience=experience, message=message)
+        if runtime.dataset.masks:
+            return executor.map([partial(evaluate, part=Part())])[0]
+        count = min(executor.workers, 1 + len(runtime.y_test) // PART)
+        counts = executor.map([partial(evaluate, part=Part(k, count)) for k in range(count)])
+        return to_accuracies(torch.stack(counts).sum(0), torch.from_numpy(self.test_counts()))
 
     def evaluate_clients(self, experience: int, personal: bool) -> Tensor:
         """Scores of each client's own version of a model.  # [scorings, U, T]"""
@@ -316,9 +342,8 @@ class Run:
 
     def test_counts(self) -> npt.NDArray[np.int64]:
         """How many test images each client has of each task.  # [U, T]"""
-        tests, plan = self.worker.runtime.tests, self.plan
-        clients, tasks = range(len(plan.clients)), range(plan.tasks)
-        return np.array([[len(tests(plan, u, t)) for t in tasks] for u in clients])
+        clients = range(len(self.plan.clients))
+        return count_tests(self.worker.runtime, self.plan, clients).numpy()
 
     def record(self) -> Record:
         """The record of the finished run."""

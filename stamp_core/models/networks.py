@@ -29,6 +29,7 @@ class Classifier(nn.Module):
         pixels: bool = False,  # whether the features are maps, with a head for each place
     ) -> None:
         super().__init__()
+        self.features = features  # how many
         self.precision = precision
         self.micro_batch_size = micro_batch_size
         self.images_backpropagated = 0  # encoded for a gradient so far

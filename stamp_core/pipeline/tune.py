@@ -22,7 +22,7 @@ from stamp_core.methods.base.method import DivergedError
 from stamp_core.methods.base.registry import read_preset
 from stamp_core.pipeline.grid import load_records, train_and_save
 from stamp_core.pipeline.sweeps import set_value, without_diagnostics
-from stamp_core.report.tables.tuning import KINDS, write_tuning
+from stamp_core.report.tables.sweeps import KINDS, write_tuning
 from stamp_core.results.records import Record
 
 FILE, PROFILE, REPORTING = "params/tuning.yaml", "tuning", 100  # the first reporting seed

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from stamp_core.client.temporal import TemporalMatcher, TemporalParams, sample_tasks
 from stamp_core.client.workspace import RoundId, Workspace
-from stamp_core.config.decode import ParameterError
 from stamp_core.config.params import read_params
 from stamp_core.core.seeding import generator
 from stamp_core.engine.executor import Worker
@@ -381,20 +380,3 @@ def test_a_dropped_gradient_does_not_change_the_match_of_the_others(
         TemporalMatcher, "gradient", lambda m, task: gradient(m, task) * (1 if task else math.nan)
     )
     torch.testing.assert_close(at.matched(), (at.update + at.path * at.gradient(1)) / 2, **CLOSE)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"lr": 0.0}, "lr is 0.0; it must be above 0"),
-        ({"tasks": 0}, "tasks is 0; it must be at least 1"),
-        ({"images": 0}, "images is 0; it must be at least 1"),
-        ({"kappa": -0.1}, "kappa is -0.1; it must be at least 0"),
-        ({"reference": "weighted"}, "reference is 'weighted'; it must be 'mean' or 'current' in"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_matched_is_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ParameterError) as error:
-        TemporalParams(**values)
-    assert str(error.value).startswith(message)

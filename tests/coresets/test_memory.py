@@ -18,7 +18,6 @@ from rule_tasks import candidates_of, generator, normal, zeros
 from rule_tasks import colour_images as images
 from torch import Tensor
 
-from stamp_core.config.decode import ParameterError, build
 from stamp_core.coresets import memory
 from stamp_core.coresets.memory import Memory, MemoryParams, class_prototype
 from stamp_core.coresets.mixstyle import mixstyle_images
@@ -445,18 +444,3 @@ def test_a_memory_survives_a_checkpoint(tmp_path: Path) -> None:
             assert loaded["memory"][name].stride() == tensor.stride(), name
     args = (0, 2, several, params)
     small.assert_equal_trees(updated(loaded["memory"], *args), updated(after, *args))
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"selection": "herdin"}, "here: selection 'herdin' is unknown; did you mean 'herding'"),
-        ({"selection": "memory"}, "selection 'memory' is unknown"),
-        ({"exemplars_per_class": -1}, "here.exemplars_per_class is -1; it must be at least 0"),
-        ({"mixstyle_alpha": 0.0}, "here.mixstyle_alpha is 0.0; it must be above 0"),
-        ({"merge": "mix"}, "here.merge 'mix' is unknown"),
-    ],
-)
-def test_impossible_parameters_are_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ParameterError, match=message.replace("here: ", r"here.")):
-        build(MemoryParams, values, "here")

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from stamp_core.client.workspace import RoundId
 from stamp_core.config.decode import ParameterError
-from stamp_core.coresets.selection import base, bcsr, csrel, ocs, sre2l
+from stamp_core.coresets.selection import base, csrel
 from stamp_core.coresets.selection.base import Proposal, TaskData
 from stamp_core.data.split import Plan
 from stamp_core.engine import train as engine
@@ -256,57 +256,11 @@ def test_a_diverged_client_keeps_random_real_images(
 
 # ------------------------------------------------------------------------------------- options
 
-REFUSED: list[tuple[str, str, Any, str]] = [
-    *(("bcsr", n, 0, "must be at least 1") for n in ("batch_size", "outer_steps", "inner_steps")),
-    *(("bcsr", n, 0.0, "must be above 0") for n in ("proxy_lr", "weights_lr", "smoothing")),
-    *(("bcsr", n, -0.1, "must be at least 0") for n in ("beta", "past_weight")),
-    ("bcsr", "space", "haed", "unknown; did you mean 'head'"),
-    ("bcsr", "choice", "best", "unknown"),
-    *(("ocs", n, 0, "must be at least 1") for n in ("batch_size", "batch_candidates")),
-    ("ocs", "batch_candidates", 21, "must be at most batch_size, 20"),
-    ("ocs", "tau", -1.0, "must be at least 0"),
-    ("ocs", "gradients", "heads", "unknown; did you mean 'head'"),
-    ("ocs", "order", "scores", "unknown; did you mean 'score'"),
-    *(
-        ("csrel", n, 0, "must be at least 1")
-        for n in ("reference_epochs", "selection_steps", "train_steps", "batch_size")
-    ),
-    *(("csrel", n, 0.0, "must be above 0") for n in ("reference_lr", "train_lr")),
-    ("csrel", "reference", "server", "unknown"),
-    ("csrel", "balanced", 1, "must be true or false"),
-    *(("sre2l", n, -1, "must be at least 0") for n in ("squeeze_epochs", "roll")),
-    *(("sre2l", n, -0.1, "must be at least 0") for n in ("squeeze_lr", "statistics_weight")),
-    *(("sre2l", n, 0, "must be at least 1") for n in ("batch_size", "iterations", "group_size")),
-    ("sre2l", "lr", 0.0, "must be above 0"),
-    ("sre2l", "soft", "yes", "must be true or false"),
-]
-
-
-@pytest.mark.parametrize(("rule", "name", "value", "message"), REFUSED)
-def test_impossible_options_are_refused(rule: str, name: str, value: Any, message: str) -> None:
-    with pytest.raises(ParameterError, match=rf"options.{name} .*{message}"):
-        base.rule_options(rule, {name: value})
-
 
 @pytest.mark.parametrize("rule", PROPOSING)
 def test_unknown_options_are_refused(rule: str) -> None:
     with pytest.raises(ParameterError, match="options: 'gamma' is unknown"):
         base.rule_options(rule, {"gamma": 1})
-
-
-def test_the_defaults_are_the_published_numbers() -> None:
-    """Except the order of OCS's candidates and the learning rates of BCSR."""
-    assert base.rule_options("ocs", {}) == ocs.Options(20, 10, 1000.0, "all", "score")
-    assert base.rule_options("csrel", {}) == csrel.Options("fresh", 10, 3e-3, 40, 7, 5e-3, 32)
-    found = sre2l.Options()
-    assert (found.iterations, found.lr, found.statistics_weight, found.roll) == (
-        1000,
-        0.25,
-        0.01,
-        4,
-    )
-    found = bcsr.Options()
-    assert (found.outer_steps, found.inner_steps, found.beta, bcsr.NEUMANN_TERMS) == (5, 1, 0.1, 4)
 
 
 # ------------------------------------------------------------------------------ rules in clients

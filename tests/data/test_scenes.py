@@ -1,13 +1,11 @@
 """Drawn scenes with masks: the same bytes everywhere, a quarter a character, masks of strokes."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
-from stamp_core.config.decode import ParameterError
-from stamp_core.data.dataset import ImageArrays, load_dataset, source_options
+from stamp_core.data.dataset import ImageArrays, load_dataset
 from stamp_core.data.sources import glyphs, scenes
 
 OPTIONS = scenes.Options(train_per_class=40, test_per_class=40)
@@ -87,19 +85,3 @@ def test_more_scenes_change_no_earlier_one_and_no_two_are_equal(made: ImageArray
     assert len(np.unique(everything, axis=0)) == 400
     other = scenes.make(replace(OPTIONS, seed=1))
     assert (other.x_train[:, 0] != made.x_train[:, 0]).mean() > 0.9
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"classes": 2}, ".classes is 2; it must be between 3 and 100"),
-        ({"size": 15}, ".size is 15; it must be between 16 and 64"),
-        ({"test_per_class": 0}, ".test_per_class is 0; it must be at least 1"),
-        ({"seed": -1}, ".seed is -1; it must be at least 0"),
-    ],
-    ids=str,
-)
-def test_invalid_options_are_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ParameterError) as error:
-        source_options({"source": "scenes", **change})
-    assert str(error.value) == f"params.yaml: data{message}"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 from torch import Tensor
 
-from stamp_core.config.decode import ParameterError, build
+from stamp_core.config.decode import ParameterError
 from stamp_core.matching.gram import gram
 from stamp_core.matching.match import MatchingParams, MatchResult, match, match_gram
 from stamp_core.matching.simplex import Problem, SoftmaxParams, solve
@@ -441,24 +441,6 @@ def test_normalising_is_scaling_the_gradients_beforehand(instance, kappa, refere
         assert close(result.coefficients[0] @ g, d, 1e-9)
         if result.status == other.status == "exact" and result.value > 1e-4:
             assert close(d, plain, 1e-4)
-
-
-@pytest.mark.parametrize(
-    ("block", "message"),
-    [
-        ({"kappa": -0.1}, "kappa is -0.1; it must be at least 0"),
-        ({"kappa": "0.5"}, "it must be a number"),
-        ({"reference": "men"}, "did you mean 'mean'"),
-        ({"softmax": {"lr": 0.0}}, "lr is 0.0; it must be above 0"),
-        ({"softmax": {"momentum": 1.0}}, "momentum is 1.0; it must be at least 0 and below 1"),
-        ({"softmax": {"schedule": 0}}, "schedule is 0; it must be at least 1"),
-        ({"softmax": {"rounds": -1}}, "rounds is -1; it must be at least 0"),
-        ({"softmax": {"decay": 0.0}}, "decay is 0.0; it must be above 0"),
-    ],
-)
-def test_invalid_parameters_are_refused(block: dict, message: str) -> None:
-    with pytest.raises(ParameterError, match=message):
-        build(MatchingParams, block, "matching")
 
 
 def test_invalid_arguments_are_refused() -> None:

@@ -16,18 +16,10 @@ from test_bytes import P as RESNET
 from torch import Tensor, nn
 
 from stamp_core.client.workspace import RoundId
-from stamp_core.config.decode import ParameterError
 from stamp_core.core.seeding import generator
 from stamp_core.data.split import Plan
 from stamp_core.engine.executor import Worker
-from stamp_core.methods.affcl import (
-    AFFCL,
-    DIVERGED,
-    NOT_REPLAYED,
-    TEMPERATURE,
-    AFFCLParams,
-    credibility,
-)
+from stamp_core.methods.affcl import AFFCL, DIVERGED, NOT_REPLAYED, TEMPERATURE, credibility
 from stamp_core.methods.base.distillation import soft_cross_entropy
 from stamp_core.methods.base.method import ClientRound, Log, Message, Reply, State
 from stamp_core.methods.base.task_server import PREFIX, class_mask, pack_bits
@@ -548,35 +540,3 @@ def test_odd_features_missed_rounds_and_cycles_do_no_harm(
 
 
 # ------------------------------------------------------------------ refused parameters
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"k_loss_flow": -1.0}, "k_loss_flow is -1.0; it must be at least 0"),
-        ({"k_lastflow": -1.0}, "k_lastflow is -1.0; it must be at least 0"),
-        ({"k_kd_last": -1.0}, "k_kd_last is -1.0; it must be at least 0"),
-        ({"k_kd_feature": -1.0}, "k_kd_feature is -1.0; it must be at least 0"),
-        ({"k_kd_output": -1.0}, "k_kd_output is -1.0; it must be at least 0"),
-        ({"theta": 1.5}, "theta is 1.5; it must be between 0 and 1"),
-        ({"theta": -0.1}, "theta is -0.1; it must be between 0 and 1"),
-        ({"flow_lr": -1.0}, "flow_lr is -1.0; it must be at least 0"),
-        ({"flow_layers": 1}, "flow_layers is 1; it must be at least 2"),
-        ({"flow_hidden": 0}, "flow_hidden is 0; it must be at least 1"),
-        ({"flow_every": 0}, "flow_every is 0; it must be at least 1"),
-        ({"min_variance": 0.0}, "min_variance is 0.0; it must be above 0"),
-        ({"flow_scale": "wide"}, "flow_scale 'wide' is unknown"),
-        ({"credibility": "images"}, "credibility 'images' is unknown"),
-        ({"server_lr": 0.0}, "server_lr is 0.0; it must be above 0"),
-    ],
-)
-def test_parameters_out_of_range_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ParameterError, match=message):
-        tiny("affcl", **changes)
-
-
-def test_the_defaults_are_the_published_ones() -> None:
-    params = AFFCLParams()
-    assert (params.k_loss_flow, params.k_lastflow, params.theta) == (0.1, 0.4, 0.2)
-    assert (params.k_kd_last, params.k_kd_feature, params.k_kd_output) == (0.2, 0.5, 0.1)
-    assert (params.flow_lr, params.flow_layers, params.flow_hidden) == (1e-4, 4, None)

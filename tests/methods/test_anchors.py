@@ -9,7 +9,6 @@ from small import plan, run, tiny
 from test_methods import client_rounds
 
 from stamp_core.client.workspace import RoundId
-from stamp_core.config.decode import ParameterError
 from stamp_core.methods.base.method import ClientRound
 
 ANCHORED = {"weight": 1.0, "anchor": 0.5}
@@ -66,8 +65,3 @@ def test_anchors_count_as_memory_on_disk() -> None:
     """Ten classes with ten logits each, in float32."""
     plain, anchored = (run(tiny("replay", weight=1.0, anchor=value)) for value in (0.0, 0.5))
     assert anchored.history[-1]["disk"] == plain.history[-1]["disk"] + 400
-
-
-def test_anchors_need_a_weight() -> None:
-    with pytest.raises(ParameterError, match="weight is None; it must be a number, as anchor is"):
-        tiny("replay", anchor=0.5)

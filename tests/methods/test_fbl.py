@@ -12,7 +12,6 @@ from test_methods import FEW, client_rounds
 from torch import Tensor
 
 from stamp_core.client.workspace import RoundId
-from stamp_core.config.decode import ParameterError
 from stamp_core.engine.executor import Worker
 from stamp_core.engine.experiment import Experiment
 from stamp_core.methods import fbl as module
@@ -387,20 +386,3 @@ def test_messages_are_fedavgs() -> None:
     rounds = client_rounds(small.worker(images(), plan(images())), plan(images()))
     sizes = [each.result.reply.state["old"] for each in rounds]
     assert [len(old) for old in sizes] == [0] * 4 + [2] * 8
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({"relation": -1.0}, "small: fbl.relation is -1.0; it must be at least 0"),
-        ({"leak": 1.5}, "small: fbl.leak is 1.5; it must be at least 0 and below 1"),
-        ({"quantile": 0.9}, "small: fbl.quantile_limit is 0.8; it must be between quantile = 0.9"),
-        ({"weight": 1.0}, "small: fbl.weight is 1.0; it must be absent: `weights` has its place"),
-        ({"weight": 0.5, "anchor": 1.0}, "small: fbl.weight is 0.5; it must be absent"),
-    ],
-    ids=str,
-)
-def test_invalid_parameters_are_refused(params: dict[str, Any], message: str) -> None:
-    with pytest.raises(ParameterError) as error:
-        tiny("fbl", **params)
-    assert str(error.value).startswith(message)

@@ -382,25 +382,6 @@ def test_learning_the_weights_changes_no_running_statistics(policy: str) -> None
 # --- refused parameters
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"lr_product": -1.0}, "lr_product is -1.0; it must be at least 0"),
-        ({"share": 0.0}, "share is 0.0; it must be above 0"),
-        ({"share": 1.1}, "share is 1.1; it must be above 0 and at most 1"),
-        ({"tensors": 0}, "tensors is 0; it must be at least 1"),
-        ({"threshold": 0.0}, "threshold is 0.0; it must be above 0"),
-        ({"max_epochs": 0}, "max_epochs is 0; it must be at least 1"),
-        ({"refresh": "round"}, "refresh"),
-        ({"window": "all"}, "window"),
-        ({"server_lr": 0.0}, "server_lr is 0.0; it must be above 0"),
-    ],
-)
-def test_parameters_out_of_range_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ParameterError, match=message):
-        tiny("fedala", **changes)
-
-
 def test_more_tensors_than_the_model_has_are_refused() -> None:
     experiment = tiny("fedala", tensors=EVERY + 1)
     with pytest.raises(ParameterError, match="tensors is 5; it must be at most 4: the model has"):

@@ -485,19 +485,3 @@ def test_every_parameter_changes_the_model() -> None:
     for k, one in enumerate(weights):
         for other in weights[:k]:
             assert np.abs(one - other).max() > 1e-5, changes[k]
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"align_lr": 0.0}, "align_lr is 0.0; it must be above 0"),
-        ({"align_lr": float("nan")}, "align_lr is nan; it must be a finite number"),
-        ({"align_batch_size": 0}, "align_batch_size is 0; it must be at least 1"),
-        ({"server_lr": -1.0}, "server_lr is -1.0; it must be above 0"),
-        ({"head": "own"}, "head 'own' is unknown; known: local, reported, shared"),
-        ({"weights": "trace"}, "weights 'trace' is unknown; known: fisher, samples"),
-    ],
-)
-def test_parameters_out_of_range_are_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ParameterError, match=message):
-        tiny("fedas", **values)

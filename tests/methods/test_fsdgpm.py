@@ -21,11 +21,10 @@ from torch import Tensor
 
 from stamp_core.client import subspaces
 from stamp_core.client.workspace import RoundId
-from stamp_core.config.decode import ParameterError
 from stamp_core.core.seeding import generator
 from stamp_core.engine.executor import Worker
 from stamp_core.methods.base.method import ClientRound, Reply
-from stamp_core.methods.fsdgpm import FsDgpm, FsDgpmParams
+from stamp_core.methods.fsdgpm import FsDgpm
 
 FEW: dict[str, Any] = {"split": {"clients": 2, "tasks": 2, "images_per_class": 20}}
 BARE: dict[str, Any] = {"epsilon": 0.0, "increment": 0.0, "clip": None}  # without projection
@@ -325,23 +324,3 @@ def test_a_client_keeps_memory_bases_and_lambda() -> None:
 
 
 # ------------------------------------------------------------------ parameters
-
-
-def test_the_defaults() -> None:
-    params = FsDgpmParams()
-    assert (params.inner_steps, params.eta1, params.eta2) == (2, 0.01, 0.01)
-    assert (params.soft, params.epsilon, params.increment) == ("clamp", 0.95, 0.003)
-    assert (params.images, params.clip, params.drift) == (125, 2.0, False)
-    assert (params.ratio, params.weight, FsDgpm.group) == (1.0, None, "continual")
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        *(("inner_steps", -1), ("eta1", -1.0), ("eta2", -1.0), ("epsilon", -0.1)),
-        *(("increment", -0.1), ("images", 0), ("clip", 0.0)),
-    ],
-)
-def test_invalid_parameters_are_refused_by_name(key: str, value: float) -> None:
-    with pytest.raises(ParameterError, match=f"{key} is {value}"):
-        tiny("fsdgpm", **{key: value})

@@ -23,14 +23,13 @@ from small import BATCH_NORM, P, kept, plan, run, tiny
 from torch import Tensor
 
 from stamp_core.client.workspace import Workspace
-from stamp_core.config.decode import ParameterError
-from stamp_core.coresets.memory import MemoryParams, task_indices
+from stamp_core.coresets.memory import task_indices
 from stamp_core.engine.executor import Worker
 from stamp_core.matching.projection import project_gradient
-from stamp_core.methods.agem import AGem, AGemParams, remove_conflict
+from stamp_core.methods.agem import AGem, remove_conflict
 from stamp_core.methods.base.method import ClientRound, DivergedError
 from stamp_core.methods.base.projection import exemplar_gradient
-from stamp_core.methods.gem import Gem, GemParams
+from stamp_core.methods.gem import Gem
 
 BOTH = pytest.mark.parametrize("kind", ["agem", "gem"])
 
@@ -347,29 +346,3 @@ def test_they_forget_less_than_fedavg_and_gem_with_a_margin_least() -> None:
 
 
 # ------------------------------------------------------------------ parameters
-
-
-def test_the_defaults() -> None:
-    agem, gem = AGemParams(), GemParams()
-    assert (agem.server_lr, agem.ratio, agem.reference) == (1.0, 0.0, 128)
-    assert (gem.server_lr, gem.ratio, gem.margin, gem.ridge) == (1.0, 0.0, 0.0, 1e-3)
-    memory = MemoryParams(selection="uniform", exemplars_per_class=20, merge="reservoir")
-    assert agem.memory == gem.memory == memory
-    for method in (AGem, Gem):
-        assert method.group == "continual" and method.models == ("global", "local")
-        assert method.neutral == {"memory": {"exemplars_per_class": 0}}
-
-
-@pytest.mark.parametrize(
-    ("kind", "key", "value"),
-    [
-        ("agem", "reference", 0),
-        ("agem", "ratio", -1.0),
-        ("agem", "server_lr", 0.0),
-        ("gem", "margin", -0.5),
-        ("gem", "ridge", -1.0),
-    ],
-)
-def test_invalid_parameters_are_refused_by_name(kind: str, key: str, value: float) -> None:
-    with pytest.raises(ParameterError, match=f"{key} is {value}"):
-        tiny(kind, **{key: value})

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from stamp_core.client import subspaces
 from stamp_core.client.workspace import RoundId
-from stamp_core.config.decode import ParameterError
 from stamp_core.config.schema import Network
 from stamp_core.core.seeding import generator
 from stamp_core.data.split import Plan
 from stamp_core.engine.executor import Worker
 from stamp_core.engine.experiment import Experiment
 from stamp_core.methods.base.method import ClientRound, Reply
-from stamp_core.methods.gpm import Gpm, GpmParams
+from stamp_core.methods.gpm import Gpm
 from stamp_core.models import networks
 
 HIDDEN = 6  # of the linear network
@@ -467,18 +466,3 @@ def test_it_forgets_less_than_fedavg() -> None:
     records = run(tiny("gpm", split=common)), run(tiny(split=common))
     gpm, fedavg = (record.accuracy()[-1, :, 0].mean() for record in records)
     assert gpm > fedavg + 0.1
-
-
-def test_the_defaults() -> None:
-    params = GpmParams()
-    assert (params.epsilon, params.increment, params.images) == (0.95, 0.003, 125)
-    assert (params.project, params.head, params.bias) == ("step", "project", "joint")
-    assert (params.receive, params.drift, Gpm.group) == ("global", False, "continual")
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("epsilon", -0.1), ("increment", -1.0), ("images", 0), ("server_lr", 0.0)]
-)
-def test_invalid_parameters_are_refused_by_name(key: str, value: float) -> None:
-    with pytest.raises(ParameterError, match=f"{key} is {value}"):
-        tiny("gpm", **{key: value})

@@ -13,11 +13,10 @@ from by_hand import inputs, softmax_gradient, two_number_reply, use_softmax_regr
 from small import BATCH_NORM, P, plan, run, tiny
 from torch import Tensor
 
-from stamp_core.config.decode import ParameterError
 from stamp_core.engine import trees
 from stamp_core.engine.executor import Worker
 from stamp_core.methods.base.method import ClientRound, DivergedError, Log, Method, State
-from stamp_core.methods.gradma import GradMA, GradMAParams
+from stamp_core.methods.gradma import GradMA
 
 WORKER: dict[str, Any] = {"server": False}
 SERVER: dict[str, Any] = {"worker": False}
@@ -336,29 +335,3 @@ def test_only_the_model_is_sent_and_clients_keep_nothing() -> None:
 
 
 # ------------------------------------------------------------------ parameters
-
-
-def test_the_defaults() -> None:
-    params = GradMAParams()
-    assert params.worker and params.server and params.scope == "model"
-    assert (params.server_lr, params.beta1, params.beta2, params.remembered) == (1.0, 0.9, 0.0, 100)
-    assert params.worker_rho == params.server_rho == 0
-    assert GradMA.group == "federated" and GradMA.models == ("global", "local")
-    assert GradMA.neutral == {"worker": False, "server": False}
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("worker_rho", -0.1, "worker_rho is -0.1"),
-        ("server_rho", -0.1, "server_rho is -0.1"),
-        ("beta1", 1.0, "beta1 is 1.0"),
-        ("beta2", -0.1, "beta2 is -0.1"),
-        ("remembered", -1, "remembered is -1"),
-        ("server_lr", 0.0, "server_lr is 0.0"),
-        ("scope", "layer", r"scope 'layer' is unknown; .*known: model, tensor"),
-    ],
-)
-def test_invalid_parameters_are_refused_by_name(key: str, value: Any, message: str) -> None:
-    with pytest.raises(ParameterError, match=message):
-        tiny("gradma", **{key: value})

@@ -367,17 +367,3 @@ def test_every_round_sends_the_map() -> None:
 
 
 # --- refused parameters
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"ce": -0.1}, "ce is -0.1; it must be at least 0"),
-        ({"anchor_weight": -1.0}, "anchor_weight is -1.0; it must be at least 0"),
-        ({"radius": -1.0}, "radius is -1.0; it must be at least 0"),
-        ({"anchor_features": 0}, "anchor_features is 0; it must be at least 1"),
-    ],
-)
-def test_parameters_out_of_range_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ParameterError, match=message):
-        tiny("lander", **changes)

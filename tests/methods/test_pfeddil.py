@@ -294,20 +294,6 @@ def small_bytes(tree: Any) -> int:
     return sum(tensor.nbytes for _, tensor in small.tensors(tree))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"models": 0}, "models is 0; it must be at least 1"),
-        ({"threshold": -0.1}, "threshold is -0.1; it must be at least 0"),
-        ({"migration": -1.0}, "migration is -1.0; it must be at least 0"),
-        ({"start": "other"}, "start 'other' is unknown; .*known: own, received"),
-    ],
-)
-def test_parameters_out_of_range_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ParameterError, match=message):
-        tiny("pfeddil", **changes)
-
-
 def test_a_pull_that_would_diverge_is_refused() -> None:
     """A step of the learning rate 0.1 along 2 c (w - target) overshoots at c = 10."""
     pfeddil_worker(migration=9.9)

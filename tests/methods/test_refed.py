@@ -14,7 +14,6 @@ from test_bytes import MODEL, B, workspace
 from torch import Tensor
 
 from stamp_core.client.workspace import RoundId
-from stamp_core.config.decode import ParameterError
 from stamp_core.core.seeding import generator
 from stamp_core.data import split
 from stamp_core.data.split import Plan
@@ -443,25 +442,3 @@ def test_statistics_of_batch_normalisation_are_kept_beside_the_cache() -> None:
 
 
 # --- refused parameters
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"cache": -1}, "cache is -1; it must be at least 0"),
-        ({"steps": 0}, "steps is 0; it must be at least 1"),
-        ({"lam": 0.0}, "lam is 0.0; it must be above 0"),
-        ({"lam": 1.1}, "lam is 1.1; it must be above 0 and at most 1"),
-        ({"pim_lr": 0.0}, "pim_lr is 0.0; it must be above 0"),
-        (
-            {"lam": 0.02, "pim_lr": 0.1},
-            r"lam is 0.02; it must be above 0.02439, so that pim_lr x \(1 - lam\) / \(2 lam\)",
-        ),
-        ({"score": "both"}, "score 'both' is unknown; .*known: full, head"),
-        ({"balance": "task"}, "balance 'task' is unknown; .*known: class, none"),
-        ({"server_lr": 0.0}, "server_lr is 0.0; it must be above 0"),
-    ],
-)
-def test_parameters_out_of_range_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ParameterError, match=message):
-        tiny("refed", **changes)

@@ -12,7 +12,6 @@ from small import BATCH_NORM, BN_B, BN_P, P, network, normalised, plan, run, tin
 from torch import Tensor
 
 from stamp_core.client.workspace import RoundId
-from stamp_core.config.decode import ParameterError
 from stamp_core.core.seeding import generator
 from stamp_core.data.split import Plan
 from stamp_core.engine.executor import Worker
@@ -218,27 +217,6 @@ def test_a_run_completes_layer_by_layer() -> None:
     record = run(tiny("stamp", network=network_, spatial=options, temporal=options))
     assert all(np.isfinite(value).all() for value in record.weights.values())
     assert record.accuracy()[-1].mean() > 0.2
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("reference", "current", "reference is 'current'; it must be another: no client is the "),
-        ("normalise", "current", "normalise is 'current'; it must be another: no client is the "),
-        ("length", "current", "length is 'current'; it must be another: no client is the current"),
-    ],
-)
-def test_on_the_server_no_client_is_the_current_one(key: str, value: str, message: str) -> None:
-    with pytest.raises(ParameterError) as error:
-        SpatialParams(**{key: value})
-    assert str(error.value).startswith(message)
-
-
-def test_alternating_steps_need_a_prototypical_loss() -> None:
-    with pytest.raises(ParameterError, match=r"prototype is 0.0; it must be above 0, as alternate"):
-        tiny("stamp", alternate=True)
-    with pytest.raises(ParameterError, match=r"prototype is -1.0; it must be at least 0"):
-        tiny("stamp", prototype=-1)
 
 
 # ------------------------------------------------------------------ what is remembered when

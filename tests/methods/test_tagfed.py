@@ -484,22 +484,6 @@ def test_a_client_sends_what_its_task_owns_and_keeps_little_of_each_task() -> No
     assert disks == [2 * 4 * P + P + tasks * (bits + 4 * R) for tasks in (1, 1, 2, 2, 3, 3)]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"keep": 0.0}, "keep is 0.0; it must be above 0"),
-        ({"keep": 1.5}, "keep is 1.5; it must be at most 1"),
-        ({"kd": -0.1}, "kd is -0.1; it must be at least 0"),
-        ({"temperature": 0.0}, "temperature is 0.0; it must be above 0"),
-        ({"exchange": "models"}, "exchange 'models' is unknown; .*known: features, weights"),
-        ({"server_lr": 2.0}, "server_lr is 2.0; it must be 1 unless exchange is 'weights'"),
-    ],
-)
-def test_parameters_out_of_range_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ParameterError, match=message):
-        tiny("tagfed", **changes)
-
-
 def test_more_tasks_than_a_byte_can_number_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     _, plan_, method = tagfed_worker()
     monkeypatch.setattr(Plan, "tasks", 255)

@@ -13,11 +13,10 @@ from small import BATCH_NORM, P, kept, plan, run, tiny
 from torch import Tensor
 
 from stamp_core.client.workspace import RoundId
-from stamp_core.config.decode import ParameterError
 from stamp_core.core.seeding import generator
 from stamp_core.engine.executor import Worker
 from stamp_core.methods.base.method import ClientRound
-from stamp_core.methods.vrmcl import LONG, VrMcl, VrMclParams
+from stamp_core.methods.vrmcl import LONG, VrMcl
 
 FEW: dict[str, Any] = {"split": {"clients": 2, "tasks": 2, "images_per_class": 20}}
 NO_MEMORY: dict[str, Any] = {"memory": kept(0)}
@@ -335,25 +334,3 @@ def test_only_the_first_pass_at_the_weights_updates_running_statistics() -> None
 def test_long_first_order_steps_are_named(options: dict[str, Any], expected: list[str]) -> None:
     worker, client_round = arrived(0, **options)
     assert worker.method.train_client(client_round).log.events == expected
-
-
-def test_the_defaults() -> None:
-    params = VrMclParams()
-    assert (params.inner_steps, params.inner_lr, params.second_order) == (4, 0.1, True)
-    assert (params.r, params.carry, params.mask, params.clip) == (0.15, "none", "none", None)
-    assert (params.weight, params.ratio, VrMcl.group) == (0.5, 1.0, "continual")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"r": 1.0}, "r is 1.0; it must be at least 0 and below 1"),
-        ({"inner_steps": -1}, "inner_steps is -1"),
-        ({"inner_lr": -0.1}, "inner_lr is -0.1"),
-        ({"clip": 0.0}, "clip is 0.0; it must be above 0"),
-        ({"mask": "own", "anchor": 1.0}, "mask is 'own'; it must be 'none'"),
-    ],
-)
-def test_parameters_out_of_range_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ParameterError, match=message):
-        tiny("vrmcl", **changes)

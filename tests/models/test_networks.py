@@ -355,19 +355,3 @@ def test_images_that_do_not_fit_are_refused_by_name(
     assert str(error.value).startswith(f"network.{message} for {shape} images")
     logits = on_meta(network, fits, 5).eval()(torch.zeros(1, *fits, device="meta"))
     assert logits.shape == (1, 5)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"kind": "mlp", "norm": "group"}, "norm is 'group'; it must be 'none'"),
-        ({"kind": "lenet", "norm": "batch"}, "norm is 'batch'; it must be 'none'"),
-        ({"kind": "swin_t", "norm": "batch"}, "norm is 'batch'; it must be 'none'"),
-        ({"kind": "resnet18"}, "norm is 'none'; it must be 'batch' or 'group'"),
-        ({"kind": "cnn", "stem": "small"}, "stem is 'small'; it must be absent"),
-    ],
-)
-def test_parameters_that_a_kind_does_not_have_are_refused(values: Any, message: str) -> None:
-    with pytest.raises(ParameterError) as error:
-        Network(**values)
-    assert str(error.value) == f"{message}, as kind is '{values['kind']}'"

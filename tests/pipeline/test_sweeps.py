@@ -63,66 +63,6 @@ def test_a_preset_that_extends_another_can_be_swept() -> None:
     assert experiment.params.temporal is None and params == before
 
 
-KEYS = "it must be a list of keys under settings.tiny. or methods.near."
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"keys": ["methods.near.spatial.kapa"]},
-            "params/methods.yaml: near.spatial: 'kapa' is unknown; did you mean 'kappa'? known: ",
-        ),
-        (
-            {"keys": ["methods.near.spatal.kappa"]},
-            "params/methods.yaml: near: 'spatal' is unknown; did you mean 'spatial'? known: ",
-        ),
-        (
-            {"keys": ["settings.tiny.training.rate"]},
-            "params/settings.yaml: tiny.training: 'rate' is unknown; it is now 'lr'; known: ",
-        ),
-        (
-            {"keys": ["methods.near.spatial.kappa", "methods.sam.spatial.kappa"]},
-            "sweeps.kappa.keys is ['methods.near.spatial.kappa', 'methods.sam.spatial.kappa']; "
-            + KEYS,
-        ),
-        (
-            {"keys": ["settings.other.training.lr"]},
-            f"sweeps.kappa.keys is ['settings.other.training.lr']; {KEYS}",
-        ),
-        ({"keys": []}, "sweeps.kappa.keys is []; it must be a list that is not empty"),
-        ({"keys": "methods.near.server_lr"}, "sweeps.kappa.keys is 'methods.near.server_lr'; it"),
-        ({"values": []}, "sweeps.kappa.values is []; it must be a list that is not empty"),
-        ({"values": 0.5}, "sweeps.kappa.values is 0.5; it must be a list"),
-        ({"values": [-1]}, "sweeps.kappa with -1: params/methods.yaml: near.spatial.kappa is"),
-        (
-            {"values": ["0.5"]},
-            "sweeps.kappa with '0.5': params/methods.yaml: near.spatial.kappa is",
-        ),
-        ({"values": ["../x"]}, "sweeps.kappa.values is '../x'; it must be a number, a word or"),
-        ({"values": [[1]]}, "sweeps.kappa.values is [1]; it must be a number, a word or true"),
-        ({"seeds": "2to1"}, "sweeps.kappa.seeds is '2to1'; it must be a number such as '3' or a"),
-        ({"setting": "tiny"}, "sweeps.kappa.setting is 'tiny'; it must be a list"),
-        (
-            {"setting": ["tny"], "keys": ["methods.near.server_lr"]},
-            "params/settings.yaml: 'tny' is unknown; did you mean 'tiny'? known: other, ",
-        ),
-        (
-            {"method": ["hearded"], "keys": ["settings.tiny.training.lr"]},
-            "params/methods.yaml: 'hearded' is unknown; did you mean 'herded'? known: ",
-        ),
-        ({"colour": "red"}, "sweeps.kappa: 'colour' is unknown; known: figure, keys, label, "),
-        ({"figure": "coreset"}, "sweeps.kappa.figure 'coreset' is unknown; did you mean 'cores"),
-    ],
-    ids=str,
-)
-def test_a_slip_in_a_sweep_is_named(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ParameterError) as error:
-        experiments(**changes)
-    text = str(error.value).removeprefix("params.yaml: sweeps.kappa with 0.0: ")
-    assert text.startswith(message if message[:7] == "params/" else "params.yaml: " + message)
-
-
 @pytest.mark.parametrize("profile", ["default", "quick", "paper"])
 def test_the_sweeps_of_the_project_are_valid(profile: str) -> None:
     params = read_params(profile)

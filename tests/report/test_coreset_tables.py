@@ -9,8 +9,8 @@ import pytest
 from table_records import fake_record
 
 from stamp_core.report import figures, tables
-from stamp_core.report.tables.coresets import ALL_IMAGES
-from stamp_core.report.tables.text import DASH
+from stamp_core.report.frames import ALL_IMAGES
+from stamp_core.report.text import DASH
 from stamp_core.results.records import Record
 
 

@@ -12,11 +12,12 @@ from matplotlib.colors import to_hex
 from PIL import Image
 from table_records import fake_record
 
+from stamp_core.config.params import expand_grid, read_params
 from stamp_core.config.schema import Split
 from stamp_core.data import split
 from stamp_core.report import figures
 from stamp_core.report.figures import style
-from stamp_core.report.tables.text import write_parts
+from stamp_core.report.tables.page import write_parts
 from stamp_core.results import metrics
 
 LETTERS = ("a", "b", "c", "d", "e", "f")
@@ -74,16 +75,22 @@ def caption(figure):
 # --- style
 
 
-def test_methods_differ_and_are_the_same_everywhere(monkeypatch):
-    names = [*style.HIGHLIGHTED, *(f"method{place}" for place in range(56))]
-    monkeypatch.setattr(style, "read_params", lambda: {"methods": dict.fromkeys(names)})
-    marks = [style.method_style(name) for name in names]
-    assert len({(to_hex(each["color"]), each["marker"]) for each in marks}) == len(names)
-    for key in ("color", "marker"):
-        assert len({each[key] for each in marks[:8]}) == 8  # the highlighted ones, in print too
-    assert style.method_style("gone") == style.method_style("gone") != style.method_style("lost")
-    monkeypatch.setattr(style, "read_params", lambda: {"methods": {"method0": {}}})
-    assert style.method_style("method0") == marks[8]  # highlighted ones take no place
+@pytest.mark.parametrize("page", ["comparison", "ablation"])
+def test_methods_of_a_page_differ_in_colour_or_marker(page):
+    names = {method for _, method, _ in expand_grid(page, read_params())}
+    marks = {name: style.method_style(name) for name in names}
+    assert len({(to_hex(each["color"]), each["marker"]) for each in marks.values()}) == len(names)
+
+
+def test_the_marks_of_a_method_go_by_its_name_alone(monkeypatch):
+    """Every preset is listed: no method added later changes its colour."""
+    assert set(read_params()["methods"]) <= style._FIXED.keys() | style._PLACES.keys()
+    shown = [style.method_style(name) for name in style.HIGHLIGHTED]
+    for key in ("color", "marker"):  # in print too
+        assert len({each[key] for each in shown}) == len(shown)
+    assert style.method_style("mine") == style.method_style("mine") != style.method_style("yours")
+    marks = style.method_style("fedprox")
+    assert (marks["color"], marks["marker"]) == (style.COLOURS[5], "8")  # as in figures/
 
 
 def test_a_method_has_one_colour_in_all_figures(records):

@@ -48,7 +48,8 @@ def test_a_run_has_its_alpha_and_the_accuracy_of_its_main_model() -> None:
     local = run("local", 1.0, personal_only=True)
     rows = tables.alpha_frame([run("stamp", 10.0, final=0.25), local])
     assert rows.method.tolist() == ["stamp", "local"] and rows.alpha.tolist() == [10.0, 1.0]
-    assert rows.accuracy.tolist() == [0.25, 0.5] and rows.model.tolist() == ["global", "personal"]
+    assert rows.main_accuracy.tolist() == [0.25, 0.5]
+    assert rows.model.tolist() == ["global", "personal"]
 
 
 def test_a_trained_record_holds_its_alpha() -> None:

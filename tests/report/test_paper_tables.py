@@ -13,9 +13,8 @@ from stamp_core.config.params import PAPER, read_params, read_setting
 from stamp_core.config.schema import Network
 from stamp_core.report import tables
 from stamp_core.report.tables import printed
-from stamp_core.report.tables.paper import TABLES
-from stamp_core.report.tables.paper_details import MIB, NETWORKS, OURS, network_size
-from stamp_core.report.tables.text import DASH, MB
+from stamp_core.report.tables.paper import MIB, OURS, TABLES, network_size
+from stamp_core.report.text import DASH, MB
 from stamp_core.results.records import Record
 
 TWO, TWENTY, PARTS = TABLES
@@ -107,7 +106,7 @@ def test_without_records_the_papers_numbers_are_complete_and_ours_are_dashes(lab
     for typed in printed.PRINTED[printed.PRINTED.table == label].to_dict("records"):
         own = row(scores, typed["method"], typed["data"])
         for name, column in {"accuracy": "accuracy", "AF": "forgetting"}.items():
-            number = printed.printed_number(typed[column], typed[f"{column}_std"])
+            number = printed.number(typed[column], typed[f"{column}_std"])
             assert own[f"{name}, paper"] == number
         own = row(costs, typed["method"], typed["data"])
         for column, name in columns.items():
@@ -118,7 +117,7 @@ def test_without_records_the_papers_numbers_are_complete_and_ours_are_dashes(lab
 def test_methods_are_the_papers_then_ours_then_what_else_was_run() -> None:
     """A preset of published size stands in the row of its method."""
     records = [*three("gem"), *three("stamp"), *three("sam_tam_pcs"), *three("fedcil_published")]
-    theirs = list(printed.printed_table(TWO, "CIFAR-100").index)
+    theirs = list(printed.rows(TWO, "CIFAR-100").index)
     grid = [name.removesuffix("_published") for name in read_params(PAPER)["grid"]["method"]]
     ours = [name for name in grid if name not in theirs]
     rows = tables.compare_with_paper(TWO, records)
@@ -268,7 +267,7 @@ def test_sizes_of_networks_and_what_the_paper_states_of_them() -> None:
     rows = {(*each[:4], each[5]): each for each in table.to_numpy().tolist()}
     columns = ["data", "network", "stem", "norm", "images", "classes", "parameters", "buffers"]
     assert list(table.columns[:8]) == columns
-    assert len(rows) == len(NETWORKS) == 11
+    assert len(rows) == 11
     resnet = rows["CIFAR-100", "resnet18", "published", "batch", "100"]
     assert resnet[6:] == ["11,227,812", "9,600", "44.95", "42.87", "11.7 M", "44.6"]
     swin = rows["ImageNet-1K", "swin_t", DASH, DASH, "1,000"]
@@ -319,7 +318,7 @@ def lines(page: str, label: str, data: str, first: str = "accuracy") -> list[str
 
 def test_the_page_has_every_row_that_is_typed(page: str) -> None:
     for typed in printed.PRINTED.itertuples():
-        texts = {"accuracy": printed.printed_number(typed.accuracy, typed.accuracy_std)}
+        texts = {"accuracy": printed.number(typed.accuracy, typed.accuracy_std)}
         if typed.table != PARTS:
             texts["s / round"] = f"{typed.seconds}"
         for first, text in texts.items():

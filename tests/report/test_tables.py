@@ -8,10 +8,10 @@ import pandas as pd
 import pytest
 from table_records import FINALS, fake_record, three_seeds
 
-from stamp_core.report import tables
-from stamp_core.report.tables import comparisons, frames, printed, results, text
+from stamp_core.report import frames, tables, text
+from stamp_core.report.tables import page, printed, results
 from stamp_core.report.tables.ablation import PARTS
-from stamp_core.report.tables.text import DASH
+from stamp_core.report.text import DASH
 
 T_975 = {1: 12.706204736, 2: 4.302652730}  # Student's t by degrees of freedom
 BETTER = [(0.5, 0.7), (0.7, 0.7), (0.4, 0.9)]  # accuracy 10 points above FINALS for every seed
@@ -133,7 +133,7 @@ def test_significant_has_three_figures_and_no_exponent(value, expected):
 
 
 def test_markdown_cells_are_not_padded():
-    table = text.markdown(pd.DataFrame({"method": ["a", "longer"], "n": ["3", "3"]}))
+    table = page.markdown(pd.DataFrame({"method": ["a", "longer"], "n": ["3", "3"]}))
     assert table.splitlines() == ["| method | n |", "| --- | --- |", "| a | 3 |", "| longer | 3 |"]
 
 
@@ -232,7 +232,7 @@ def test_sentences_and_cells_say_where_the_interval_lies(gains, outcome, cell):
     records = three_seeds("stamp", finals) + three_seeds("fedavg", [(0.5, 0.5)] * len(gains))
     expected = f"- toy, accuracy compared with fedavg (n = {len(gains)}): {outcome}."
     assert tables.findings(records).splitlines()[0] == expected
-    table = comparisons.difference_table(tables.differences(records), ["method"], "measure")
+    table = page.difference_table(tables.differences(records), ["method"], "measure")
     assert table.accuracy.tolist() == [cell]
 
 
@@ -285,11 +285,11 @@ def test_results_are_written_to_three_files_that_do_not_change(tmp_path):
 
 
 def test_the_papers_numbers_are_found_by_table_data_and_method():
-    table = printed.printed_table("tab:baselines-task20", "ImageNet-1K")
+    table = printed.rows("tab:baselines-task20", "ImageNet-1K")
     assert len(table) == 13 and table.loc["lander", "disk_mb"] == 1310
     place = ("tab:baselines-task2", "ImageNet-1K")
-    assert printed.printed_scores("fedweit", *place) == "39.7 ± 3.1, AF 21.5"  # no deviation
-    assert printed.printed_scores("gem", *place) == DASH
+    assert printed.scores("fedweit", *place) == "39.7 ± 3.1, AF 21.5"  # no deviation
+    assert printed.scores("gem", *place) == DASH
 
 
 # --- the ablation
@@ -407,7 +407,7 @@ def test_matching_has_means_of_rounds_and_the_largest_gap():
 
 def test_a_table_is_shown_with_all_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
-    monkeypatch.setattr(text, "display", lambda table: shown.append(repr(table)))
+    monkeypatch.setattr(page, "display", lambda table: shown.append(repr(table)))
     rows = pd.DataFrame({"n": range(200)})
     tables.show(rows)
     assert len(shown[0].splitlines()) == 201

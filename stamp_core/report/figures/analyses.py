@@ -1,11 +1,10 @@
-"""Figures behind the results: angles between gradients, features, sensitivity to parameters.
+"""Figures behind the results: angles between gradients, and features.
 
 Angles and features are recorded where the setting's `diagnostics` say so; what was not recorded, or
 is undefined, is left out.
 """
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -13,12 +12,11 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
+from stamp_core.report import frames
 from stamp_core.report.figures import style
-from stamp_core.report.tables import frames
-from stamp_core.report.tables.text import DASH
+from stamp_core.report.text import DASH
 from stamp_core.results import metrics
 from stamp_core.results.records import Record
 
@@ -42,15 +40,6 @@ _FEATURES = """\
 Each character is a test image of that class. Nearest mean: share of images that are nearer to
 the mean of their class's other images than to that of any other class, before t-SNE"""
 
-_MEASURES = {  # label, colour and marker
-    "accuracy": ("accuracy, %", style.COLOURS[0], "o"),
-    "forgetting": ("forgetting, points", style.COLOURS[1], "s"),
-    "update_length": ("update length", style.COLOURS[2], "D"),
-}
-_SENSITIVITY = """\
-points and thin lines: seeds, thick line: mean, grey: value of the preset; y axes differ
-below accuracy, in points: range of the means over values, and mean range over seeds"""
-
 
 # --- angles
 
@@ -71,7 +60,7 @@ def angles(records: Sequence[Record], shown: Sequence[str] = ()) -> Figure:
         axis.set_title(f"{setting}\n{names[name]}", fontsize=9)
         axis.set_xlabel("tasks learnt")
     defined = rows.dropna(subset=[*names], how="all")
-    caption = f"{_COSINES}\n{style.seed_caption(defined)}; points: seeds, lines: means"
+    caption = f"{_COSINES}\n{style.seed_caption(defined)}; {style.POINTS}"
     style.add_caption(figure, "Spatial and temporal angles between gradients", caption, axes)
     return figure
 
@@ -98,7 +87,6 @@ def _draw_cosines(axis: Axes, rows: pd.DataFrame, name: str) -> None:
     The mean of U orthogonal vectors of one length has the cosine 1 / sqrt(U) with each of them. The
     mean cosine of the pairs of k vectors is at least -1 / (k - 1), where they add up to zero.
     """
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     defined = rows[rows.groupby("method")[name].transform("count") > 0]
     if defined.empty:
         axis.text(0.5, 0.5, "not recorded", ha="center", transform=axis.transAxes)
@@ -185,57 +173,3 @@ def _count_nearest_mean(vectors: style.Values, labels: NDArray[np.int64]) -> tup
     distances[rows, own] *= sizes[own] / np.maximum(sizes[own] - 1, 1)  # without the image
     right = distances.argmin(axis=1) == own
     return int(right[others].sum()), int(others.sum())
-
-
-# --- sensitivity
-
-
-def sensitivity(records: Sequence[Record], captions: Mapping[str, tuple[str, str]]) -> Figure:
-    """Final accuracy and forgetting by the value of a swept parameter: a column per sweep.
-
-    `captions` has for each sweep its label and the preset's value, which is marked where it is
-    among the values. A sweep of `server_lr` has a second column, the length of the server's update.
-    """
-    rows, columns = frames.run_frame(records), list[tuple[pd.DataFrame, tuple[str, ...]]]()
-    rows = rows.assign(accuracy=100 * rows.main_accuracy, forgetting=100 * rows.main_forgetting)
-    rows[["sweep", "value"]] = [record.sweep for record in records]
-    for (sweep, *_), part in rows.groupby(["sweep", "setting", "method"], sort=False):
-        part = part.assign(place=part.value.map([*part.value.unique()].index))
-        columns.append((part, ("accuracy", "forgetting")))
-        columns += [(part, ("update_length",))] if sweep == "server_lr" else []
-    wide = min(4, len(columns))
-    figure, axes = style.panels(2 * math.ceil(len(columns) / wide) * wide, wide, 1.5, 1.0)
-    for place, (part, measures) in enumerate(columns):
-        top = 2 * (place // wide) * wide + place % wide
-        label, preset = captions[part.sweep.iloc[0]]
-        axes[top].set_title(f"{label}\n{part.method.iloc[0]}", fontsize=9)
-        for axis, measure in zip((axes[top], axes[top + wide]), measures, strict=False):
-            _draw_sweep(axis, part, measure, preset)
-    for axis in axes:
-        if not axis.has_data():
-            axis.remove()
-    title = f"One parameter changed, all else equal: {', '.join(rows.setting.unique())}"
-    seeds = style.seed_caption(rows, "sweep", "value")
-    style.add_caption(figure, title, f"{seeds}; {_SENSITIVITY}")
-    return figure
-
-
-def _draw_sweep(axis: Axes, rows: pd.DataFrame, measure: str, preset: str) -> None:
-    """One measure of a sweep by value; the y axis spans the data."""
-    unit, colour, marker = _MEASURES[measure]
-    for _, group in rows.groupby("seed"):
-        axis.plot(group.place, group[measure], color=colour, linewidth=0.6, alpha=0.4)
-    style.draw_seeds(axis, rows, "place", measure, color=colour, marker=marker)
-    values = rows.value.unique().tolist()
-    axis.set_xticks(range(len(values)), values)
-    axis.set_xlim(-0.5, len(values) - 0.5)
-    axis.set_ylabel(unit, fontsize=8)
-    axis.tick_params(labelsize=7)
-    axis.grid(alpha=0.3)
-    if preset in values:
-        axis.axvline(values.index(preset), color="0.88", linewidth=9, zorder=0, label="preset")
-    groups = rows.groupby("place").accuracy
-    between, within = np.ptp(groups.mean()), groups.agg(np.ptp).mean()
-    if measure == "accuracy" and min(rows.seed.nunique(), len(values)) > 1:
-        text = f"values {between:.1f} {'<' if between < within else '≥'} seeds {within:.1f}"
-        axis.set_xlabel(text, fontsize=8, color="0.3")

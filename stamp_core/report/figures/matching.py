@@ -20,7 +20,7 @@ from stamp_core.matching.gram import gram
 from stamp_core.matching.match import MatchingParams, MatchResult, match, match_gram
 from stamp_core.matching.simplex import SOLVED, SoftmaxParams
 from stamp_core.report.figures.style import COLOURS, Values, add_caption, draw_arrow, panels
-from stamp_core.report.tables.text import DASH
+from stamp_core.report.text import DASH
 
 _Gradients = Tensor | Sequence[Sequence[float]]
 

@@ -11,14 +11,13 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 from scipy.optimize import isotonic_regression
 
-from stamp_core.config.params import read_params
 from stamp_core.core.atomic import replacing
-from stamp_core.report.tables.frames import EXPERIMENT
-from stamp_core.report.tables.text import MARK, RECONSTRUCTED, marked
+from stamp_core.report.frames import EXPERIMENT
+from stamp_core.report.text import MARK, RECONSTRUCTED, marked
 from stamp_core.results import metrics
 
 Values = NDArray[np.float64]
@@ -29,6 +28,7 @@ WIDTH = 9.0  # inches: 900 pixels at 100 dots an inch, the width of a README
 DPI = 160
 _LEGEND_COLUMNS = 5
 INTERVALS = "bars: 95 % interval of the mean, small marks: seeds"
+POINTS = "points: seeds, lines: means"
 LINE = 0.15  # inches, the height of a line of small text
 
 # seaborn's colourblind palette without its grey, which a control has, and its yellow, too faint in
@@ -49,6 +49,17 @@ _FIXED = {
     "fedavg_tuned": (COLOURS[0], "H", 2),
 }
 HIGHLIGHTED = tuple(_FIXED)[:8]
+_OTHERS = """
+stamp_rehearsal stamp_paper stamp_code stamp_code_coreset stamp_softmax fedprox fedala gradma
+feddbe fedas fedl2p fedl2p_fcl fedssi agem gpm gpm_drift fsdgpm vrmcl refed affcl fedweit target
+lander glfc lga pfeddil srfdil tagfed tagfed_avg fbl fedcil gem_pure sam tam sam_tam sam_pcs
+tam_pcs sam_tam_pcs replay_herded replay_step replay_as_stamp replay_as_gem replay_anchored
+rehearsal_mean rehearsal_free stamp_mean stamp_current stamp_gradients stamp_unscaled keep_herding
+keep_k_centre keep_least_squares keep_nonnegative keep_ocs keep_bcsr keep_csrel keep_sre2l keep_all
+replay_scenes stamp_scenes fbl_scenes fbl_relation_scenes refed_published affcl_published
+fedweit_published target_published lander_published glfc_published lga_published fedcil_published
+"""  # a new method at the end: the others keep their places, so their colours and markers
+_PLACES = {method: place for place, method in enumerate(_OTHERS.split())}
 
 
 class Label(NamedTuple):
@@ -61,12 +72,11 @@ class Label(NamedTuple):
 
 
 def method_style(method: str) -> _Style:
-    """Colour, marker and dashes of a method, the same in every figure.
+    """Colour, marker and dashes of a method, by its name alone: the same in every figure.
 
-    They go by the method's place in the parameters, or by its name where it is not among them.
+    A name that is not listed here, as that of a new method, has those of its checksum.
     """
-    known = [name for name in read_params()["methods"] if name not in _FIXED]
-    place = known.index(method) if method in known else len(known) + zlib.crc32(method.encode())
+    place = _PLACES.get(method, zlib.crc32(method.encode()))
     other = (COLOURS[place % len(COLOURS)], _MARKERS[place % len(_MARKERS)], place % len(_DASHES))
     color, marker, dashes = _FIXED.get(method, other)
     return {"color": color, "marker": marker, "linestyle": _DASHES[dashes]}
@@ -147,6 +157,8 @@ def draw_lines(axis: Axes, rows: pd.DataFrame, x: str, y: str, by: str = "method
         end = group[group[x] == group[x].max()]
         labels.append(Label(text, end[x].iloc[0], end[y].mean(), marks["color"]))
     axis.grid(alpha=0.3)
+    if x == "experience":
+        count_in_integers(axis)
     return labels
 
 
@@ -223,6 +235,11 @@ def draw_arrow(axis: Axes, tail: _Point, tip: _Point, name: str = "", **options:
 def plain_text(name: Hashable) -> str:
     """A name in which a dollar sign starts no formula."""
     return str(name).replace("$", r"\$")
+
+
+def count_in_integers(axis: Axes) -> None:
+    """Ticks of the x axis at whole numbers alone."""
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def set_log_scale(axis: Axes) -> None:

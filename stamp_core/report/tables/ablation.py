@@ -6,98 +6,69 @@ from typing import Any
 
 import pandas as pd
 
-from stamp_core.report.tables import printed
-from stamp_core.report.tables.comparisons import difference_sections, interval_sentences
-from stamp_core.report.tables.frames import EXPERIMENT, run_frame
-from stamp_core.report.tables.results import COLUMNS, JUDGED, accuracy_csv, differences
-from stamp_core.report.tables.text import (
-    DASH,
-    markdown,
-    mean_std,
-    significant,
-    write_page,
-    write_parts,
-)
-from stamp_core.results import metrics
+from stamp_core.report.frames import run_frame
+from stamp_core.report.tables import page, printed
+from stamp_core.report.tables.results import accuracy_csv, difference_sections, judged_differences
+from stamp_core.report.text import DASH
 from stamp_core.results.records import Record
 
-_BASES = ("stamp", "replay")  # that the page compares all variants with
+BASES = ("stamp", "replay")  # that all variants are compared with
 PARTS = {  # of the ablation, with their headings
     "control": "controls without matching",
     "paper": "components in the paper",
     "choice": "design choices",
 }
+_PARAMETERS = (
+    *("setting", "variant", "part", "SAM", "TAM", "coreset", "prototypical loss", "rehearsal"),
+    "other parameters",
+)
 _OWN_COLUMNS = {"name", "kind", "memory", "ratio", "prototype"}  # parameters shown in a column
+_CELLS: dict[str, page.Cell] = {
+    "accuracy": page.percent("main_accuracy"),
+    "forgetting": page.percent("main_forgetting"),
+    "learning accuracy": page.percent("main_learning_accuracy"),
+    "update length": page.average("relative_length"),
+    "1000 images": page.average("images", 1000),
+    "s / round": page.average("client_seconds", figures=2),
+    "paper (CIFAR-100)": lambda runs: printed.scores(runs.method.iloc[0], *printed.COMPONENTS),
+}
 
 
-def ablation_part(record: Record) -> str:
-    """The part of the ablation that a run belongs to, a key of PARTS: a control matches nothing."""
-    params = record.about["method"]
-    if not any((params.get(side) or {}).get("kappa") for side in ("spatial", "temporal")):
-        return "control"
-    components = printed.printed_table(*printed.COMPONENTS).index
-    return "paper" if record.run[1] in components else "choice"
+def ablation_frame(records: Sequence[Record]) -> pd.DataFrame:
+    """One row a run: that of `run_frame`, its parameters as text, and `relative_length`.
 
-
-def variant_label(record: Record) -> str:
-    """The method's name, with its server learning rate where that is not 1."""
-    server_lr = record.about["method"].get("server_lr", 1.0)
-    return record.run[1] + ("" if server_lr == 1 else f" (server lr {server_lr:g})")
-
-
-def ablation_table(records: Sequence[Record]) -> pd.DataFrame:
-    """One row a variant and setting, as text: its parameters and what it reaches."""
-    records = _by_part(records)
-    runs = run_frame(records).assign(record=records)
+    That is the length of its updates in units of fedavg's with the same seed and setting.
+    """
     stamp: dict[str, Any] = next((r.about["method"] for r in records if r.run[1] == "stamp"), {})
-    table = []
-    for (setting, _), rows in runs.groupby(EXPERIMENT, sort=False):
-        fedavg = runs[(runs.setting == setting) & (runs.method == "fedavg")]
-        parameters = _parameter_columns(rows.record.iloc[0], stamp)
-        table.append({"setting": setting, **parameters, **_score_columns(rows, fedavg)})
-    return pd.DataFrame(table)
-
-
-def ablation_findings(records: Sequence[Record]) -> str:
-    """List items: which variants are above and below stamp and replay, by setting and part."""
-    parts = {record.run[1]: PARTS[ablation_part(record)] for record in records}
-    items = []
-    for base in _BASES:
-        pairs = differences(_by_part(records), base)
-        pairs = pairs[pairs.measure.isin(JUDGED)].assign(part=pairs.method.map(parts))
-        heading = f"{{setting}}, {{measure}} of {{part}} compared with {base}"
-        items.append(interval_sentences(pairs, "method", ["setting", "measure", "part"], heading))
-    return "\n".join(filter(None, items))
-
-
-def write_ablation(records: Sequence[Record], folder: Path) -> list[Path]:
-    """The files written: ablation.md to read, ablation.csv as accuracy.csv of the comparison."""
-    return [
-        write_page(folder / "ablation.md", "Ablation", records, _section),
-        write_parts(folder / "ablation.csv", [accuracy_csv(records)]),
-    ]
-
-
-def _section(records: Sequence[Record]) -> list[str]:
-    """Findings, variants and differences of one setting."""
-    records = _by_part(records)
-    table = markdown(ablation_table(records).drop(columns="setting"))
-    sections = difference_sections({base: differences(records, base) for base in _BASES}, *COLUMNS)
-    return [ablation_findings(records), table, *sections]
+    parameters = pd.DataFrame([_parameters(record, stamp) for record in records])
+    rows = pd.concat([run_frame(records), parameters], axis=1)
+    fedavg = rows[rows.method == "fedavg"].set_index(["setting", "seed"]).update_length
+    reference = fedavg.reindex(pd.MultiIndex.from_frame(rows[["setting", "seed"]]))
+    return rows.assign(relative_length=rows.update_length / reference.to_numpy())
 
 
 def _by_part(records: Sequence[Record]) -> list[Record]:
     """The records in the order of PARTS."""
-    return sorted(records, key=lambda record: [*PARTS].index(ablation_part(record)))
+    return sorted(records, key=lambda record: [*PARTS].index(_part(record)))
 
 
-def _parameter_columns(record: Record, stamp: dict[str, Any]) -> dict[str, str]:
+def _part(record: Record) -> str:
+    """The part of the ablation that a run belongs to, a key of PARTS: a control matches nothing."""
+    params = record.about["method"]
+    if not any((params.get(side) or {}).get("kappa") for side in ("spatial", "temporal")):
+        return "control"
+    return "paper" if record.run[1] in printed.rows(*printed.COMPONENTS).index else "choice"
+
+
+def _parameters(record: Record, stamp: dict[str, Any]) -> dict[str, str]:
     """The parameters of a variant; `stamp` are those of the method `stamp`."""
     params = record.about["method"]
-    prototype, ratio = params.get("prototype"), params.get("ratio")
+    server_lr = params.get("server_lr", 1.0)
+    prototype = params.get("prototype")
+    ratio = params.get("ratio")
     return {
-        "variant": variant_label(record),
-        "part": PARTS[ablation_part(record)],
+        "variant": record.run[1] + ("" if server_lr == 1 else f" (server lr {server_lr:g})"),
+        "part": PARTS[_part(record)],
         **{
             name: f"κ = {params[side]['kappa']:g}" if params.get(side) else DASH
             for name, side in {"SAM": "spatial", "TAM": "temporal"}.items()
@@ -111,7 +82,8 @@ def _parameter_columns(record: Record, stamp: dict[str, Any]) -> dict[str, str]:
 
 def _coreset(params: dict[str, Any]) -> str:
     """Selection rule and exemplars per class of a memory, and whether anything reads it."""
-    memory, temporal = params.get("memory") or {}, params.get("temporal") or {}
+    memory = params.get("memory") or {}
+    temporal = params.get("temporal") or {}
     if not memory.get("exemplars_per_class"):
         return DASH
     note = "" if params.get("ratio") or temporal.get("source") == "memory" else " (not read)"
@@ -131,18 +103,30 @@ def _other_parameters(params: dict[str, Any], stamp: dict[str, Any]) -> Iterator
             yield f"{name} {own}"
 
 
-def _score_columns(runs: pd.DataFrame, fedavg: pd.DataFrame) -> dict[str, str]:
-    """What the runs of a variant reach; `fedavg` are the runs of fedavg in the same setting."""
-    lengths, reference = (dict(zip(r.seed, r.update_length, strict=True)) for r in (runs, fedavg))
-    common = lengths.keys() & reference.keys()
-    ratio = metrics.summarise(lengths[seed] / reference[seed] for seed in common)
-    return {
-        "n": str(len(runs)),
-        "accuracy": mean_std(runs.main_accuracy),
-        "forgetting": mean_std(runs.main_forgetting),
-        "learning accuracy": mean_std(runs.main_learning_accuracy),
-        "update length": significant(ratio["mean"]),
-        "1000 images": significant(runs.images.mean() / 1000),
-        "s / round": significant(runs.client_seconds.mean(), 2),
-        "paper (CIFAR-100)": printed.printed_scores(runs.method.iloc[0], *printed.COMPONENTS),
-    }
+def ablation_table(records: Sequence[Record]) -> pd.DataFrame:
+    """One row a variant and setting, as text: its parameters and what it reaches."""
+    return page.group_table(ablation_frame(_by_part(records)), _PARAMETERS, _CELLS)
+
+
+def ablation_findings(records: Sequence[Record]) -> str:
+    """List items: which variants are above and below stamp and replay, by setting and part."""
+    parts = {record.run[1]: PARTS[_part(record)] for record in records}
+    pairs = judged_differences(_by_part(records), BASES)
+    pairs = {base: own.assign(part=own.method.map(parts)) for base, own in pairs.items()}
+    heading = "{setting}, {measure} of {part} compared with {base}"
+    return page.difference_findings(pairs, "method", ["setting", "measure", "part"], heading)
+
+
+def write_ablation(records: Sequence[Record], folder: Path) -> list[Path]:
+    """The files written: ablation.md to read, ablation.csv as accuracy.csv of the comparison."""
+    return [
+        page.write_page(folder / "ablation.md", "Ablation", records, _section),
+        page.write_parts(folder / "ablation.csv", [accuracy_csv(records)]),
+    ]
+
+
+def _section(records: Sequence[Record]) -> list[str]:
+    """Findings, variants and differences of one setting."""
+    table = page.markdown(ablation_table(records).drop(columns="setting"))
+    sections = difference_sections(_by_part(records), BASES)
+    return [ablation_findings(records), table, *sections]

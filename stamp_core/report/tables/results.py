@@ -1,53 +1,85 @@
 """The comparison of all methods: results.md, and accuracy.csv and summary.json for DVC."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from stamp_core.report.tables import comparisons, printed, text
-from stamp_core.report.tables.frames import (
-    EXPERIMENT,
-    GROUPS,
-    experience_frame,
-    model_frame,
-    run_frame,
-)
+from stamp_core.report.frames import EXPERIMENT, GROUPS, experience_frame, model_frame, run_frame
+from stamp_core.report.tables import page, printed
+from stamp_core.report.text import DASH, MB
 from stamp_core.results import metrics
 from stamp_core.results.records import Record
 
 _BASES = ("fedavg", "replay", "stamp")  # that the page compares all methods with
-COLUMNS = (["method", "model"], "measure")  # of tables of differences
 _MEASURES = {
     "accuracy": "main_accuracy",
     "forgetting": "main_forgetting",
     "average incremental accuracy": "main_average_incremental_accuracy",
     "learning accuracy": "main_learning_accuracy",
 }
-JUDGED = ("accuracy", "forgetting")  # measures that the findings name
-_SUMMARY = (  # columns of `run_frame` in summary.json, there without `main_`
-    *(
-        "accuracy",
-        "nearest_mean",
-        "personal_accuracy",
-        "local_accuracy",
-        "main_average_incremental_accuracy",
-    ),
-    *("main_learning_accuracy", "main_forgetting", "main_forgetting_diagonal"),
-    *(
-        "main_worst_client",
-        "gap",
-        "images",
-        "update_length",
-        "client_seconds",
-        "bytes_up",
-        "bytes_down",
-        "disk",
-    ),
-)
+_JUDGED = ("accuracy", "forgetting")  # measures that the findings name
+_SUMMARY = """accuracy nearest_mean personal_accuracy local_accuracy
+main_average_incremental_accuracy main_learning_accuracy main_forgetting main_forgetting_diagonal
+main_worst_client gap images update_length client_seconds bytes_up bytes_down disk"""
+
+_SCORES: dict[str, page.Cell] = {
+    "model": page.first("model"),
+    "accuracy": page.percent("accuracy"),
+    "nearest mean": page.percent("nearest_mean"),
+    "personal accuracy": page.percent("personal_accuracy"),
+    "local accuracy": page.percent("local_accuracy"),
+    "task-incremental": page.percent("task_accuracy"),
+    "learning accuracy": page.percent("main_learning_accuracy"),
+    "forgetting": page.percent("main_forgetting"),
+    "forgetting (diagonal)": page.percent("main_forgetting_diagonal"),
+    "personal learning accuracy": page.percent("personal_learning_accuracy"),
+    "personal forgetting": page.percent("personal_forgetting"),
+    "worst client": page.percent("main_worst_client"),
+    "gap": page.percent("gap"),
+    "paper (CIFAR-100)": lambda runs: printed.scores(runs.method.iloc[0], *printed.MAIN),
+}
+_COSTS: dict[str, page.Cell] = {
+    "1000 images": page.average("images", 1000),
+    "update length": page.average("update_length"),
+    "s / round": page.average("client_seconds", figures=2),
+    "MB up / round": page.average("bytes_up", MB),
+    "MB down / round": page.average("bytes_down", MB),
+    "MB setup": page.average("bytes_setup", MB),
+    "s setup": page.average("setup_seconds", figures=2),
+    "disk MB": page.peak("disk"),
+    "memory MB": page.peak("memory"),
+    "GPU MB": page.peak("gpu"),
+}
+_MATCHED = {  # columns and the note behind each; products are relative to |reference|²
+    "gradients": "gradient count",
+    "worst product, mean": "worst_product_reference",
+    "worst product, matched": "worst_product",
+    "length": "length",
+    "cosine": "cosine",
+    "gradients with weight": "support",
+}
+
+
+def results_table(records: Sequence[Record]) -> pd.DataFrame:
+    """One row an experiment as text: accuracies and forgetting in %, mean ± standard deviation."""
+    return _experiment_table(records, _SCORES)
+
+
+def cost_table(records: Sequence[Record]) -> pd.DataFrame:
+    """One row an experiment as text: seconds and bytes of a mean round, peaks of memory, disk."""
+    return _experiment_table(records, _COSTS)
+
+
+def _experiment_table(records: Sequence[Record], cells: Mapping[str, page.Cell]) -> pd.DataFrame:
+    """A row per experiment; those of a setting are together, and in it those of a group."""
+    settings = list(dict.fromkeys(record.run[0] for record in records))
+    ordered = sorted(records, key=lambda r: (settings.index(r.run[0]), GROUPS.index(r.group)))
+    return page.group_table(run_frame(ordered), ["setting", "group", "method"], cells)
 
 
 def differences(records: Sequence[Record], base: str = "fedavg") -> pd.DataFrame:
@@ -56,75 +88,57 @@ def differences(records: Sequence[Record], base: str = "fedavg") -> pd.DataFrame
     A method with a global model and personal ones has rows for both. Settings without `base` have
     no rows.
     """
-    rows = model_frame(records)
-    return comparisons.paired_differences(rows, "method", base, ["setting"], _MEASURES)
+    rows = model_frame(run_frame(records))
+    return page.paired_differences(rows, "method", base, ["setting"], _MEASURES)
+
+
+def judged_differences(records: Sequence[Record], bases: Sequence[str]) -> dict[str, pd.DataFrame]:
+    """By base its `differences` in accuracy and forgetting alone, which findings name."""
+    pairs = {base: differences(records, base) for base in bases}
+    return {base: own[own.measure.isin(_JUDGED)] for base, own in pairs.items()}
+
+
+def difference_sections(records: Sequence[Record], bases: Sequence[str]) -> list[str]:
+    """The tables of `differences` from each base."""
+    pairs = {base: differences(records, base) for base in bases}
+    return page.difference_sections(pairs, ["method", "model"], "measure")
 
 
 def findings(records: Sequence[Record], bases: Sequence[str] = _BASES[:2]) -> str:
     """List items: which methods are above and below each of `bases`, by setting and measure."""
-    items = []
-    for base in bases:
-        heading, by = f"{{setting}}, {{measure}} compared with {base}", ["setting", "measure"]
-        pairs = differences(records, base)
-        pairs = pairs[pairs.measure.isin(JUDGED)]
-        items.append(comparisons.interval_sentences(pairs, "method", by, heading))
-    return "\n".join(filter(None, items))
+    heading = "{setting}, {measure} compared with {base}"
+    pairs = judged_differences(records, bases)
+    return page.difference_findings(pairs, "method", ["setting", "measure"], heading)
 
 
-def results_table(records: Sequence[Record]) -> pd.DataFrame:
-    """One row an experiment as text: accuracies and forgetting in %, mean ± standard deviation."""
-    return _experiment_table(records, _score_columns)
-
-
-def cost_table(records: Sequence[Record]) -> pd.DataFrame:
-    """One row an experiment as text: seconds and bytes of a mean round, peaks of memory, disk."""
-    return _experiment_table(records, _cost_columns)
-
-
-def _experiment_table(
-    records: Sequence[Record], columns: Callable[[pd.DataFrame], dict[str, str]]
-) -> pd.DataFrame:
-    """Setting, group, method and n of each experiment, then `columns`; groups are together."""
+def matching_table(records: Sequence[Record]) -> pd.DataFrame:
+    """One row an experiment and side (spatial, temporal) as text: means over rounds and seeds."""
     table = []
-    for _, runs in run_frame(records).groupby(EXPERIMENT, sort=False):
-        names = {name: runs[name].iloc[0] for name in ("setting", "group", "method")}
-        table.append({**names, "n": str(len(runs)), **columns(runs)})
-    settings = list(dict.fromkeys(row["setting"] for row in table))
-    table.sort(key=lambda row: (settings.index(row["setting"]), GROUPS.index(row["group"])))
+    for setting, method in dict.fromkeys(record.run[:2] for record in records):
+        runs = [record for record in records if record.run[:2] == (setting, method)]
+        history = [row for record in runs for row in record.history]
+        for side in ("spatial", "temporal"):
+            notes = [row["notes"] for row in history if f"{side} gap" in row.get("notes", {})]
+            if notes:
+                labels = {"setting": setting, "method": method, "where": side, "n": str(len(runs))}
+                events = [row["events"] for row in history]
+                table.append(labels | _matching_cells(side, notes, events))
     return pd.DataFrame(table)
 
 
-def _score_columns(runs: pd.DataFrame) -> dict[str, str]:
+def _matching_cells(
+    side: str, notes: list[dict[str, float]], events: list[dict[str, int]]
+) -> dict[str, str]:
+    """The means of one side's notes, the largest gap, and what happened how often."""
+    counts = Counter[str]()
+    for each in events:
+        counts.update({k.partition(": ")[2]: n for k, n in each.items() if k.startswith(side)})
+    means = {name: metrics.mean([n[f"{side} {k}"] for n in notes]) for name, k in _MATCHED.items()}
     return {
-        "model": runs.model.iloc[0],
-        "accuracy": text.mean_std(runs.accuracy),
-        "nearest mean": text.mean_std(runs.nearest_mean),
-        "personal accuracy": text.mean_std(runs.personal_accuracy),
-        "local accuracy": text.mean_std(runs.local_accuracy),
-        "task-incremental": text.mean_std(runs.task_accuracy),
-        "learning accuracy": text.mean_std(runs.main_learning_accuracy),
-        "forgetting": text.mean_std(runs.main_forgetting),
-        "forgetting (diagonal)": text.mean_std(runs.main_forgetting_diagonal),
-        "personal learning accuracy": text.mean_std(runs.personal_learning_accuracy),
-        "personal forgetting": text.mean_std(runs.personal_forgetting),
-        "worst client": text.mean_std(runs.main_worst_client),
-        "gap": text.mean_std(runs.gap),
-        "paper (CIFAR-100)": printed.printed_scores(runs.method.iloc[0], *printed.MAIN),
-    }
-
-
-def _cost_columns(runs: pd.DataFrame) -> dict[str, str]:
-    return {
-        "1000 images": text.significant(runs.images.mean() / 1000),
-        "update length": text.significant(runs.update_length.mean()),
-        "s / round": text.significant(runs.client_seconds.mean(), 2),
-        "MB up / round": text.significant(runs.bytes_up.mean() / text.MB),
-        "MB down / round": text.significant(runs.bytes_down.mean() / text.MB),
-        "MB setup": text.significant(runs.bytes_setup.mean() / text.MB),
-        "s setup": text.significant(runs.setup_seconds.mean(), 2),
-        "disk MB": text.significant(runs.disk.max() / text.MB),
-        "memory MB": text.significant(runs.memory.max() / text.MB),
-        "GPU MB": text.significant(runs.gpu.max() / text.MB),
+        "rounds": str(len(notes)),
+        **{name: f"{value:.2f}" for name, value in means.items()},
+        "duality gap": f"{max(row[f'{side} gap'] for row in notes):.0e}",
+        "events": ", ".join(f"{event}: {n}" for event, n in counts.items()) or DASH,
     }
 
 
@@ -133,7 +147,7 @@ def result_summary(records: Sequence[Record]) -> dict[str, dict[str, dict[str, A
     summary: dict[str, dict[str, dict[str, Any]]] = {}
     for (setting, method), runs in run_frame(records).groupby(EXPERIMENT, sort=False):
         of_method = summary.setdefault(setting, {})[method] = {}
-        for column in _SUMMARY:
+        for column in _SUMMARY.split():
             numbers = metrics.summarise(runs[column])
             of_method[column.removeprefix("main_")] = {
                 name: None if np.isnan(numbers[name]) else round(numbers[name], 4)
@@ -142,27 +156,24 @@ def result_summary(records: Sequence[Record]) -> dict[str, dict[str, dict[str, A
     return summary
 
 
-def write_results(records: Sequence[Record], folder: Path) -> list[Path]:
-    """The files written: results.md to read, accuracy.csv and summary.json for DVC to compare."""
-    summary = json.dumps(result_summary(records), indent=1, allow_nan=False)
-    return [
-        text.write_page(folder / "results.md", "Results", records, _section),
-        text.write_parts(folder / "accuracy.csv", [accuracy_csv(records)]),
-        text.write_parts(folder / "summary.json", [summary]),
-    ]
-
-
 def accuracy_csv(records: Sequence[Record]) -> str:
     """Accuracy, forgetting and gap of every run after each experience, as fractions."""
     curves: str = experience_frame(records).round(4).to_csv(index=False, lineterminator="\n")
     return curves
 
 
+def write_results(records: Sequence[Record], folder: Path) -> list[Path]:
+    """The files written: results.md to read, accuracy.csv and summary.json for DVC to compare."""
+    summary = json.dumps(result_summary(records), indent=1, allow_nan=False)
+    return [
+        page.write_page(folder / "results.md", "Results", records, _section),
+        page.write_parts(folder / "accuracy.csv", [accuracy_csv(records)]),
+        page.write_parts(folder / "summary.json", [summary]),
+    ]
+
+
 def _section(records: Sequence[Record]) -> list[str]:
     """Findings, accuracies, differences and costs of one setting."""
-    table = text.markdown(results_table(records).drop(columns="setting"))
-    costs = text.markdown(cost_table(records).drop(columns=["setting", "n"]))
-    sections = comparisons.difference_sections(
-        {base: differences(records, base) for base in _BASES}, *COLUMNS
-    )
-    return [findings(records), table, *sections, "Costs:", costs]
+    table = page.markdown(results_table(records).drop(columns="setting"))
+    costs = page.markdown(cost_table(records).drop(columns=["setting", "n"]))
+    return [findings(records), table, *difference_sections(records, _BASES), "Costs:", costs]

@@ -1,4 +1,4 @@
-"""Figures of images and plans: what there is to learn, and who learns it when."""
+"""Figures of images and plans: the data, who learns it when, and what clients remember of it."""
 
 import math
 import textwrap
@@ -7,16 +7,26 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.split import Plan
-from stamp_core.report.figures.style import draw_images, draw_table, panels, plain_text
+from stamp_core.report import frames
+from stamp_core.report.figures.style import COLOURS, draw_images, draw_table, panels, plain_text
+from stamp_core.results.records import Record
 
 _CLASSES = 20  # shown of a data set
+_REMEMBERED = 10  # classes shown of a client's memory
 _LINE_LENGTH = 68  # characters in a row of the schedule
+_GENERATIVE = ("replay", "target", "lander", "fedcil", "glfc")  # with images that can be shown
+_Memory = tuple[NDArray[np.uint8], NDArray[np.int64]]  # images [n, C, H, W] and their labels
+
+
+# --- data and plans
 
 
 def images(dataset: ImageDataset, images_per_class: int = 8) -> Figure:
@@ -127,4 +137,91 @@ def shares(plan: Plan, dataset: ImageDataset) -> Figure:
     alpha = "" if plan.split.alpha is None else f", α = {plan.split.alpha:g}"
     shown = f"{dataset.name}{alpha}, seed {plan.seed}, n = {int(counts.sum()):,} over all clients"
     figure.suptitle(f"Training images by client and class: {shown}")
+    return figure
+
+
+def scenes(dataset: ImageDataset) -> Figure:
+    """An image of each class above its mask, for training and for testing: a colour per class."""
+    colours = [to_rgb(colour) for colour in (*COLOURS[: len(dataset.classes)], "0.9")]
+    palette = (255 * torch.tensor(colours)).byte()
+    rows, names = [], []
+    for name, x, y in (
+        ("training", dataset.x_train, dataset.y_train),
+        ("test", dataset.x_test, dataset.y_test),
+    ):
+        first = [int((y == label).nonzero()[0]) for label in range(len(dataset.classes))]
+        images, masks = x[first][:, :-1], x[first][:, -1].long()
+        coloured = palette[masks].permute(0, 3, 1, 2)  # [n, 3, H, W]
+        rows += [images.expand(-1, 3, -1, -1).numpy(), coloured.numpy()]
+        names += [name, "mask"]
+    figure, (axis,) = panels(1, height=0.85 * len(rows))
+    draw_images(axis, rows, len(dataset.classes), names)
+    classes = ", ".join(map(plain_text, dataset.classes))
+    figure.suptitle(f"{dataset.name}: scenes of the classes {classes}, one colour each")
+    return figure
+
+
+# --- memories
+
+
+def exemplars(records: Sequence[Record], setting: str, classes: Sequence[str]) -> Figure:
+    """The first exemplars per class of one client: a row per rule, with the smallest seed.
+
+    Of several numbers of exemplars the largest is shown.
+    """
+    records = [r for r in records if r.run[0] == setting and len(r.memory.get("labels", ()))]
+    rows = frames.coreset_frame(records).assign(record=records)
+    rows = frames.limited_memory(rows)
+    rows = rows[(rows.seed == rows.seed.min()) & (rows.exemplars == rows.exemplars.max())]
+    shown = [_remembered(record, -1) for record in rows.record]
+    figure = _draw_by_class(shown, list(rows.selection), classes)
+    number, seed = rows.exemplars.iloc[0], rows.seed.iloc[0]
+    figure.suptitle(f"{setting}: first of {number} exemplars per class, client 0, seed {seed}")
+    return figure
+
+
+def synthetic(records: Sequence[Record], setting: str, classes: Sequence[str]) -> Figure:
+    """What methods remember of each class, after the first and the last task: two rows each.
+
+    Those of replay are real images.
+    """
+    records = [r for r in records if r.run[0] == setting and r.run[1] in _GENERATIVE]
+    records = [record for record in records if len(record.memory.get("labels", ()))]
+    if not records:
+        figure, (axis,) = panels(1, 1, 0.5)
+        axis.set_axis_off()
+        figure.suptitle(f"{setting}: no method of the grid has remembered images")
+        return figure
+    seed = min(record.run[2] for record in records)
+    records = sorted(
+        (record for record in records if record.run[2] == seed),
+        key=lambda record: _GENERATIVE.index(record.run[1]),
+    )
+    pairs = [(record, place) for record in records for place in (0, -1)]
+    names = [f"{record.run[1]}, {('first', 'last')[place]} task" for record, place in pairs]
+    figure = _draw_by_class([_remembered(*pair) for pair in pairs], names, classes)
+    figure.suptitle(f"{setting}: images remembered after a task (replay: real), seed {seed}")
+    return figure
+
+
+def _remembered(record: Record, place: int) -> _Memory:
+    """The images in memory and their labels, after the first (0) or the last experience (-1)."""
+    experiences = record.memory["experiences"]
+    own = experiences == np.unique(experiences)[place]
+    return record.memory["images"][own], record.memory["labels"][own]
+
+
+def _draw_by_class(rows: Sequence[_Memory], names: list[str], classes: Sequence[str]) -> Figure:
+    """A row of images for every memory, those of a class below each other."""
+    labels = np.unique(np.concatenate([labels for _, labels in rows]))[:_REMEMBERED]
+    count = max(np.bincount(labels).max() for _, labels in rows)
+    shown = []
+    for images, own in rows:
+        blank = np.full((count, *images.shape[1:]), 255, dtype=np.uint8)
+        parts = [np.concatenate([images[own == label], blank])[:count] for label in labels]
+        shown.append(np.concatenate(parts))
+    figure, (axis,) = panels(1, 1, 0.24 * len(shown))
+    draw_images(axis, shown, count * len(labels), names)
+    width = (shown[0].shape[3] + 2) * count
+    axis.set_xticks(width * (np.arange(len(labels)) + 0.5) - 0.5, [classes[k] for k in labels])
     return figure

@@ -1,0 +1,179 @@
+"""Figures of sweeps: coresets, data heterogeneity, related work, and sensitivity to parameters."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+
+from stamp_core.report import frames
+from stamp_core.report.figures import runs, style
+from stamp_core.results.records import Record
+
+_Captions = Mapping[str, tuple[str, str]]  # of each sweep its label and the preset's value
+
+_MEASURES = {  # column -> label, colour and marker
+    "inside": ("update inside, %", style.COLOURS[0], "o"),
+    "accuracy": ("accuracy, %", style.COLOURS[0], "o"),
+    "forgetting": ("forgetting, points", style.COLOURS[1], "s"),
+    "update_length": ("update length", style.COLOURS[2], "D"),
+}
+_SENSITIVITY = """\
+points and thin lines: seeds, thick line: mean, grey: value of the preset; y axes differ
+below accuracy, in points: range of the means over values, and mean range over seeds"""
+
+
+def coresets(records: Sequence[Record]) -> Figure:
+    """Final accuracy by exemplars per class: a line per rule, a panel per setting.
+
+    Titles say what no memory and all images reach: lines so far away would hide the differences.
+    """
+    rows = _percent(frames.coreset_frame(records))
+    figure, found = style.setting_panels(rows, 3.8)
+    for axis, title, part in found:
+        _draw_by_number(axis, frames.limited_memory(part), "exemplars", "selection")
+        for name, own in frames.reference_memories(part).items():
+            title += f"\n{name}: {own.accuracy.mean():.1f} %" if len(own) else ""
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("exemplars per class")
+    caption = f"{style.seed_caption(rows, 'exemplars')}; {style.POINTS}"
+    style.add_caption(figure, "Final accuracy by selection rule and exemplars per class", caption)
+    return figure
+
+
+def coreset_times(records: Sequence[Record]) -> Figure:
+    """Final accuracy against the time that selection takes a client for one task."""
+    rows = _percent(frames.limited_memory(frames.coreset_frame(records)))
+    times = rows.groupby(["setting", "selection", "exemplars"]).selection_ms.transform("mean")
+    rows = rows.assign(time=times)
+    figure, found = style.setting_panels(rows, 3.8)
+    for axis, _, part in found:
+        labels = style.draw_lines(axis, part, "time", "accuracy", "selection")
+        axis.axvline(part.training_ms.mean(), color="0.4", linewidth=1, linestyle="--")
+        style.set_log_scale(axis)
+        axis.set_xlabel("selection time, ms")
+        style.add_labels(axis, labels)
+    caption = "points: seeds, lines: means by exemplars per class, dashed: training of the task"
+    caption = f"{style.seed_caption(rows, 'exemplars')}; {caption}"
+    style.add_caption(figure, "Final accuracy by selection time of a client for a task", caption)
+    return figure
+
+
+def heterogeneity(records: Sequence[Record]) -> Figure:
+    """Final accuracy by α on a logarithmic axis: a line per method, a panel per setting."""
+    rows = _percent(frames.alpha_frame(records))
+    figure, found = style.setting_panels(rows, 3.4)
+    for axis, _, part in found:
+        _draw_by_number(axis, part, "alpha", "method")
+        axis.set_xlabel("α (small: different clients, large: similar)")
+    caption = f"{style.seed_caption(rows, 'alpha')}; {style.POINTS}"
+    style.add_caption(figure, "Accuracy by data heterogeneity", caption)
+    return figure
+
+
+def _percent(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of `run_frame` with accuracy and forgetting of the main model in %."""
+    return rows.assign(accuracy=100 * rows.main_accuracy, forgetting=100 * rows.main_forgetting)
+
+
+def _draw_by_number(axis: Axes, rows: pd.DataFrame, x: str, by: str) -> None:
+    """Lines of accuracy with labels, by a number on a logarithmic axis that names each value."""
+    labels = style.draw_lines(axis, rows, x, "accuracy", by)
+    numbers = sorted(rows[x].unique())
+    axis.set_xscale("log")
+    axis.set_xticks(numbers, [f"{number:g}" for number in numbers])
+    axis.xaxis.set_minor_locator(NullLocator())
+    style.add_labels(axis, labels)
+
+
+def returning(records: Sequence[Record]) -> Figure:
+    """Accuracy over the tasks learnt so far, of the runs with the most cycles; where each ends."""
+    cycles = [record.about["setting"]["split"]["cycles"] for record in records]
+    pairs = zip(records, cycles, strict=True)
+    shown = [record for record, number in pairs if number == max(cycles)]
+    figure = runs.accuracy(shown)
+    for end in range(1, max(cycles)):
+        figure.axes[0].axvline(end * shown[0].tests.shape[1] + 0.5, color="0.6", linewidth=0.8)
+    return figure
+
+
+def protection(records: Sequence[Record], captions: _Captions) -> Figure:
+    """The share of the global update inside protected subspaces, and accuracy: a column per sweep.
+
+    `captions` has for each sweep its label and the preset's value.
+    """
+    rows = _percent(frames.protection_frame(records))
+    rows = rows.assign(inside=100 * rows.inside)
+    columns = list(rows.groupby(["sweep", "setting"], sort=False))
+    figure, axes = style.panels(2 * len(columns), len(columns), 1.8)
+    for place, ((sweep, setting), part) in enumerate(columns):
+        upper, lower = axes[place :: len(columns)]
+        _draw_by_value(upper, part, "inside")
+        _draw_by_value(lower, part, "accuracy")
+        upper.set_title(f"{setting}, {part.method.iloc[0]}", fontsize=9)
+        upper.set_ylim(0, 1.1 * rows.inside.max())
+        lower.set_xlabel(captions[sweep][0])
+    caption = f"{style.seed_caption(rows, 'sweep', 'value')}; {style.POINTS}"
+    style.add_caption(figure, "Share of the global update inside protected subspaces", caption)
+    return figure
+
+
+def sensitivity(records: Sequence[Record], captions: _Captions) -> Figure:
+    """Final accuracy and forgetting by the value of a swept parameter: a column per sweep.
+
+    `captions` has for each sweep its label and the preset's value, which is marked where it is
+    among the values. A sweep of `server_lr` has a second column, the length of the server's update.
+    """
+    rows = _percent(frames.run_frame(records))
+    columns = list[tuple[pd.DataFrame, tuple[str, ...]]]()
+    for (sweep, *_), part in rows.groupby(["sweep", "setting", "method"], sort=False):
+        columns.append((part, ("accuracy", "forgetting")))
+        columns += [(part, ("update_length",))] if sweep == "server_lr" else []
+    wide = min(4, len(columns))
+    figure, axes = style.panels(2 * math.ceil(len(columns) / wide) * wide, wide, 1.5, 1.0)
+    for place, (part, measures) in enumerate(columns):
+        top = 2 * (place // wide) * wide + place % wide
+        label, preset = captions[part.sweep.iloc[0]]
+        axes[top].set_title(f"{label}\n{part.method.iloc[0]}", fontsize=9)
+        for axis, measure in zip((axes[top], axes[top + wide]), measures, strict=False):
+            _draw_sweep(axis, part, measure, preset)
+    for axis in axes:
+        if not axis.has_data():
+            axis.remove()
+    title = f"One parameter changed, all else equal: {', '.join(rows.setting.unique())}"
+    seeds = style.seed_caption(rows, "sweep", "value")
+    style.add_caption(figure, title, f"{seeds}; {_SENSITIVITY}")
+    return figure
+
+
+def _draw_sweep(axis: Axes, rows: pd.DataFrame, measure: str, preset: str) -> None:
+    """One measure of a sweep by value, a thin line per seed; the y axis spans the data."""
+    values = rows.value.unique().tolist()
+    for _, own in rows.groupby("seed"):
+        colour = _MEASURES[measure][1]
+        axis.plot(own.value.map(values.index), own[measure], color=colour, linewidth=0.6, alpha=0.4)
+    _draw_by_value(axis, rows, measure)
+    axis.yaxis.label.set_fontsize(8)
+    axis.tick_params(labelsize=7)
+    if preset in values:
+        axis.axvline(values.index(preset), color="0.88", linewidth=9, zorder=0, label="preset")
+    groups = rows.groupby("value").accuracy
+    between, within = np.ptp(groups.mean()), groups.agg(np.ptp).mean()
+    if measure == "accuracy" and min(rows.seed.nunique(), len(values)) > 1:
+        text = f"values {between:.1f} {'<' if between < within else '≥'} seeds {within:.1f}"
+        axis.set_xlabel(text, fontsize=8, color="0.3")
+
+
+def _draw_by_value(axis: Axes, rows: pd.DataFrame, measure: str) -> None:
+    """A measure by the place of its value: seeds and their mean."""
+    label, colour, marker = _MEASURES[measure]
+    values = rows.value.unique().tolist()
+    rows = rows.assign(place=rows.value.map(values.index))
+    style.draw_seeds(axis, rows, "place", measure, color=colour, marker=marker)
+    axis.set_xticks(range(len(values)), values)
+    axis.set_xlim(-0.5, len(values) - 0.5)
+    axis.set_ylabel(label)
+    axis.grid(alpha=0.3)

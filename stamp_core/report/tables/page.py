@@ -1,0 +1,243 @@
+"""The scheme of all pages: frame -> table -> page.
+
+A frame of report/frames.py has a row per run and numbers. A table has a row per group of runs and
+text: `group_table`, `accuracy_table`, and `paired_differences` with their sentences and sections. A
+page is Markdown: what was run, a section of tables for each setting, and definitions.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from IPython.display import display
+
+from stamp_core.core.atomic import replacing
+from stamp_core.report.text import DASH, MB, count_range, marked, mean_std, significant
+from stamp_core.results import metrics
+from stamp_core.results.records import Record
+
+Cell = Callable[[pd.DataFrame], str]  # text for the runs of a group
+
+_ACCURACY = {"accuracy": "main_accuracy"}  # a measure and its column
+_OUTCOMES = {  # of a 95 % interval, and how a sentence puts it
+    "above 0": "higher for",
+    "below 0": "lower for",
+    "includes 0": "the 95 % interval includes 0 for",
+    "undefined": "no interval (fewer than two common seeds) for",
+}
+_EXCLUDES_0 = ("above 0", "below 0")
+
+
+def show(table: pd.DataFrame) -> None:
+    """Display all rows of a table in a notebook: of more than sixty pandas shows ten."""
+    with pd.option_context("display.max_rows", None):
+        display(table)
+
+
+# --- tables
+
+
+def group_table(rows: pd.DataFrame, keys: Sequence[str], cells: Mapping[str, Cell]) -> pd.DataFrame:
+    """One row a group of runs with the same keys, as text: the keys, n, and the cells."""
+    return pd.DataFrame(
+        {
+            **dict(zip(keys, map(str, values), strict=True)),
+            "n": str(len(runs)),
+            **{name: cell(runs) for name, cell in cells.items()},
+        }
+        for values, runs in rows.groupby(list(keys), sort=False)
+    )
+
+
+def first(column: str) -> Cell:
+    """A cell with the text of a column, which is the same for all runs of a group."""
+    return lambda runs: str(runs[column].iloc[0])
+
+
+def percent(column: str) -> Cell:
+    """A cell with mean ± standard deviation of a fraction, in %."""
+    return lambda runs: mean_std(runs[column])
+
+
+def average(column: str, unit: float = 1.0, figures: int = 3) -> Cell:
+    """A cell with the mean of a size or time, in a unit."""
+    return lambda runs: significant(runs[column].mean() / unit, figures)
+
+
+def peak(column: str, figures: int = 3) -> Cell:
+    """A cell with the largest number of bytes, in MB."""
+    return lambda runs: significant(runs[column].max() / MB, figures)
+
+
+def accuracy_table(rows: pd.DataFrame, keys: Sequence[str], by: str, heading: str) -> pd.DataFrame:
+    """The keys, n, and accuracy at each value of `by`, as text: one row per first key."""
+    table = []
+    for _, group in rows.groupby(keys[0], sort=False):
+        labels = {key: group[key].iloc[0] for key in keys} | {"n": str(group.seed.nunique())}
+        for value in sorted(rows[by].unique()):
+            labels[heading.format(value)] = mean_std(group[group[by] == value].main_accuracy)
+        table.append(labels)
+    return pd.DataFrame(table)
+
+
+# --- differences
+
+
+def paired_differences(
+    rows: pd.DataFrame,
+    name: str,
+    base: object,
+    by: Sequence[str],
+    measures: Mapping[str, str] = _ACCURACY,
+) -> pd.DataFrame:
+    """One row for each `name`, model, group of `by` and measure: its difference from `base` there.
+
+    Differences are paired by seed, in percentage points, with n, the ends of their 95 % interval
+    and where it lies (above 0, below 0, includes 0, undefined). `measures` are names and columns.
+    Of `base` the first model counts.
+    """
+    keys = list(dict.fromkeys([*by, name, "model"]))
+    bases = rows[rows[name] == base].drop_duplicates([*by, "seed"])
+    table = []
+    for values, group in rows.groupby(keys, sort=False):
+        labels = dict(zip(keys, values, strict=True))
+        others = bases[(bases[list(by)] == [labels[key] for key in by]).all(axis=1)]
+        if labels[name] != base and len(others):
+            for measure, column in measures.items():
+                table.append({**labels, "measure": measure, **_difference(group, others, column)})
+    columns = [*keys, "measure", "difference", "low", "high", "n", "interval"]
+    return pd.DataFrame(table, columns=columns)
+
+
+def _difference(rows: pd.DataFrame, others: pd.DataFrame, column: str) -> dict[str, Any]:
+    one, other = (dict(zip(r.seed, 100 * r[column], strict=True)) for r in (rows, others))
+    pair = metrics.paired_difference(one, other)
+    low, high = pair["low"], pair["high"]
+    outcome = "above 0" if low > 0 else "below 0" if high < 0 else "includes 0"
+    return {
+        **{"difference": pair["mean"], "low": low, "high": high, "n": int(pair["n"])},
+        "interval": "undefined" if np.isnan(low) else outcome,
+    }
+
+
+def difference_sections(
+    pairs: Mapping[str, pd.DataFrame], keys: Sequence[str], by: str, heading: str = "{}"
+) -> list[str]:
+    """For each base that has differences a line with its name and their table.
+
+    The table has a row per combination of `keys` and a column per value of `by`. Below it stands
+    how many of its intervals would exclude 0 if all differences were 0.
+    """
+    sections = []
+    for base, own in pairs.items():
+        count = int(own.low.notna().sum())
+        outside = int(own.interval.isin(_EXCLUDES_0).sum())
+        if len(own):
+            table = difference_table(own, keys, by, heading)
+            sections += [f"Difference from {base}:", markdown(table)]
+        if count:
+            chance = f"{outside} of {count} intervals exclude 0; by chance alone about"
+            sections.append(f"{chance} {max(1, round(0.05 * count))} would.")
+    return sections
+
+
+def difference_table(
+    pairs: pd.DataFrame, keys: Sequence[str], by: str, heading: str = "{}"
+) -> pd.DataFrame:
+    """`paired_differences` as text: one row per combination of keys, one column per `by`."""
+    table = []
+    for values, group in pairs.groupby(list(keys), sort=False):
+        labels = dict(zip(keys, values, strict=True)) | {"n": count_range(group.n)}
+        cells = {heading.format(row[by]): _cell(row) for row in group.to_dict("records")}
+        table.append(labels | cells)
+    return pd.DataFrame(table).fillna(DASH)
+
+
+def _cell(row: Mapping[str, Any]) -> str:
+    """A difference with its interval, `+8.6 (+5.1 to +12.0)`, bold where that excludes 0."""
+    text = f"{row['difference']:+z.1f}" if row["n"] else DASH
+    if row["interval"] == "undefined":
+        return text
+    text += f" ({row['low']:+z.1f} to {row['high']:+z.1f})"
+    return text if row["interval"] == "includes 0" else f"**{text}**"
+
+
+def difference_findings(
+    pairs: Mapping[Any, pd.DataFrame], name: str, by: Sequence[str], heading: str
+) -> str:
+    """A list item for each base and group of `by`: whose differences are above 0, below or neither.
+
+    `heading` names the comparison with `base` and columns of the differences in braces.
+    """
+    items = []
+    for base, own in pairs.items():
+        for _, group in own.groupby(list(by), sort=False):
+            outcomes = [
+                f"{words} {', '.join(_names(group[group.interval == outcome], name))}"
+                for outcome, words in _OUTCOMES.items()
+                if outcome in set(group.interval)
+            ]
+            place = heading.format(base=base, **group.iloc[0].to_dict())
+            items.append(f"- {place} (n = {count_range(group.n)}): {'; '.join(outcomes)}.")
+    return "\n".join(items)
+
+
+def _names(pairs: pd.DataFrame, name: str) -> Iterator[str]:
+    """Names with their intervals where these exclude 0, and with the model if it is not global."""
+    for row in pairs.to_dict("records"):
+        notes = [f"{row['model']} models"] if row["model"] != "global" else []
+        if row["interval"] in _EXCLUDES_0:
+            low, high = sorted((abs(row["low"]), abs(row["high"])))
+            notes.append(f"by {low:.1f} to {high:.1f}")
+        label = marked(str(row[name]))
+        yield f"{label} ({', '.join(notes)})" if notes else label
+
+
+# --- pages
+
+
+def markdown(rows: pd.DataFrame) -> str:
+    """A GitHub table; columns are not padded, so that one changed cell is one changed line."""
+    if "method" in rows:
+        rows = rows.assign(method=rows.method.map(marked))
+    lines = [list(rows.columns), ["---"] * len(rows.columns), *rows.to_numpy().tolist()]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def definitions(title: str) -> str:
+    """A section of definitions.md."""
+    text = Path(__file__).with_name("definitions.md").read_text(encoding="utf-8")
+    return text.split(f"# {title}\n", 1)[1].partition("\n# ")[0].strip()
+
+
+def describe_runs(records: Sequence[Record]) -> str:
+    """The numbers of runs and methods, the settings, n, and the seeds."""
+    settings, methods, seeds = (list(dict.fromkeys(r.run[k] for r in records)) for k in range(3))
+    n = count_range(Counter(record.name for record in records).values())
+    return (
+        f"{len(records)} runs: {len(methods)} method{'s' * (len(methods) > 1)}; "
+        f"setting{'s' * (len(settings) > 1)} {', '.join(map(str, settings))}; "
+        f"n = {n} seeds for each ({', '.join(map(str, sorted(seeds)))})."
+    )
+
+
+def write_page(
+    path: Path, title: str, records: Sequence[Record], section: Callable[[list[Record]], list[str]]
+) -> Path:
+    """Write a page: what was run, a section for the records of each setting, definitions."""
+    parts = [f"# {title}", describe_runs(records)]
+    for setting in dict.fromkeys(record.run[0] for record in records):
+        parts += [f"## {setting}", *section([r for r in records if r.run[0] == setting])]
+    notes = [definitions(title), definitions("Intervals")]
+    return write_parts(path, [*parts, "## Definitions", *notes])
+
+
+def write_parts(path: Path, parts: Iterable[str]) -> Path:
+    """Write the parts of a file that are not empty, with the folders above it."""
+    text = "\n\n".join(filter(None, map(str.strip, parts)))
+    with replacing(path) as part:
+        part.write_text(f"{text}\n", encoding="utf-8", newline="\n")
+    return path

@@ -1,0 +1,268 @@
+"""The pages of sweeps: coresets, data heterogeneity, related work, and tuning."""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from stamp_core.report.frames import (
+    RULES,
+    alpha_frame,
+    coreset_frame,
+    final_score,
+    limited_memory,
+    protection_frame,
+    reference_memories,
+    returning_frame,
+    run_frame,
+)
+from stamp_core.report.tables import page
+from stamp_core.report.text import DASH, MB, marked, mean_std, significant
+from stamp_core.results.records import Record
+
+_BASES = ("fedavg", "replay")  # that pages compare methods with, where they were run
+_RANDOM, _HERDING = RULES["uniform"], RULES["herding"]
+
+
+# --- coresets
+
+
+def coreset_accuracies(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row a rule of one setting, as text: accuracy by exemplars per class, none and all."""
+    limited = limited_memory(rows)
+    numbers = limited.exemplars.unique()
+    none, complete = (  # at every number the same runs
+        [runs.assign(selection=name, exemplars=number) for number in numbers]
+        for name, runs in reference_memories(rows).items()
+    )
+    shown = pd.concat([*none, limited, *complete])
+    return page.accuracy_table(shown, ["selection"], "exemplars", "{} per class")
+
+
+def coreset_differences(rows: pd.DataFrame, base: str = _RANDOM) -> pd.DataFrame:
+    """One row a setting, rule and number of exemplars: its paired difference from `base`."""
+    rows = limited_memory(rows).sort_values("exemplars", kind="stable")
+    return page.paired_differences(rows, "selection", base, ["setting", "exemplars"])
+
+
+def coreset_findings(rows: pd.DataFrame) -> str:
+    """List items: which rules are above and below random selection and herding, by exemplars."""
+    pairs = {base: coreset_differences(rows, base) for base in (_RANDOM, _HERDING)}
+    heading = "{setting}, accuracy compared with {base} at {exemplars} per class"
+    return page.difference_findings(pairs, "selection", ["setting", "exemplars"], heading)
+
+
+def coreset_costs(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row a rule of one setting, as text: its costs at the largest limited memory."""
+    limited = limited_memory(rows)
+    events = limited.groupby("selection").events.agg(lambda each: sum(each, Counter[str]()))
+
+    def event_counts(runs: pd.DataFrame) -> str:
+        counts = events[runs.selection.iloc[0]]
+        return "; ".join(f"{event} ({n})" for event, n in counts.items()) or DASH
+
+    cells: dict[str, page.Cell] = {
+        "selection, ms": page.average("selection_ms", figures=2),
+        "training, ms": page.average("training_ms", figures=2),
+        "share": lambda runs: significant(runs.selection_ms.mean() / runs.training_ms.mean(), 2),
+        "MB": page.peak("disk", 2),
+        "events": event_counts,
+    }
+    most = limited[limited.exemplars == limited.exemplars.max()]
+    return page.group_table(most, ["selection", "exemplars"], cells).drop(columns="n")
+
+
+def write_coresets(records: Sequence[Record], folder: Path) -> Path:
+    """The file written: coresets.md."""
+    return page.write_page(folder / "coresets.md", "Coresets", records, _coreset_section)
+
+
+def _coreset_section(records: Sequence[Record]) -> list[str]:
+    """Findings, accuracies, differences from random selection and costs of one setting."""
+    rows = coreset_frame(records)
+    pairs = {_RANDOM: coreset_differences(rows)}
+    sections = page.difference_sections(pairs, ["selection"], "exemplars", "{} per class")
+    table = page.markdown(coreset_accuracies(rows))
+    costs = page.markdown(coreset_costs(rows))
+    return [coreset_findings(rows), table, *sections, "Costs:", costs]
+
+
+# --- data heterogeneity
+
+
+def alpha_accuracies(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row a method of one setting, as text: accuracy by α."""
+    return page.accuracy_table(rows, ["method", "model"], "alpha", "α = {:g}")
+
+
+def alpha_differences(rows: pd.DataFrame, base: str = _BASES[0]) -> pd.DataFrame:
+    """One row a setting, method and α: its paired difference from `base`."""
+    rows = rows.sort_values("alpha", kind="stable")
+    return page.paired_differences(rows, "method", base, ["setting", "alpha"])
+
+
+def alpha_findings(rows: pd.DataFrame) -> str:
+    """List items of one setting: whose accuracy changes between the extremes of α; who is above."""
+    least = rows.alpha.min()
+    ends = rows[rows.alpha.isin([least, rows.alpha.max()])]
+    trend = page.paired_differences(ends, "alpha", least, ["setting", "method"])
+    heading = "{setting}, accuracy at α = {alpha:g} compared with α = {base:g}"
+    trends = page.difference_findings({least: trend}, "method", ["setting"], heading)
+    pairs = {base: alpha_differences(rows, base) for base in _BASES}
+    heading = "{setting}, accuracy compared with {base} at α = {alpha:g}"
+    others = page.difference_findings(pairs, "method", ["setting", "alpha"], heading)
+    return "\n".join(filter(None, [trends, others]))
+
+
+def write_heterogeneity(records: Sequence[Record], folder: Path) -> Path:
+    """The file written: heterogeneity.md."""
+    path = folder / "heterogeneity.md"
+    return page.write_page(path, "Data heterogeneity", records, _alpha_section)
+
+
+def _alpha_section(records: Sequence[Record]) -> list[str]:
+    """Findings, accuracies and differences of one setting."""
+    rows = alpha_frame(records)
+    pairs = {base: alpha_differences(rows, base) for base in _BASES}
+    sections = page.difference_sections(pairs, ["method"], "alpha", "α = {:g}")
+    return [alpha_findings(rows), page.markdown(alpha_accuracies(rows)), *sections]
+
+
+# --- related work
+
+
+def protection_table(records: Sequence[Record]) -> pd.DataFrame:
+    """One row a sweep and value, as text."""
+    cells = {
+        "update inside, %": page.percent("inside"),
+        "accuracy": page.percent("main_accuracy"),
+        "forgetting": page.percent("main_forgetting"),
+    }
+    return page.group_table(protection_frame(records), ["setting", "sweep", "value"], cells)
+
+
+def returning_table(records: Sequence[Record]) -> pd.DataFrame:
+    """One row a model as text: accuracy by the number of cycles, and where the task is told."""
+    rows = returning_frame(records)
+    named = rows.assign(method=[f"{marked(r.method)} ({r.model})" for r in rows.itertuples()])
+    table = page.accuracy_table(named, ["method"], "cycles", "accuracy, cycles = {}")
+    told = named[named.cycles == named.cycles.max()].groupby("method").task_accuracy.agg(mean_std)
+    return table.assign(**{"task-incremental, last": told[table.method].tolist()})
+
+
+def _returning_differences(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """By base the differences of each model from its main model, by number of cycles."""
+    return {
+        base: page.paired_differences(rows, "method", base, ["setting", "cycles"])
+        for base in _BASES
+    }
+
+
+def masks_table(records: Sequence[Record]) -> pd.DataFrame:
+    """One row a method as text: intersection over union, and the accuracy of pixels."""
+    pixels = [final_score(record, "global", "pixels") for record in records]
+    cells = {
+        "mean IoU": page.percent("main_accuracy"),
+        "learning IoU": page.percent("main_learning_accuracy"),
+        "forgetting": page.percent("main_forgetting"),
+        "pixel accuracy": page.percent("pixels"),
+        "s / round": page.average("client_seconds", figures=2),
+        "MB up / round": page.average("bytes_up", MB),
+    }
+    return page.group_table(run_frame(records).assign(pixels=pixels), ["method"], cells)
+
+
+def _masks_differences(records: Sequence[Record]) -> dict[str, pd.DataFrame]:
+    """The differences of each method's mean IoU and forgetting from those of fedavg."""
+    measures = {"mean IoU": "main_accuracy", "forgetting": "main_forgetting"}
+    rows = run_frame(records)
+    return {"fedavg": page.paired_differences(rows, "method", "fedavg", ["setting"], measures)}
+
+
+def related_findings(records: Mapping[str, Sequence[Record]]) -> str:
+    """List items on tasks that return and on masks: whose intervals exclude 0."""
+    rows = returning_frame(records["returning"])
+    by = ["setting", "cycles"]
+    fewest = rows.cycles.min()
+    models = rows.sort_values("model", kind="stable")  # global models first
+    more = page.paired_differences(models, "cycles", fewest, ["setting", "method", "model"])
+    heading = "{setting}, accuracy with {cycles} cycles compared with one"
+    items = [page.difference_findings({fewest: more}, "method", by, heading)]
+    heading = "{setting}, accuracy with cycles = {cycles} compared with {base}"
+    items.append(page.difference_findings(_returning_differences(rows), "method", by, heading))
+    pairs = _masks_differences(records["masks"])
+    heading = "{setting}, {measure} compared with {base}"
+    items.append(page.difference_findings(pairs, "method", ["setting", "measure"], heading))
+    return "\n".join(filter(None, items))
+
+
+def write_related(records: Mapping[str, Sequence[Record]], folder: Path) -> Path:
+    """The file written, related.md; records are those of "protection", "returning", "masks"."""
+    returning = _returning_differences(returning_frame(records["returning"]))
+    masks = _masks_differences(records["masks"])
+    sections = {
+        "Protected subspaces": [page.markdown(protection_table(records["protection"]))],
+        "Returning tasks": [
+            page.markdown(returning_table(records["returning"])),
+            *page.difference_sections(returning, ["method", "model"], "cycles", "cycles = {}"),
+        ],
+        "Masks": [
+            page.markdown(masks_table(records["masks"])),
+            *page.difference_sections(masks, ["method"], "measure"),
+        ],
+    }
+    parts = ["# Related work", related_findings(records)]
+    for (title, section), runs in zip(sections.items(), records.values(), strict=True):
+        about = page.definitions(f"Related work: {title}")
+        parts += [f"## {title}", page.describe_runs(runs), about, *section]
+    parts += ["## Definitions", page.definitions("Intervals")]
+    return page.write_parts(folder / "related.md", parts)
+
+
+# --- tuning
+
+KINDS = ("tuning", "explored")
+
+
+def tuning_frame(records: Sequence[Record]) -> pd.DataFrame:
+    """One row a method and candidate: mean accuracy by setting, over settings, and if it is best.
+
+    The accuracy is that of the personal models where there are any.
+    """
+    rows = run_frame(records).rename(columns={"sweep": "kind", "value": "candidate"})
+    rows["score"] = rows.personal_accuracy.fillna(rows.main_accuracy)
+    scores = rows.groupby(["kind", "method", "candidate", "setting"], sort=False).score
+    table = scores.agg(lambda values: values.mean(skipna=False)).unstack(sort=False)
+    table["mean"] = table.mean(axis=1, skipna=False)  # a setting on which it diverges counts
+    best = table["mean"].groupby(["kind", "method"]).transform("max")
+    table = table.assign(chosen=table["mean"] == best).reset_index()
+    return table.assign(chosen=table.chosen & (table.kind == "tuning"))
+
+
+def write_tuning(
+    records: Sequence[Record], folder: Path, known: Collection[tuple[str, str]]
+) -> list[Path]:
+    """The files written: tuning.md to read, tuning.csv for the test of the presets.
+
+    Rows of `known` kinds and methods without records stay as they are in an earlier tuning.csv.
+    """
+    frame = tuning_frame(records)
+    if (folder / "tuning.csv").exists():
+        earlier = pd.read_csv(folder / "tuning.csv")
+        keys = list(zip(earlier.kind, earlier.method, strict=True))
+        new = set(zip(frame.kind, frame.method, strict=True))
+        frame = pd.concat([earlier[[key in known and key not in new for key in keys]], frame])
+    shown = frame.assign(chosen=["yes" if chosen else "" for chosen in frame.chosen])
+    for name in frame.columns[3:-1]:
+        shown[name] = [mean_std([value]) for value in frame[name]]
+    seeds = ", ".join(map(str, sorted({record.run[2] for record in records})))
+    tuned, explored = (shown[shown.kind == kind].drop(columns="kind") for kind in KINDS)
+    parts = ["# Tuning", page.definitions("Tuning"), f"Seeds: {seeds}.", page.markdown(tuned)]
+    if len(explored):
+        parts += ["## Explored", page.definitions("Explored")]
+        parts += [page.markdown(explored.drop(columns="chosen"))]
+    return [
+        page.write_parts(folder / "tuning.md", parts),
+        page.write_parts(folder / "tuning.csv", [frame.round(4).to_csv(index=False)]),
+    ]

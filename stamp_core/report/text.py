@@ -1,0 +1,40 @@
+"""Numbers and names as text, the same in tables and in figures."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from stamp_core.results import metrics
+
+DASH = "\N{EN DASH}"  # an undefined number
+MB = 1e6
+RECONSTRUCTED = ("pfeddil", "srfdil")  # from abstracts: their papers could not be read
+MARK = "\N{DAGGER}"
+
+
+def mean_std(fractions: Iterable[float]) -> str:
+    """Fractions of several seeds in %, `54.1 ± 1.2`; with n where some of them are undefined."""
+    summary = metrics.summarise(fractions)
+    if not summary["n"]:
+        return DASH
+    text = f"{100 * summary['mean']:z.1f}"
+    text += f" ± {100 * summary['std']:.1f}" if summary["n"] > 1 else ""
+    return f"{text} (n = {summary['n']})" if summary["undefined"] else text
+
+
+def significant(value: float, figures: int = 3) -> str:
+    """A size or time with so many significant figures and no exponent; a dash for NaN."""
+    if np.isnan(value):
+        return DASH
+    return np.format_float_positional(value, figures, unique=False, fractional=False, trim="-")
+
+
+def count_range(counts: Iterable[int]) -> str:
+    """Numbers of seeds, `3`, or `2 to 3` where they differ."""
+    values = sorted(set(counts))
+    return " to ".join(map(str, values[:: max(1, len(values) - 1)]))
+
+
+def marked(method: str) -> str:
+    """The name of a method, marked where it is a reconstruction."""
+    return f"{method} {MARK}" if method in RECONSTRUCTED else method
