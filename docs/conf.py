@@ -1,7 +1,8 @@
 """The documentation site: `make docs` builds it into docs/_build/html, without any network.
 
 Pages are the Markdown files of this folder. Notebooks and tables of results are copied from
-elsewhere into docs/_generated (git-ignored), the API reference is made there: notebooks as the last `make repro` executed them, or,
+elsewhere into docs/_generated (git-ignored), where the API reference is made: notebooks as the last
+`make repro` executed them, or,
 where there was none, with the outputs that are stored in notebooks/. Nothing is executed here.
 """
 
