@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import small
 import torch
-from processes import PATIENCE, gone, wait_until
+from processes import PATIENCE
 from small import BATCH_NORM, ROUNDS, plans, run, saved, tiny, whole
 
 from stamp_core.client.batches import StepContext
@@ -255,21 +254,6 @@ def test_what_is_lowered_is_never_below_what_there_can_be(
     assert f"a batch of {batch_size}: {advice}" in text and text.endswith("rounds are kept")
 
 
-SCRIPT = """
-import sys
-from pathlib import Path
-import small
-from stamp_core.engine import train as engine
-experiment = small.long()
-engine.train(experiment, small.plans(experiment, 0, 1), 2, "cpu", Path(sys.argv[1]))
-"""
-
-
-def hear_ctrl_c() -> None:
-    """A shell that starts tests in the background makes all of them deaf to it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 UNGUARDED = """
 from stamp_core import load_experiment, load_plans, train
 
@@ -345,46 +329,6 @@ def test_workers_keep_states_on_disk_and_pass_on_where_they_are(
         records[resume] = engine.train(experiment, plans(experiment, 0), 2, "cpu", resume)[0]
     assert carried[tmp_path] < 2000 < carried[None]
     small.assert_same(records[None], records[tmp_path])
-
-
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
-def test_a_killed_training_leaves_no_process_and_goes_on_to_the_same_bits(
-    end: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed outright or by Ctrl-C, somewhere after the fifth of 60 rounds of two seeds."""
-    experiment = small.long()
-    files = [tmp_path / f"tiny-replay-{seed}" / "run.safetensors" for seed in (0, 1)]
-
-    def next_round() -> int:
-        return min(read_tree(file)[0]["next"] if file.exists() else 0 for file in files)
-
-    training = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, tmp_path],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(Path(small.__file__).parent)},
-        preexec_fn=hear_ctrl_c,
-    )
-    try:
-        wait_until(lambda: next_round() >= 5 or training.poll() is not None, "5 rounds")
-        children = psutil.Process(training.pid).children(recursive=True)
-        assert len(children) >= 2
-        training.send_signal(end)
-        assert training.wait(PATIENCE) != 0
-        wait_until(lambda: all(map(gone, children)), "the end of the workers")
-    finally:
-        training.kill()
-        training.wait()
-
-    done = [saved(experiment, tmp_path, seed)["next"] for seed in (0, 1)]
-    assert max(done) < 60
-    train_round, trained = engine.Run.train_round, []
-    monkeypatch.setattr(
-        engine.Run, "train_round", lambda *where: (trained.append(1), train_round(*where))[1]
-    )
-    resumed = engine.train(experiment, plans(experiment, 0, 1), 1, "cpu", tmp_path)
-    assert len(trained) == 120 - sum(done)
-    for seed, record in resumed.items():
-        small.assert_same(record, run(experiment, small.plan(experiment, seed)))
 
 
 SMALL = "from stamp_core.engine.executor import peak_memory; print(peak_memory())"

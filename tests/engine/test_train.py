@@ -171,34 +171,6 @@ def test_fewer_classes_to_choose_from_never_make_it_harder() -> None:
     assert (record.accuracy("local")[range(3), :, range(3)] > 0.8).all()  # a task just learnt
 
 
-def test_faces_as_domains_run() -> None:
-    """Every task has all classes: arg-max scorings agree, and what was learnt serves other faces.
-
-    Each task has 2 images of a class: a memory of 3 is full in the second and then shared out.
-    """
-    source = {
-        "source": "glyphs",
-        "classes": 4,
-        "train_per_class": 32,
-        "test_per_class": 16,
-        "size": 16,
-        "face_domains": True,
-    }
-    split = {"kind": "domains", "classes_per_task": None, "clients": 3}
-    training = {"lr": 0.05, "epochs": 4}
-    memory = kept(3)
-    record = run(tiny("replay", source=source, split=split, training=training, memory=memory))
-    every, seen, task = (record.accuracy("global", each) for each in ("all", "seen", "task"))
-    np.testing.assert_array_equal(every, seen)
-    np.testing.assert_array_equal(every, task)
-    assert [row["disk"] for row in record.history[1::2]] == [
-        4 * count * (3 * 256 + 16) + 4 * 8 for count in (2, 3, 3)
-    ]
-    met_again = [row["events"].get("memory: a class was met again") for row in record.history]
-    assert met_again == [None, None, None, 12, None, 12]  # 4 classes at 3 clients, in last rounds
-    assert every[-1].mean() > 0.3
-
-
 # ------------------------------------------------------------------ failures
 
 
