@@ -5,51 +5,12 @@ import math
 import re
 import types
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, asdict, fields, is_dataclass
-from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 _T = TypeVar("_T")
-RENAMED = {  # keys of version 0.1 and their new names: the first that is valid in the same block
-    "align_batch": ("align_batch_size",),
-    "align_rate": ("align_lr",),
-    "alpha": ("mixstyle_alpha", "fedssi_alpha"),
-    "alphas": ("sweeps",),
-    "at_once": ("micro_batch_size",),
-    "batch": ("batch_size",),
-    "beside": ("baselines",),
-    "budgets": ("sweeps",),
-    "candidates": ("batch_size",),
-    "direct": ("direct_term",),
-    "ft_steps": ("ft_epochs",),
-    "inner": ("inner_steps",),
-    "kappa": ("feddbe_kappa",),
-    "kept": ("batch_candidates",),
-    "key": ("keys",),
-    "like": ("extends",),
-    "lr": ("lr_product",),
-    "meta_rate": ("meta_lr",),
-    "most": ("max_epochs",),
-    "neumann_rate": ("neumann_lr",),
-    "observe": ("diagnostics",),
-    "outer": ("outer_steps",),
-    "past": ("past_weight",),
-    "per_class": ("exemplars_per_class",),
-    "pictures": ("images",),
-    "rate": ("lr", "lr_product"),
-    "rate_proxy": ("proxy_lr",),
-    "rate_weights": ("weights_lr",),
-    "rates_rate": ("hyper_lr",),
-    "reference_rate": ("reference_lr",),
-    "rule": ("selection",),
-    "spread": ("smoothing",),
-    "squeeze_rate": ("squeeze_lr",),
-    "statistics": ("statistics_weight",),
-    "step": ("server_lr", "lr"),
-    "steps_of_selection": ("selection_steps",),
-    "together": ("group_size",),
-    "train_rate": ("train_lr",),
-}
+RENAMED = {"authors": "softmax_sgd"}  # keys and values of earlier versions that exist no longer
 
 
 class ParameterError(ValueError):
@@ -61,42 +22,46 @@ def invalid(key: str, value: object, right: str) -> ParameterError:
     return ParameterError(f"{key} is {value!r}; it must be {right}")
 
 
+def require(holder: object, name: str, valid: bool, right: str) -> None:
+    """Validate a field: unless `valid`, the error says that it must be `right`."""
+    if not valid:
+        value = getattr(holder, name)
+        raise invalid(name, list(value) if isinstance(value, tuple) else value, right)
+
+
 def require_at_least(holder: object, bound: float, *names: str) -> None:
-    """Refuse fields of `holder` below `bound` (or not a number)."""
+    """Validate that fields are at least `bound`; None means unset."""
     for name in names:
-        if not getattr(holder, name) >= bound:
-            raise invalid(name, getattr(holder, name), f"at least {bound}")
+        value = getattr(holder, name)
+        require(holder, name, value is None or value >= bound, f"at least {bound}")
 
 
 def require_above(holder: object, bound: float, *names: str) -> None:
-    """Refuse fields of `holder` not above `bound`."""
+    """Validate that fields are above `bound`; None means unset."""
     for name in names:
-        if not getattr(holder, name) > bound:
-            raise invalid(name, getattr(holder, name), f"above {bound}")
+        value = getattr(holder, name)
+        require(holder, name, value is None or value > bound, f"above {bound}")
 
 
 def require_fraction(holder: object, *names: str) -> None:
-    """Refuse fields of `holder` outside [0, 1)."""
+    """Validate that fields are in [0, 1)."""
     for name in names:
-        if not 0 <= getattr(holder, name) < 1:
-            raise invalid(name, getattr(holder, name), "at least 0 and below 1")
+        require(holder, name, 0 <= getattr(holder, name) < 1, "at least 0 and below 1")
 
 
-def require_inside(holder: object, *names: str) -> None:
-    """Refuse relative paths in fields of `holder` that lead out of their folder by '..'."""
+def require_between(holder: object, low: float, high: float, *names: str) -> None:
+    """Validate that fields are in [low, high]."""
     for name in names:
-        value = getattr(holder, name)
-        for path in [value] if isinstance(value, str) else value or ():
-            if ".." in Path(path).parts and not Path(path).is_absolute():
-                raise invalid(name, path, "a path without '..', or an absolute one")
+        require(holder, name, low <= getattr(holder, name) <= high, f"between {low} and {high}")
 
 
 def unknown_name(key: str, name: object, known: Iterable[str]) -> ParameterError:
     """The error for an unknown name, with its new name or the nearest known one."""
     names = sorted(map(str, known))
-    new = next((new for new in RENAMED.get(str(name), ()) if new in names), None)
     near = difflib.get_close_matches(str(name), names, n=1)
-    hint = f"it is now {new!r}; " if new else f"did you mean {near[0]!r}? " if near else ""
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    if RENAMED.get(str(name)) in names:
+        hint = f"it is now {RENAMED[str(name)]!r}; "
     return ParameterError(f"{key} {name!r} is unknown; {hint}known: {', '.join(names)}")
 
 
@@ -155,14 +120,14 @@ def convert(value: object, hint: Any, where: str) -> object:
 def _in_words(hint: type, value: object) -> str:
     """The value that a field of type `hint` needs, with the number that a quoted text contains."""
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[hint]
-    try:
-        number = float(value) if isinstance(value, str) and hint in (int, float) else math.nan
-    except ValueError:
+    if not isinstance(value, str) or hint not in (int, float):
         return words
-    if not math.isfinite(number) or (hint is int and not number.is_integer()):
-        return words
-    text = re.sub("^(-?[0-9]+)e", "\\1.0e", repr(hint(number)))  # to YAML 1.1, 1e-05 is text
-    return f"{words}, written without quotes as {text}"
+    with suppress(ValueError, OverflowError):  # no number, or an infinite one
+        number = float(value)
+        if int(number) == number or hint is float:
+            text = re.sub("^(-?[0-9]+)e", "\\1.0e", repr(hint(number)))  # 1e-05: text to YAML 1.1
+            return f"{words}, written without quotes as {text}"
+    return words
 
 
 def to_plain(value: object) -> Any:

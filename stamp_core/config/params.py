@@ -21,12 +21,9 @@ from stamp_core.core.paths import PARAMS
 
 Params = Mapping[str, Any]
 FILES = {"settings": "params/settings.yaml", "methods": "params/methods.yaml"}
-# The blocks of a profile, and whether each is required.
-BLOCKS = {
-    **{"grid": True, "more_seeds": False, "returning_classes": False},
-    **{"tour": False, "ablation": True, "sweeps": True},
-}
 GRIDS = ("grid", "more_seeds", "returning_classes")  # blocks that are trained
+REQUIRED = ("grid", "ablation", "sweeps")  # blocks of a profile
+BLOCKS = {*REQUIRED, *GRIDS, "tour"}
 AXES = ("setting", "method", "seeds")  # of a grid
 DEFAULT, QUICK, PAPER = "default", "quick", "paper"
 PROFILES = {DEFAULT: "params.yaml", QUICK: "params/quick.yaml", PAPER: "params/paper.yaml"}
@@ -47,8 +44,8 @@ def read_params(profile: str = DEFAULT, root: Path = PARAMS.parent) -> dict[str,
             raise ParameterError(f"{file}: {key} belongs into {FILES[key]}")
         if key not in BLOCKS:
             raise unknown_name(f"{file}:", key, BLOCKS)
-    for key, required in BLOCKS.items():
-        if not isinstance(blocks.get(key, None if required else {}), dict):
+    for key in (*REQUIRED, *blocks):
+        if not isinstance(blocks.get(key), dict):
             raise invalid(f"{file}: {key}", blocks.get(key), "a block of keys")
     shared = {section: read_yaml(root / name) for section, name in FILES.items()}
     for section in (*shared, "sweeps"):  # names of folders, and words of DVC's commands
@@ -58,23 +55,22 @@ def read_params(profile: str = DEFAULT, root: Path = PARAMS.parent) -> dict[str,
 
 
 def check_names(params: Params) -> None:
-    """Refuse names and seeds of grids that are more than one word of a command.
+    """Validate that names and seeds of grids are single words of a command.
 
-    `read_params` has refused such names of settings, methods and sweeps.
+    `read_params` has validated the names of settings, methods and sweeps.
     """
     for grid in ("tour", *GRIDS):
-        if grid not in params:
-            continue
-        axes, where = _check_axes(params, grid, AXES), f"{params['file']}: {grid}"
-        for axis in ("setting", "method"):
-            for name in axes[axis]:
-                require_name(f"{where}.{axis}", name)
-        for seeds in axes["seeds"]:
-            parse_seeds(seeds)
+        axes = _check_axes(params, grid, AXES) if grid in params else {}
+        for axis, words in axes.items():
+            for word in words:
+                if axis == "seeds":
+                    parse_seeds(word)
+                else:
+                    require_name(f"{params['file']}: {grid}.{axis}", word)
 
 
 def require_name(where: str, name: object) -> None:
-    """Refuse a name with other characters than letters, digits and underscores."""
+    """Validate that a name has letters, digits and underscores only."""
     if not (isinstance(name, str) and re.fullmatch("[A-Za-z0-9_]+", name)):
         raise ParameterError(f"{where} {name!r} must be of letters, digits and underscores")
 
@@ -160,9 +156,8 @@ def _methods_shown(page: str, methods: list[str], ablation: Mapping[str, list[st
     if page == "comparison":
         return [method for method in methods if method not in variants]
     if page == "ablation":  # baselines alone show no part of STAMP
-        return (
-            [m for m in methods if m in ablation["baselines"] or m in variants] if variants else []
-        )
+        shown = {*ablation["baselines"], *variants} if variants else ()
+        return [method for method in methods if method in shown]
     return methods
 
 

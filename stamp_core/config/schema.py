@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from stamp_core.config.decode import invalid, require_above, require_at_least, require_fraction
+from stamp_core.config.decode import require, require_above, require_at_least, require_fraction
 
 
 @dataclass(frozen=True)
@@ -16,40 +16,35 @@ class Split:
     tasks: int
     classes_per_task: int | None = None  # kind "classes" only
     cycles: int = 1  # passes over the task sequence
-    order: Literal["independent", "common", "given", "mixed", "disjoint"] = "independent"
+    order: Literal["independent", "common", "given", "mixed"] = "independent"
     common_clients: int = 0  # order "mixed": clients that follow one common order
     alpha: float | None = None  # Dirichlet concentration over clients inside each task
     min_samples: int = 1  # with alpha: the fewest images of a client in a task
     images_per_class: int | None = None  # drawn at random for each client; None: all images
 
     def __post_init__(self) -> None:
-        """Refuse combinations that no plan can have."""
+        """Validate numbers and combinations."""
         require_at_least(self, 1, "clients", "tasks", "cycles")
+        require_at_least(self, 1, "classes_per_task", "images_per_class")
         require_at_least(self, 0, "min_samples", "common_clients")
-        if self.kind == "classes" and self.classes_per_task is None:
-            raise invalid("classes_per_task", None, "a number of classes, as kind is 'classes'")
-        if self.kind == "domains" and self.classes_per_task is not None:
-            raise invalid("classes_per_task", self.classes_per_task, "absent, as kind is 'domains'")
-        for name in ("classes_per_task", "images_per_class"):
-            if getattr(self, name) is not None:
-                require_at_least(self, 1, name)
-        if self.common_clients > self.clients:
-            raise invalid(
-                "common_clients", self.common_clients, f"at most clients = {self.clients}"
-            )
-        if self.common_clients and self.order != "mixed":
-            raise invalid("common_clients", self.common_clients, "0 unless order is 'mixed'")
-        if self.min_samples != 1 and self.alpha is None:
-            raise invalid("min_samples", self.min_samples, "absent unless alpha is set")
-        if self.alpha is not None:
-            require_above(self, 0, "alpha")
-            if self.order not in ("common", "given"):
-                right = "'common' or 'given' where alpha is set: clients share tasks"
-                raise invalid("order", self.order, right)
-            if self.images_per_class is not None:
-                raise invalid(
-                    "images_per_class", self.images_per_class, "absent where alpha is set"
-                )
+        require_above(self, 0, "alpha")
+        if self.kind == "classes":
+            right = "a number of classes, as kind is 'classes'"
+            require(self, "classes_per_task", self.classes_per_task is not None, right)
+        else:
+            right = "absent, as kind is 'domains'"
+            require(self, "classes_per_task", self.classes_per_task is None, right)
+        few = self.common_clients <= self.clients
+        require(self, "common_clients", few, f"at most clients = {self.clients}")
+        if self.order != "mixed":
+            require(self, "common_clients", self.common_clients == 0, "0 unless order is 'mixed'")
+        if self.alpha is None:
+            require(self, "min_samples", self.min_samples == 1, "absent unless alpha is set")
+            return
+        right = "'common' or 'given' where alpha is set: clients share tasks"
+        require(self, "order", self.order in ("common", "given"), right)
+        right = "absent where alpha is set"
+        require(self, "images_per_class", self.images_per_class is None, right)
 
 
 @dataclass(frozen=True)
@@ -67,18 +62,16 @@ class Network:
     micro_batch_size: int | None = None  # images per forward pass; None: the whole batch
 
     def __post_init__(self) -> None:
-        """Refuse empty layers, and options that a kind does not have."""
-        require_at_least(self, 1, "features")
-        if self.micro_batch_size is not None:
-            require_at_least(self, 1, "micro_batch_size")
-        if not self.channels or min(self.channels) < 1:
-            raise invalid("channels", list(self.channels), "at least one number above 0")
-        if self.kind in ("mlp", "lenet", "swin_t", "fcn") and self.norm != "none":
-            raise invalid("norm", self.norm, f"'none', as kind is {self.kind!r}")
-        if self.kind == "resnet18" and self.norm == "none":
-            raise invalid("norm", self.norm, "'batch' or 'group', as kind is 'resnet18'")
-        if self.kind != "resnet18" and self.stem != "published":
-            raise invalid("stem", self.stem, f"absent, as kind is {self.kind!r}")
+        """Validate numbers, and options that only some kinds have."""
+        require_at_least(self, 1, "features", "micro_batch_size")
+        filled = bool(self.channels) and min(self.channels) >= 1
+        require(self, "channels", filled, "at least one number above 0")
+        kind = f"as kind is {self.kind!r}"
+        if self.kind == "resnet18":
+            require(self, "norm", self.norm != "none", f"'batch' or 'group', {kind}")
+            return
+        require(self, "norm", self.norm == "none" or self.kind == "cnn", f"'none', {kind}")
+        require(self, "stem", self.stem == "published", f"absent, {kind}")
 
 
 @dataclass(frozen=True)
@@ -99,12 +92,12 @@ class Training:
     deterministic: bool = True  # on a GPU: the same bits in every run; a CPU has them anyway
 
     def __post_init__(self) -> None:
-        """Refuse numbers outside their ranges."""
+        """Validate the numbers."""
         require_at_least(self, 1, "rounds", "batch_size")
         require_at_least(self, 0, "epochs", "lr", "weight_decay", "shift")
         require_fraction(self, "momentum", "dropout")
-        if not 0 < self.participation <= 1:
-            raise invalid("participation", self.participation, "above 0 and at most 1")
+        some = 0 < self.participation <= 1
+        require(self, "participation", some, "above 0 and at most 1")
 
 
 @dataclass(frozen=True)
@@ -117,7 +110,7 @@ class Diagnostics:
     memory: int = 0  # exemplars per class of the first client's memory that the record keeps
 
     def __post_init__(self) -> None:
-        """Refuse a negative number of images."""
+        """Validate the numbers of images."""
         require_at_least(self, 0, "features", "memory")
 
 

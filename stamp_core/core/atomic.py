@@ -12,14 +12,14 @@ import psutil
 
 
 @contextmanager
-def replacing(path: Path, flush: bool = True) -> Iterator[Path]:
+def atomic_write(path: Path, flush: bool = True) -> Iterator[Path]:
     """A scratch file beside `path` that takes its place when the context ends without error.
 
     Without `flush`, which takes milliseconds, a power failure soon after may leave it damaged.
     """
     part = _scratch(path)
     try:
-        with naming(path):
+        with add_path_to_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             yield part
             if flush:
@@ -31,7 +31,7 @@ def replacing(path: Path, flush: bool = True) -> Iterator[Path]:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def add_path_to_errors(path: Path) -> Iterator[None]:
     """A context whose OSErrors name a file: `path` where they name none, as for a full disk."""
     try:
         yield
@@ -44,14 +44,14 @@ def naming(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def replacing_folder(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path) -> Iterator[Path]:
     """A scratch folder beside `folder` that takes its place when the context ends without error."""
     for left in folder.parent.glob(f"{folder.name}.*.part"):
         if not psutil.pid_exists(int(left.name.split(".")[-3])):  # it was killed
             shutil.rmtree(left)
     part = _scratch(folder)
     try:
-        with naming(folder):
+        with add_path_to_errors(folder):
             part.mkdir(parents=True)
             yield part
             for path in part.iterdir():
@@ -82,7 +82,7 @@ def _rename_over(part: Path, folder: Path) -> None:
             shutil.rmtree(before)
 
 
-def set_aside(path: Path, aside: Path) -> Path:
+def quarantine(path: Path, aside: Path) -> Path:
     """Rename a file or folder that must not be used to `aside`, which gives way."""
     if aside.is_dir():
         shutil.rmtree(aside)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from stamp_core.data.images import ImageOptions
 from stamp_core.data.store.cache import Numbers
-from stamp_core.data.store.downloads import ImageOptions
 
 Shape = tuple[int, int, int]  # channels, height, width
 

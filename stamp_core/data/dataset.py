@@ -1,10 +1,11 @@
-"""Data sets of labelled images: what a source returns, what all other code uses, and loading.
+"""Data sets of labelled images: what all code but the sources uses, and loading.
 
 How to write a source: stamp_core/data/sources/__init__.py.
 """
 
 import hashlib
 import importlib
+import inspect
 import json
 import pkgutil
 import re
@@ -15,35 +16,19 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from stamp_core.config.decode import ParameterError, build, to_plain, unknown_name
 from stamp_core.core import fingerprint, paths
-from stamp_core.core.atomic import naming
+from stamp_core.core.atomic import add_path_to_errors
 from stamp_core.data import sources
+from stamp_core.data.images import ImageArrays, array_error
 from stamp_core.data.store import cache, decoding
-from stamp_core.data.store.cache import ARRAYS, SUBSETS, Bytes, NamedArrays, Numbers
-
-
-@dataclass(frozen=True, eq=False)
-class ImageArrays:
-    """What `make(options)` of a source returns; without domains, all images belong to one."""
-
-    x_train: Bytes  # [N, C, H, W]
-    y_train: Numbers  # [N]
-    x_test: Bytes
-    y_test: Numbers
-    classes: tuple[str, ...]
-    domains: tuple[str, ...] = ("all",)
-    domain_train: Numbers | None = None  # [N], indices into `domains`
-    domain_test: Numbers | None = None
-    masks: bool = False  # whether the last channel is the mask of an image, as in ImageDataset
+from stamp_core.data.store.cache import ARRAYS, SUBSETS, NamedArrays
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,10 +71,10 @@ def load_dataset(spec: Mapping[str, Any]) -> ImageDataset:
 
     A damaged copy in the cache is made again, with a warning.
     """
-    module, options = _find_source(spec)
+    source, options = find_source(spec)
     name = str(spec["source"])
-    listing = module.listing(options) if hasattr(module, "listing") else None
-    key = decoding.listing_key(listing) if listing else _make_key(module, options)
+    listing = source.listing(options) if hasattr(source, "listing") else None
+    key = decoding.listing_key(listing) if listing else _make_key(source, options)
     folder = paths.CACHE / f"{name}-{key[:12]}"
     if folder.exists():
         try:
@@ -100,7 +85,7 @@ def load_dataset(spec: Mapping[str, Any]) -> ImageDataset:
     if listing:
         cache.create(folder, partial(decoding.write_listing, listing))
     else:
-        arrays, names = _make_arrays(module, options, name)
+        arrays, names = _make_arrays(source.make(options), name)
         cache.create(folder, lambda draft: cache.complete(draft, arrays, names))
     try:
         return _open(folder, name)
@@ -108,81 +93,77 @@ def load_dataset(spec: Mapping[str, Any]) -> ImageDataset:
         raise ValueError(f"{folder} is damaged ({error}); remove it") from error
 
 
-def source_options(spec: Mapping[str, Any], where: str = "params.yaml: data") -> object:
-    """The checked `Options` of the source that `spec` names; `where` is the place in errors."""
-    return _find_source(spec, where)[1]
-
-
-def array_error(where: object, name: str, array: npt.NDArray[Any], expected: str) -> ValueError:
-    """The error for an array of the wrong type or shape."""
-    return ValueError(f"{where}: {name} is {array.dtype} {[*array.shape]}; it must be {expected}")
-
-
-def _find_source(
-    spec: Mapping[str, Any], where: str = "params.yaml: data"
-) -> tuple[ModuleType, object]:
-    """The module of the source that `spec` names, and its checked options."""
+def find_source(spec: Mapping[str, Any], where: str = "params.yaml: data") -> tuple[Any, Any]:
+    """The source that `spec` names and its checked options; `where` is the place in errors."""
     if "source" not in spec:
         raise ParameterError(f"{where}.source is missing")
-    files = [module.name for module in pkgutil.iter_modules(sources.__path__) if not module.ispkg]
-    known = [name for name in files if re.fullmatch(r"[A-Za-z0-9_]+", name)]
-    if spec["source"] not in known:
-        raise unknown_name(f"{where}.source", spec["source"], known)
-    module = importlib.import_module(f"{sources.__name__}.{spec['source']}")
+    name = spec["source"]
+    files = (file.name for file in pkgutil.iter_modules(sources.__path__) if not file.ispkg)
+    plain = [file for file in files if re.fullmatch("[A-Za-z0-9_]+", file)]
+    known = {file: file for file in plain if file not in sources.SETS.values()} | sources.SETS
+    if not isinstance(name, str) or name not in known:
+        raise unknown_name(f"{where}.source", name, known)
+    source: Any = importlib.import_module(f"{sources.__name__}.{known[name]}")
+    if name in sources.SETS:
+        source = source.SETS[name]
     rest = {key: value for key, value in spec.items() if key != "source"}
-    return module, build(module.Options, rest, where)
+    return source, build(source.Options, rest, where)
 
 
-def _make_key(module: ModuleType, options: object) -> str:
+def source_options(spec: Mapping[str, Any], where: str = "params.yaml: data") -> object:
+    """The checked options of the source that `spec` names."""
+    return find_source(spec, where)[1]
+
+
+def _make_key(source: Any, options: object) -> str:
     """A hash of all that decides the arrays: options, code, packages, input files."""
-    packages = {name: version(name) for name in module.PACKAGES}
-    parts = [to_plain(options), fingerprint.combined_fingerprint(str(module.__file__)), packages]
-    if hasattr(module, "inputs"):
-        parts += [_file_key(path) for path in module.inputs(options)]
+    file = inspect.getfile(source if inspect.ismodule(source) else type(source))
+    packages = {name: version(name) for name in source.PACKAGES}
+    parts = [to_plain(options), fingerprint.combined_fingerprint(file), packages]
+    if hasattr(source, "inputs"):
+        parts += [_file_key(path) for path in source.inputs(options)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def _file_key(path: Path) -> object:
     """The content of a file; of a large file, or of those in a folder: names, sizes and times."""
     if path.is_file() and not cache.is_large(path):
-        with naming(path), path.open("rb") as file:
+        with add_path_to_errors(path), path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     files = sorted(each for each in path.rglob("*") if each.is_file()) or [path]
     stats = [(each.relative_to(path).as_posix(), each.stat()) for each in files]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
-def _make_arrays(module: ModuleType, options: object, name: str) -> tuple[NamedArrays, cache.Names]:
+def _make_arrays(images: ImageArrays, name: str) -> tuple[NamedArrays, cache.Names]:
     """The arrays of a source, checked and completed, and the names of its classes and domains."""
-    images: ImageArrays = module.make(options)
     arrays = {key: getattr(images, key) for key in ARRAYS if hasattr(images, key)}
     for subset in SUBSETS:
         if arrays[f"domain_{subset}"] is None:
             arrays[f"domain_{subset}"] = np.zeros(len(arrays[f"x_{subset}"]), np.int64)
-    _check_arrays(arrays, images, name)
+        _check_arrays(arrays, subset, images, name)
+    if images.x_train.shape[1:] != images.x_test.shape[1:]:
+        raise array_error(name, "x_test", images.x_test, f"like x_train {images.x_train.shape}")
     x = images.x_train[:, :-1] if images.masks else images.x_train
     arrays |= cache.channel_moments(cache.channel_sums(x), x[:, 0].size)
     names = [list(images.classes), list(images.domains)]
     return arrays, [*names, ["mask"]] if images.masks else names
 
 
-def _check_arrays(arrays: NamedArrays, images: ImageArrays, name: str) -> None:
-    """Refuse arrays that do not fit together, with the names of source and array."""
-    for subset in SUBSETS:
-        x = arrays[f"x_{subset}"]
-        if x.dtype != np.uint8 or x.ndim != 4 or not x.size:
-            raise array_error(name, f"x_{subset}", x, "uint8 [N, C, H, W]")
-        for key, names in ((f"y_{subset}", images.classes), (f"domain_{subset}", images.domains)):
-            y = arrays[key]
-            if y.dtype != np.int64 or y.shape != x.shape[:1]:
-                raise array_error(name, key, y, f"int64 [{len(x)}]")
-            if y.min() < 0 or y.max() >= len(names):
-                raise ValueError(f"{name}: {key} must be in 0..{len(names) - 1}, as for its names")
-        if images.masks and x[:, -1].max() > len(images.classes):
-            right = f"0..{len(images.classes)}, the last one for pixels of no class"
-            raise ValueError(f"{name}: the masks in x_{subset} must be in {right}")
-    if images.x_train.shape[1:] != images.x_test.shape[1:]:
-        raise array_error(name, "x_test", images.x_test, f"like x_train {images.x_train.shape}")
+def _check_arrays(arrays: NamedArrays, subset: str, images: ImageArrays, name: str) -> None:
+    """Validate types, shapes and ranges of the arrays for training, or of those for testing."""
+    x = arrays[f"x_{subset}"]
+    if x.dtype != np.uint8 or x.ndim != 4 or not x.size:
+        raise array_error(name, f"x_{subset}", x, "uint8 [N, C, H, W]")
+    for key, names in ((f"y_{subset}", images.classes), (f"domain_{subset}", images.domains)):
+        y = arrays[key]
+        if y.dtype != np.int64 or y.shape != x.shape[:1]:
+            raise array_error(name, key, y, f"int64 [{len(x)}]")
+        if y.min() < 0 or y.max() >= len(names):
+            raise ValueError(f"{name}: {key} must be in 0..{len(names) - 1}, as for its names")
+    if images.masks and x[:, -1].max() > len(images.classes):
+        right = f"0..{len(images.classes)}, the last one for pixels of no class"
+        raise ValueError(f"{name}: the masks in x_{subset} must be in {right}")
 
 
 def _open(folder: Path, name: str) -> ImageDataset:

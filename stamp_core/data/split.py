@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from stamp_core.config.decode import ParameterError, build, invalid, to_plain
 from stamp_core.config.schema import Split
-from stamp_core.core.atomic import replacing
+from stamp_core.core.atomic import atomic_write
 
 if TYPE_CHECKING:
     from stamp_core.data.dataset import ImageDataset
@@ -37,9 +38,8 @@ DRAWS = 100
 class Purpose(IntEnum):
     """The purpose of a draw, the second part of its address; renumbering changes every plan."""
 
-    COMMON = 0  # the order that clients share, which is also cut into disjoint blocks
+    COMMON = 0  # the order that clients share
     OWN = 1  # a client's own order
-    ROTATION = 2  # which client has which disjoint block when
     IMAGES = 3  # a client's images of a class
     SHARES = 4  # the clients' shares of a task's images
 
@@ -101,7 +101,7 @@ class Plan:
         text = json.dumps({"hash": self.hash, **to_plain(self)}, indent=1)
         text = re.sub(r"(?<=\d,)\s+(?=\d)", " ", text)  # lists of numbers on one line
         text = re.sub(r"(?<=\[)\s+(?=\d)|(?<=\d)\s+(?=\])", "", text)
-        with replacing(path) as part:
+        with atomic_write(path) as part:
             part.write_text(text + "\n")
 
     @classmethod
@@ -112,15 +112,14 @@ class Plan:
         """
         try:
             plan = _read_plan(path)
-            _check_plan(f"{path}: plan", plan)
-            if dataset is not None and dataset.digest == plan.data_digest:
-                _check_images(f"{path}: plan", plan, dataset)
+            known = dataset is not None and dataset.digest == plan.data_digest
+            _check_plan(f"{path}: plan", plan, dataset if known else None)
         except ParameterError as error:
             raise ParameterError(f"{error}; delete it to have the plan drawn again") from None
         return plan
 
     def _task(self, dataset: "ImageDataset", client: int, task: int) -> Task:
-        """A client's task; a data set that the plan was not made for is refused."""
+        """A client's task, if the plan was made for this data set."""
         if dataset.digest != self.data_digest:
             expected = f"the plan's, {self.data_digest}"
             raise invalid("the digest of the data", dataset.digest, expected)
@@ -160,72 +159,61 @@ def _read_plan(path: Path) -> Plan:
     return plan
 
 
-def _check_plan(where: str, plan: Plan) -> None:
-    """Refuse a plan whose lists have other lengths or numbers than its split can give."""
+def _check_plan(where: str, plan: Plan, dataset: "ImageDataset | None") -> None:
+    """Validate a plan by its split and, if there is one, by its data set."""
     for name, least in (("seed", 0), ("classes", 1)):
         if getattr(plan, name) < least:
             raise invalid(f"{where}.{name}", getattr(plan, name), f"at least {least}")
+    if dataset is not None and plan.classes != len(dataset.classes):
+        raise invalid(f"{where}.classes", plan.classes, f"{len(dataset.classes)}, as in the data")
+    clients, tasks = plan.split.clients, plan.split.tasks
+    _check_length(f"{where}.clients", plan.clients, clients, clients)
+    for client, own in enumerate(plan.clients):
+        _check_length(f"{where}.clients[{client}]", own, tasks, tasks)
+        for t, task in enumerate(own):
+            _check_task(f"{where}.clients[{client}][{t}]", task, plan, dataset)
+
+
+def _check_task(where: str, task: Task, plan: Plan, dataset: "ImageDataset | None") -> None:
+    """Validate a task by the split of its plan and, if there is one, by the data set."""
     split = plan.split
-    _check_length(f"{where}.clients", plan.clients, split.clients, split.clients)
-    for client, tasks in enumerate(plan.clients):
-        _check_length(f"{where}.clients[{client}]", tasks, split.tasks, split.tasks)
-        for t, task in enumerate(tasks):
-            _check_task(f"{where}.clients[{client}][{t}]", task, split, plan.classes)
+    size, count = split.classes_per_task or plan.classes, split.images_per_class
+    _check_numbers(f"{where}.classes", task.classes, plan.classes, size, size)
+    domains = math.inf if dataset is None else len(dataset.domains)
+    if split.kind == "classes" and task.domain is not None:
+        raise invalid(f"{where}.domain", task.domain, "absent, as kind is 'classes'")
+    if split.kind == "domains" and (task.domain is None or not 0 <= task.domain < domains):
+        right = f"a number from 0 and below {domains}, as kind is 'domains'"
+        raise invalid(f"{where}.domain", task.domain, right)
+    if (task.train is None) == (count is not None or split.alpha is not None):
+        right = "a list of indices" if task.train is None else "absent"
+        raise ParameterError(f"{where}.train must be {right}, by alpha and images_per_class")
+    if task.train is None:
+        return
+    images = math.inf if dataset is None else len(dataset.y_train)
+    lengths = (split.min_samples, math.inf) if count is None else (count * size, count * size)
+    _check_numbers(f"{where}.train", task.train, images, *lengths)
+    if dataset is not None:
+        train = np.array(task.train, np.int64)
+        own = _fits(dataset.y_train[train], dataset.domain_train[train], task)
+        for k in np.flatnonzero(~own)[:1]:
+            right = "an image of the task's classes and domain"
+            raise invalid(f"{where}.train[{k}]", task.train[k], right)
 
 
 def _check_length(where: str, values: Sequence[object], least: int, most: float) -> None:
-    """Refuse a list that is shorter or longer than the split makes it."""
+    """Validate the length of a list."""
     if not least <= len(values) <= most:
         right = f"{least}" if least == most else f"at least {least}"
         raise ParameterError(f"{where} is a list of {len(values)}; it must be of {right}")
 
 
-def _check_rising(where: str, values: Sequence[int], end: float) -> None:
-    """Refuse numbers that do not rise strictly, from 0 or more to below `end`."""
-    for k, value in enumerate(values):
-        low = values[k - 1] if k else -1
+def _check_numbers(where: str, values: Sequence[int], end: float, least: int, most: float) -> None:
+    """Validate that a list has its length, and that its numbers rise from 0 to below `end`."""
+    _check_length(where, values, least, most)
+    for k, (low, value) in enumerate(pairwise((-1, *values))):
         if not low < value < end:
             raise invalid(f"{where}[{k}]", value, f"above {low} and below {end}")
-
-
-def _check_task(where: str, task: Task, split: Split, classes: int) -> None:
-    """Refuse a task that `split` of a data set with that many classes cannot give."""
-    size, count = split.classes_per_task or classes, split.images_per_class
-    _check_length(f"{where}.classes", task.classes, size, size)
-    _check_rising(f"{where}.classes", task.classes, classes)
-    if (task.domain is None) == (split.kind == "domains") or (task.domain or 0) < 0:
-        right = "a number from 0" if split.kind == "domains" else "absent"
-        raise invalid(f"{where}.domain", task.domain, f"{right}, as kind is {split.kind!r}")
-    if (task.train is None) == (count is not None or split.alpha is not None):
-        right = "a list of indices" if task.train is None else "absent"
-        raise ParameterError(f"{where}.train must be {right}, by alpha and images_per_class")
-    if task.train is not None:
-        lengths = (split.min_samples, math.inf) if count is None else (count * size, count * size)
-        _check_length(f"{where}.train", task.train, *lengths)
-        _check_rising(f"{where}.train", task.train, math.inf)
-
-
-def _check_images(where: str, plan: Plan, dataset: "ImageDataset") -> None:
-    """Refuse a plan with classes, domains or training images that its data set does not have."""
-    if plan.classes != len(dataset.classes):
-        raise invalid(f"{where}.classes", plan.classes, f"{len(dataset.classes)}, as in the data")
-    labels, domains = np.asarray(dataset.y_train), np.asarray(dataset.domain_train)
-    for client, tasks in enumerate(plan.clients):
-        for t, task in enumerate(tasks):
-            place = f"{where}.clients[{client}][{t}]"
-            if (task.domain or 0) >= len(dataset.domains):
-                right = f"below {len(dataset.domains)}, the number of domains"
-                raise invalid(f"{place}.domain", task.domain, right)
-            if task.train and task.train[-1] >= len(labels):  # they rise
-                right = f"below {len(labels)}, the number of training images"
-                raise invalid(f"{place}.train[{len(task.train) - 1}]", task.train[-1], right)
-            train = np.array(task.train or (), np.int64)
-            other = ~np.isin(labels[train], task.classes)
-            if task.domain is not None:
-                other |= domains[train] != task.domain
-            for k in np.flatnonzero(other)[:1]:
-                right = "an image of the task's classes and domain"
-                raise invalid(f"{place}.train[{k}]", train[k].item(), right)
 
 
 def _generator(seed: int, purpose: Purpose, *rest: int) -> np.random.Generator:
@@ -234,41 +222,23 @@ def _generator(seed: int, purpose: Purpose, *rest: int) -> np.random.Generator:
 
 
 def _check_sizes(split: Split, items: int) -> None:
-    """Refuse more tasks, or more clients at a time, than there are classes or domains for."""
-    size = split.classes_per_task or 1
-    bounds = {"tasks": ""}
-    if split.order == "disjoint":
-        bounds["clients"] = ", as order is 'disjoint'"
-    for name, reason in bounds.items():
-        count = getattr(split, name)
-        key = f"{name} * classes_per_task = {count} * {size}" if split.classes_per_task else name
-        if count * size > items:
-            raise invalid(key, count * size, f"at most {items}, the number of {split.kind}{reason}")
+    """Validate that there are classes or domains for all tasks."""
+    size, key = split.classes_per_task or 1, "tasks"
+    if split.classes_per_task:
+        key = f"tasks * classes_per_task = {split.tasks} * {size}"
+    if split.tasks * size > items:
+        raise invalid(key, split.tasks * size, f"at most {items}, the number of {split.kind}")
 
 
 def _draw_order(split: Split, items: int, seed: int, client: int) -> Indices:
     """A client's classes or domains by task, independent of the number of clients.  # [T, size]"""
     size = split.classes_per_task or 1
-    if split.order == "given":
-        return np.arange(split.tasks * size).reshape(-1, size)
-    if split.order == "disjoint":
-        blocks = _draw_blocks(items // size, split.tasks, seed, client)
-        shuffled = _generator(seed, Purpose.COMMON).permutation(items)
-        return shuffled[: items // size * size].reshape(-1, size)[blocks]
-    common = split.order == "common" or client < split.common_clients
-    draw = _generator(seed, Purpose.COMMON) if common else _generator(seed, Purpose.OWN, client)
-    return draw.permutation(items)[: split.tasks * size].reshape(-1, size)
-
-
-def _draw_blocks(blocks: int, tasks: int, seed: int, client: int) -> Indices:
-    """A client's row of a cyclic Latin square with shuffled rows and columns, cut to [T].
-
-    Each row and each column holds each block once. Without shuffling, a client would learn in
-    each experience what its neighbour learnt in the one before.
-    """
-    draw = _generator(seed, Purpose.ROTATION)
-    rows, columns = draw.permutation(blocks), draw.permutation(blocks)
-    return np.asarray((rows[client] + columns[:tasks]) % blocks)
+    order = np.arange(items)
+    if split.order != "given":
+        common = split.order == "common" or client < split.common_clients
+        address = (Purpose.COMMON,) if common else (Purpose.OWN, client)
+        order = _generator(seed, *address).permutation(items)
+    return order[: split.tasks * size].reshape(-1, size)
 
 
 def _make_tasks(split: Split, dataset: "ImageDataset", order: Indices) -> list[Task]:
@@ -279,12 +249,17 @@ def _make_tasks(split: Split, dataset: "ImageDataset", order: Indices) -> list[T
     return [Task(classes, domain) for domain in order[:, 0].tolist()]
 
 
-def _find_images(labels: torch.Tensor, domains: torch.Tensor, task: Task) -> Indices:
-    """The sorted indices of the images of the task's classes and domain."""
+def _fits(labels: torch.Tensor, domains: torch.Tensor, task: Task) -> NDArray[np.bool_]:
+    """Which images are of the task's classes and domain.  # [N]"""
     matches = np.isin(np.asarray(labels), task.classes)
     if task.domain is not None:
         matches &= np.asarray(domains) == task.domain
-    return np.flatnonzero(matches)
+    return matches
+
+
+def _find_images(labels: torch.Tensor, domains: torch.Tensor, task: Task) -> Indices:
+    """The sorted indices of the images of the task's classes and domain."""
+    return np.flatnonzero(_fits(labels, domains, task))
 
 
 def _draw_images(dataset: "ImageDataset", task: Task, count: int, seed: int, client: int) -> Task:

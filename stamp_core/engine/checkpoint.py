@@ -23,7 +23,7 @@ from dataclasses import astuple, dataclass
 from operator import is_not
 from pathlib import Path
 
-from stamp_core.core.atomic import set_aside
+from stamp_core.core.atomic import quarantine
 from stamp_core.engine.trees import UNUSABLE, Store, Stored, Tree, read_tree, write_tree
 
 FSYNC_MIN_SECONDS = 0.2  # seconds of work; a flush takes some milliseconds
@@ -148,7 +148,7 @@ class Checkpoint:
 
     def _refuse(self, why: str) -> None:
         """Rename a folder that must not be used, with a warning; start with nothing saved."""
-        aside = set_aside(self.folder, self.folder.with_name(f"{self.folder.name}.aside"))
+        aside = quarantine(self.folder, self.folder.with_name(f"{self.folder.name}.aside"))
         self.journal, self.evaluated = Journal(), True
         self.saved.clear()
         self.named.clear()

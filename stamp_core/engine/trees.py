@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_bytes
 from torch import Tensor
 
-from stamp_core.core.atomic import replacing
+from stamp_core.core.atomic import atomic_write
 from stamp_core.results.records import tree_bytes
 
 Tree = dict[str, Any]
@@ -89,7 +89,7 @@ def read_tree(path: Path) -> tuple[Tree, dict[str, str]]:
 
 
 def _write(path: Path, arrays: Arrays, header: dict[str, str], flush: bool) -> None:
-    with replacing(path, flush) as scratch:
+    with atomic_write(path, flush) as scratch:
         scratch.write_bytes(to_bytes(arrays, header))
 
 

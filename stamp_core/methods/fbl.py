@@ -6,23 +6,27 @@ It was published for segmentation; on images with labels this is an adaptation, 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal, TypedDict
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stamp_core.client.batches import Batch
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_at_least, require_fraction
-from stamp_core.coresets.memory import MemoryParams
+from stamp_core.coresets.memory import Memory, MemoryParams
 from stamp_core.methods.base.method import ClientRound, State
-from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalParams
+from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalContext, RehearsalParams
 from stamp_core.models.flat import FlatModel
 
 UNSURE = -1  # in place of a pseudo label
 SMALLEST_GAP = torch.finfo(torch.float32).eps  # of 1 - p: weights stay defined where p is 1
 SMALLEST_SHARE = torch.finfo(torch.float32).tiny  # of a class: its logarithm stays defined
 SMALLEST_THRESHOLD = 0.001  # as published
+QUANTILE = 0.2  # of the entropies of a class, up to which pseudo labels are used
+QUANTILE_STEP = 0.1  # by which it grows in every local epoch of a task
+QUANTILE_LIMIT = 0.8
 JUMP = 0.6  # of the entropy, at which the published monitor reports a new task
 
 
@@ -40,22 +44,43 @@ class FBLParams(RehearsalParams):
     # The old model labels what has no label of an old class: with masks the background, without
     # masks exemplars, whose labels are then not used.
     pseudo: bool = True
-    quantile: float = 0.2  # of the entropies of a class, up to which pseudo labels are used
-    quantile_step: float = 0.1  # by which it grows in every local epoch of a task
-    quantile_limit: float = 0.8
     from_background: bool = True  # with masks: a new class starts as a part of the background
 
     def __post_init__(self) -> None:
-        """Refuse numbers outside their ranges, and parts of rehearsal that have no effect."""
+        """Validate the numbers; parts of rehearsal must not be without effect."""
         super().__post_init__()
-        require_at_least(self, 0, "relation", "quantile_step")
-        require_fraction(self, "leak", "quantile")
-        if not self.quantile <= self.quantile_limit <= 1:
-            right = f"between quantile = {self.quantile} and 1"
-            raise invalid("quantile_limit", self.quantile_limit, right)
+        require_at_least(self, 0, "relation")
+        require_fraction(self, "leak")
         if self.weight is not None or self.anchor:
             name = "anchor" if self.weight is None else "weight"
             raise invalid(name, getattr(self, name), "absent: `weights` has its place")
+
+
+class FBLState(TypedDict):
+    """What a client remembers besides its memory."""
+
+    old: dict[str, Tensor]  # the model that was received when the task began; {}: none
+    experience: int  # in which the client has trained last
+    epochs: int  # of local training on the task so far
+    entropy: float  # mean of the received model's predictions
+
+
+@dataclass(frozen=True)
+class Past:
+    """The old model's classes, and what follows from them for the steps."""
+
+    columns: Tensor  # [O], its outputs that are used: old classes and the background
+    groups: Tensor  # float32 [L, G], the task of each output
+    power: float  # z, the share of old classes
+    thresholds: Iterator[Tensor]  # for every batch each class's largest entropy of a label  # [L]
+
+
+@dataclass
+class FBLContext(RehearsalContext):
+    """What the steps read besides their batches, and the next state."""
+
+    state: FBLState
+    past: Past | None  # None: no old model
 
 
 class FBL(Rehearsal):
@@ -65,7 +90,7 @@ class FBL(Rehearsal):
     """
 
     Params: ClassVar = FBLParams
-    fedavg_equivalent: ClassVar[dict[str, Any]] = {
+    fedavg_equivalent: ClassVar = {
         "weights": "none",
         "relation": 0.0,
         "pseudo": False,
@@ -82,170 +107,171 @@ class FBL(Rehearsal):
 
     def init_client(self, client: int, server: State) -> State:
         """No old model and no entropy yet."""
-        own = {"old": {}, "experience": -1, "epochs": 0, "entropy": -1.0}
+        own = FBLState(old={}, experience=-1, epochs=0, entropy=-1.0)
         return {**super().init_client(client, server), **own}
 
     # --- before training
 
-    def train(self, client_round: ClientRound) -> list[Tensor]:
-        """Keep the received model if the task is new, then local SGD with it as the teacher."""
-        state, scratch = client_round.state, client_round.scratch
-        scratch |= {name: state[name] for name in ("old", "epochs", "entropy")}
-        new = state["experience"] != client_round.experience
+    def start(self, client_round: ClientRound) -> FBLContext:
+        """Load the received model, and keep it as the teacher if the task is new."""
+        self.receive(client_round)
+        before: FBLState = client_round.state
+        experience = client_round.experience
+        new = before["experience"] != experience
+        old = before["old"]
+        entropy = before["entropy"]
         if self.active and len(client_round.indices):
-            self.watch(client_round, new)
+            entropy = self.log_entropy(client_round, new)
         if new:
-            live = self.model
-            vectors = {"parameters": live.parameters, "buffers": live.buffers}
-            past = self.active and client_round.experience > 0
-            kept = {name: vector.cpu().clone() for name, vector in vectors.items()}
-            scratch |= {"old": kept if past else {}, "epochs": 0}
-            if (
-                client_round.experience
-                and self.runtime.dataset.masks
-                and self.params.from_background
-            ):
-                self.start_from_background(client_round)
-        if scratch["old"]:
-            self.prepare_teacher(client_round)
-        return super().train(client_round)
+            live = {"parameters": self.model.parameters, "buffers": self.model.buffers}
+            taught = self.active and experience > 0
+            old = {name: each.cpu().clone() for name, each in live.items()} if taught else {}
+            if experience and self.params.from_background and self.runtime.dataset.masks:
+                self.start_from_background(list(client_round.classes))
+        epochs = 0 if new else before["epochs"]
+        past = self.old_classes(client_round, old, epochs) if old else None
+        state = FBLState(
+            old=old,
+            experience=experience,
+            epochs=epochs + len(self.runtime.each_epoch()),
+            entropy=entropy,
+        )
+        return FBLContext(self.anchors_on_device(client_round), state, past)
 
-    def watch(self, client_round: ClientRound, new: bool) -> None:
-        """Log the received model's mean entropy, and whether it would have told a new task."""
+    def log_entropy(self, client_round: ClientRound, new: bool) -> float:
+        """The received model's mean entropy; log it, and if it would have told a new task."""
+        state: FBLState = client_round.state
         images = self.runtime.dataset.x_train[client_round.indices]
         p = samples(self.runtime.outputs(images)).softmax(1)
         entropy = float(torch.special.entr(p).sum(1).mean())  # in nats, as published
-        jumped = entropy - client_round.scratch["entropy"] > JUMP
-        client_round.scratch["entropy"] = entropy
         told = "monitor: hits" if new else "monitor: false alarms"
-        client_round.log.numbers |= {"entropy": entropy, told: float(jumped)}
+        jumped = float(entropy - state["entropy"] > JUMP)
+        client_round.log.numbers |= {"entropy": entropy, told: jumped}
+        return entropy
 
-    def start_from_background(self, client_round: ClientRound) -> None:
+    def start_from_background(self, classes: list[int]) -> None:
         """Share the background's part of every prediction among it and the task's classes."""
-        head, classes = self.classifier.head, self.current_classes(client_round)
-        weight, bias = head.weight, head.bias
+        weight = self.classifier.head.weight
+        bias = self.classifier.head.bias
         assert isinstance(weight, Tensor) and isinstance(bias, Tensor)
         with torch.no_grad():
             weight[classes] = weight[-1].clone()
             bias[[*classes, self.runtime.classes]] = bias[-1] - math.log(len(classes) + 1)
 
-    def prepare_teacher(self, client_round: ClientRound) -> None:
-        """Load the old model, and put into `scratch` what it knows.
+    def old_classes(self, client_round: ClientRound, old: dict[str, Tensor], epochs: int) -> Past:
+        """The classes of the old model, which is loaded as the teacher.
 
         Where every class returns, as with domains, all are old.
         """
-        scratch, device = client_round.scratch, self.runtime.device
-        past = set(client_round.plan.seen(client_round.client, client_round.experience - 1))
-        current = self.current_classes(client_round)
-        old = past - set(current)
+        self.teacher.load(old["parameters"], old["buffers"])
+        device = self.runtime.device
+        seen = set(client_round.plan.seen(client_round.client, client_round.experience - 1))
+        current = list(client_round.classes)
+        gone = seen - set(current)
         background = {self.runtime.classes} if self.runtime.dataset.masks else set()
-        scratch["columns"] = torch.tensor(sorted((old or past) | background)).to(device)  # [O]
-        scratch["power"] = len(old) / (len(old) + len(current))
+        columns = torch.tensor(sorted((gone or seen) | background)).to(device)
+        tasks = client_round.plan.clients[client_round.client]
         groups = torch.zeros(self.outputs, dtype=torch.int64)  # the background: the first task's
-        own = client_round.plan.clients[client_round.client]
-        for task, each in reversed(list(enumerate(own[: client_round.experience]))):
+        for task, each in reversed(list(enumerate(tasks[: client_round.experience]))):
             groups[list(each.classes)] = task
-        groups[current] = len(own)
-        scratch["groups"] = F.one_hot(groups, len(own) + 1).float().to(device)  # [L, G]
-        self.teacher.load(scratch["old"]["parameters"], scratch["old"]["buffers"])
-        if self.params.pseudo:
-            scratch["thresholds"] = self.thresholds(client_round)
+        groups[current] = len(tasks)
+        members = F.one_hot(groups, len(tasks) + 1).float().to(device)
+        power = len(gone) / (len(gone) + len(current))
+        thresholds = self.thresholds(client_round, columns, epochs)
+        return Past(columns, members, power, thresholds)
 
-    def current_classes(self, client_round: ClientRound) -> list[int]:
-        """The classes of the task."""
-        return list(client_round.plan.clients[client_round.client][client_round.task].classes)
+    def thresholds(
+        self, client_round: ClientRound, columns: Tensor, epochs: int
+    ) -> Iterator[Tensor]:
+        """For every batch each class's largest entropy of a pseudo label.  # [L] each
 
-    def thresholds(self, client_round: ClientRound) -> list[Tensor]:
-        """For every epoch each class's largest entropy of a pseudo label.  # [L] each"""
-        scratch, params, runtime = client_round.scratch, self.params, self.runtime
-        images = runtime.dataset.x_train[client_round.indices]
-        if not runtime.dataset.masks:
-            images = client_round.state["memory"]["images"][self.past_indices(client_round)]
+        `epochs` are those of local training on the task so far.
+        """
+        if not self.params.pseudo:
+            return iter(())
+        entropy, predicted = self.teacher_entropies(client_round, columns)
+        limits = list[Tensor]()
+        for epoch in self.runtime.each_epoch():
+            share = min(QUANTILE + QUANTILE_STEP * (epochs + epoch), QUANTILE_LIMIT)
+            limits.append(class_thresholds(entropy, predicted, share, self.outputs))
+        if limits and len(entropy):
+            used = (entropy <= limits[-1][predicted]).float().mean()
+            client_round.log.numbers["pseudo labels used"] = float(used)
+        on_device = [each.to(self.runtime.device) for each in limits]
+        steps = math.ceil(len(client_round.indices) / self.runtime.training.batch_size)
+        return (each for each in on_device for _ in range(steps))
+
+    def teacher_entropies(
+        self, client_round: ClientRound, columns: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The teacher's entropies where labels are hidden, and its classes there.  # [n], [n]"""
+        runtime = self.runtime
+        memory: Memory = client_round.state["memory"]
+        images = memory["images"][self.past_indices(client_round)]
+        if runtime.dataset.masks:
+            images = runtime.dataset.x_train[client_round.indices]
         if not len(images):
-            lowest = torch.full((self.outputs,), SMALLEST_THRESHOLD).to(runtime.device)
-            return [lowest] * len(runtime.each_epoch())
-        logits = samples(runtime.outputs(images, self.teacher.module).to(runtime.device))
+            return torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+        logits = samples(runtime.outputs_there(images, self.teacher.module))
         if runtime.dataset.masks:
             logits = logits[(images[:, -1] == runtime.classes).flatten().to(runtime.device)]
-        teacher = logits[:, scratch["columns"]].softmax(1)
-        predicted, unsure = scratch["columns"][teacher.argmax(1)].cpu(), entropies(teacher).cpu()
-        shares = [
-            params.quantile + params.quantile_step * (scratch["epochs"] + epoch)
-            for epoch in runtime.each_epoch()
-        ]
-        found = [
-            class_thresholds(unsure, predicted, min(share, params.quantile_limit), self.outputs)
-            for share in shares
-        ]
-        if found and len(unsure):
-            used = (unsure <= found[-1][predicted]).float().mean()
-            client_round.log.numbers["pseudo labels used"] = float(used)
-        return [limits.to(runtime.device) for limits in found]
+        teacher = logits[:, columns].softmax(1)
+        return entropies(teacher).cpu(), columns[teacher.argmax(1)].cpu()
 
     # --- training
 
-    def batches(self, client_round: ClientRound) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of rehearsal, with the epoch of each in `scratch`."""
-        steps = math.ceil(len(client_round.indices) / self.runtime.training.batch_size)
-        for step, batch in enumerate(super().batches(client_round)):
-            client_round.scratch["epoch"] = step // steps
-            yield batch
-
-    def loss(self, client_round: ClientRound, images: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, batch: Batch, context: FBLContext) -> Tensor:
         """Weighted cross-entropy of labels and pseudo labels, and the relations of classes."""
-        scratch, params = client_round.scratch, self.params
-        if "columns" not in scratch:
-            return super().loss(client_round, images, labels)
-        logits = samples(self.model.module(images))  # [M, L]
+        past = context.past
+        if past is None:
+            return super().loss(batch, context)
+        logits = samples(self.model.module(batch.images))  # [M, L]
         with torch.no_grad():
-            teacher = samples(self.teacher.module(images))[:, scratch["columns"]].softmax(1)
-            labels = self.pseudo_labels(client_round, teacher, labels)  # [M]
-            members = class_members(labels, self.outputs)
-            weights = self.compensation(client_round, logits, members)
+            teacher = samples(self.teacher.module(batch.images))[:, past.columns].softmax(1)
+            labels = self.pseudo_labels(batch, past, teacher)  # [M]
+            classes = torch.arange(self.outputs, device=labels.device)
+            members = (labels[:, None] == classes).float()  # [M, L], all 0 where UNSURE
+            weights = self.compensation(past, logits, members)
         losses = F.cross_entropy(logits, labels, reduction="none", ignore_index=UNSURE)
         loss = (weights * losses).mean()
-        if params.relation:
-            targets = self.relation_targets(client_round, teacher, members)
+        if self.params.relation:
+            targets = self.relation_targets(past, teacher, members)
             relation = relation_loss(logits.softmax(1), targets, members, weights)
-            loss = loss + params.relation * relation
+            loss = loss + self.params.relation * relation
         return loss
 
-    def pseudo_labels(self, client_round: ClientRound, teacher: Tensor, labels: Tensor) -> Tensor:
+    def pseudo_labels(self, batch: Batch, past: Past, teacher: Tensor) -> Tensor:
         """Labels, those of the old model where an old class may be hidden, or UNSURE.  # [M]"""
-        scratch = client_round.scratch
+        labels = batch.targets.flatten()
         if not self.params.pseudo:
-            return labels.flatten()
-        hidden = labels.flatten() == self.runtime.classes
+            return labels
+        hidden = labels == self.runtime.classes
         if not self.runtime.dataset.masks:
-            hidden[len(labels) - len(scratch["soft"]) :] = True
-        predicted = scratch["columns"][teacher.argmax(1)]
-        limits = scratch["thresholds"][scratch["epoch"]]
-        sure = entropies(teacher) <= limits[predicted]
-        return torch.where(hidden, predicted.where(sure, UNSURE), labels.flatten())
+            hidden[batch.new :] = True
+        predicted = past.columns[teacher.argmax(1)]
+        sure = entropies(teacher) <= next(past.thresholds)[predicted]
+        return torch.where(hidden, predicted.where(sure, UNSURE), labels)
 
-    def compensation(self, client_round: ClientRound, logits: Tensor, members: Tensor) -> Tensor:
+    def compensation(self, past: Past, logits: Tensor, members: Tensor) -> Tensor:
         """Each sample's gap (1 - p)^z, over the mean gap of its task's classes.  # [M]
 
         0 where the label is UNSURE.
         """
-        scratch, used = client_round.scratch, members.any(1)
+        used = members.any(1)
         if self.params.weights == "none":
             return used.float()
         gaps = 1 - (logits.softmax(1) * members).sum(1)  # [M]
-        gaps = gaps.clamp(min=SMALLEST_GAP) ** scratch["power"]
-        groups = members @ scratch["groups"]  # [M, G]
+        gaps = gaps.clamp(min=SMALLEST_GAP) ** past.power
+        groups = members @ past.groups  # [M, G]
         means = gaps @ groups / groups.sum(0).clamp(min=1)  # [G]
         weights: Tensor = gaps / (groups @ means)
         if self.params.weights == "old":  # the last group is that of the current task
             weights = weights.where(groups[:, -1] == 0, 1.0)
         return weights.where(used, 0.0)
 
-    def relation_targets(
-        self, client_round: ClientRound, teacher: Tensor, members: Tensor
-    ) -> Tensor:
+    def relation_targets(self, past: Past, teacher: Tensor, members: Tensor) -> Tensor:
         """The old model's prediction for old classes, of which new ones have a part.  # [M, L]"""
-        columns = client_round.scratch["columns"]
-        table = torch.eye(self.outputs, device=teacher.device)[columns]  # [O, L]
+        table = torch.eye(self.outputs, device=teacher.device)[past.columns]  # [O, L]
         spread = teacher @ table  # [M, L], 0 outside the columns
         new = 1 - members @ table.sum(0)[:, None]  # [M, 1]
         targets: Tensor = spread + new * (1 - self.params.leak) * (members - spread)
@@ -253,13 +279,9 @@ class FBL(Rehearsal):
 
     # --- after training
 
-    def update_state(self, client_round: ClientRound) -> State:
-        """The state of rehearsal with the old model, and how long the task has been known."""
-        scratch = client_round.scratch
-        kept = {name: scratch[name] for name in ("old", "entropy")}
-        epochs = scratch["epochs"] + len(self.runtime.each_epoch())
-        own = {**kept, "epochs": epochs, "experience": client_round.experience}
-        return {**super().update_state(client_round), **own}
+    def update_state(self, client_round: ClientRound, context: FBLContext) -> State:
+        """The state with the memory and the old model."""
+        return {**super().update_state(client_round, context), **context.state}
 
 
 def samples(maps: Tensor) -> Tensor:
@@ -280,14 +302,6 @@ def class_thresholds(entropy: Tensor, predicted: Tensor, share: float, classes: 
     for label in predicted.unique().tolist():
         found[label] = torch.quantile(entropy[predicted == label], share)
     return found.clamp(min=SMALLEST_THRESHOLD)
-
-
-def class_members(labels: Tensor, classes: int) -> Tensor:
-    """1 at the class of a sample, all 0 where it is UNSURE.  # [M, L]
-
-    So all shapes depend on the batch alone, and a device does not wait for the labels.
-    """
-    return (labels[:, None] == torch.arange(classes, device=labels.device)).float()
 
 
 def relation_loss(p: Tensor, targets: Tensor, members: Tensor, weights: Tensor) -> Tensor:

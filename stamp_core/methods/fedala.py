@@ -2,16 +2,17 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal, TypedDict
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stamp_core.client.personalisation import plain_batches
+from stamp_core.client.batches import StepContext
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_above, require_at_least
+from stamp_core.methods.base.ledger import is_first, recorded
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Method, State
 from stamp_core.models.flat import flatten_like
 
@@ -35,13 +36,30 @@ class FedALAParams(FedAvgParams):
     refresh: Literal["kept", "task"] = "kept"  # "task": each new task starts from W = 1
 
     def __post_init__(self) -> None:
-        """Refuse an empty set of tensors and a window that is empty or larger than the list."""
+        """Validate the number of tensors and the window, which is a share of the list."""
         super().__post_init__()
         require_at_least(self, 0, "lr_product")
         require_above(self, 0, "share", "threshold")
         require_at_least(self, 1, "tensors", "max_epochs")
         if self.share > 1:
             raise invalid("share", self.share, "above 0 and at most 1")
+
+
+class FedALAState(TypedDict):
+    """What a client remembers."""
+
+    own: Tensor  # [M], the last tensors after training
+    weights: Tensor  # [M], W
+    settled: bool  # whether W was learnt once
+    experiences: list[int]
+
+
+@dataclass
+class FedALAContext(StepContext):
+    """What local aggregation leaves for the end of the round."""
+
+    weights: Tensor  # [M]
+    settled: bool
 
 
 class FedALA(Method):
@@ -52,83 +70,97 @@ class FedALA(Method):
 
     Params: ClassVar = FedALAParams
     models = ("global", "personal", "local")  # personal: after local aggregation, before training
-    fedavg_equivalent: ClassVar[dict[str, Any]] = {"lr_product": 0.0}
+    fedavg_equivalent: ClassVar = {"lr_product": 0.0}
     group = "personalised"
 
     def __init__(self, params: FedALAParams, runtime: ClientRuntime) -> None:
         super().__init__(params, runtime)
-        tensors = runtime.model.tensors
+        tensors = self.model.tensors
         if params.tensors > len(tensors):
             most = f"at most {len(tensors)}: the model has no more"
             raise invalid("tensors", params.tensors, most)
         self.tensors = tensors[-params.tensors :]
         self.size = sum(tensor.numel() for tensor in self.tensors)  # M
 
-    def init_client(self, client: int, server: State) -> State:
+    def init_client(self, client: int, server: State) -> FedALAState:
         """The initial model as the own one, and W = 1: all is taken from the server."""
         own = server["parameters"][-self.size :].clone()
-        return {"own": own, "weights": torch.ones_like(own), "settled": False, "experience": -1}
+        weights = torch.ones_like(own)
+        return {"own": own, "weights": weights, "settled": False, "experiences": []}
 
-    def receive(self, client_round: ClientRound) -> None:
-        """Load the received model, then aggregate its last tensors with the own ones."""
-        super().receive(client_round)
-        state, device = client_round.state, self.runtime.device
-        restart = self.params.refresh == "task" and state["experience"] != client_round.experience
-        weights = torch.ones_like(state["weights"]) if restart else state["weights"].clone()
-        client_round.scratch["weights"] = weights.to(device)  # [M]
-        client_round.scratch["settled"] = state["settled"] and not restart
-        own, live = state["own"].to(device), self.model.parameters[-self.size :]
-        if not torch.equal(own, live):  # equal tensors need no aggregation
+    def start(self, client_round: ClientRound) -> FedALAContext:
+        """Load the received model, its last tensors aggregated with the own ones."""
+        self.receive(client_round)
+        state: FedALAState = client_round.state
+        weights = state["weights"].to(self.runtime.device, copy=True)
+        context = FedALAContext(weights, state["settled"])
+        if self.params.refresh == "task" and is_first(client_round):
+            context.weights.fill_(1)
+            context.settled = False
+        own = state["own"].to(self.runtime.device)
+        received = self.model.parameters[-self.size :].clone()
+        if not torch.equal(own, received):  # equal tensors need no aggregation
             with client_round.log.clock("mixing"):
-                self.learn_weights(client_round, own, live.clone())
+                self.learn_weights(client_round, context, own, received)
+        return context
 
-    def learn_weights(self, client_round: ClientRound, own: Tensor, received: Tensor) -> None:
+    def learn_weights(
+        self, client_round: ClientRound, context: FedALAContext, own: Tensor, received: Tensor
+    ) -> None:
         """Learn W on the window: until it converges the first time, then one epoch per round."""
-        weights, first = client_round.scratch["weights"], not client_round.scratch["settled"]
+        weights = context.weights
         self.model.parameters[-self.size :] = torch.lerp(own, received, weights)
-        window, losses = self.window(client_round), list[float]()
+        window = self.window(client_round)
         if not len(window):
             return
-        epochs, threshold = self.params.max_epochs if first else 1, self.params.threshold
-        while len(losses) < epochs and not _converged(losses, threshold):
+        losses = list[float]()
+        for _ in range(1 if context.settled else self.params.max_epochs):
             losses.append(self.epoch(window, own, received, weights))
-        if first and not _converged(losses, threshold):
-            client_round.log.events.append(NOT_CONVERGED)
-        client_round.scratch["settled"] = True
+            if _converged(losses, self.params.threshold):
+                break
+        else:
+            if not context.settled:
+                client_round.log.events.append(NOT_CONVERGED)
+        context.settled = True
         client_round.log.numbers["mixing epochs"] = len(losses)
         client_round.log.numbers["mixing weight"] = float(weights.mean())
 
     def epoch(self, window: Tensor, own: Tensor, received: Tensor, weights: Tensor) -> float:
         """One epoch of SGD on W alone; returns the loss of the last batch."""
-        runtime, training = self.runtime, self.runtime.training
+        training = self.runtime.training
         lr = self.params.lr_product / training.lr  # not 0: then own and received model are equal
-        for images, labels in plain_batches(runtime, window, training.batch_size):
-            loss = F.cross_entropy(runtime.model.module.eval()(images), labels)  # fixed statistics
+        module = self.model.module.eval()  # fixed statistics
+        for batch in self.runtime.plain_batches(window, training.batch_size):
+            loss = F.cross_entropy(module(batch.images), batch.targets)
             slopes = torch.autograd.grad(loss, self.tensors)
             gradient = flatten_like(slopes, self.tensors)  # [M]
             weights.sub_(lr * gradient * (received - own)).clamp_(0, 1)
-            runtime.model.parameters[-self.size :] = torch.lerp(own, received, weights)
+            self.model.parameters[-self.size :] = torch.lerp(own, received, weights)
         return float(loss.detach())
 
     def window(self, client_round: ClientRound) -> Tensor:
         """The training images of the current task on which W is learnt.  # [n]"""
-        indices, draw = self.train_indices(client_round), client_round.round_id.generator("window")
+        indices = client_round.indices
+        draw = client_round.round_id.generator("window")
         if self.params.window == "random":
             indices = indices[torch.randperm(len(indices), generator=draw)]
         count = min(len(indices), max(1, math.floor(self.params.share * len(indices))))
         start = int(torch.randint(len(indices) - count + 1, (1,), generator=draw))
         return indices[start : start + count]
 
-    def update_state(self, client_round: ClientRound) -> State:
+    def update_state(self, client_round: ClientRound, context: FedALAContext) -> State:
         """The last tensors after training, and W."""
-        scratch, own = client_round.scratch, self.model.parameters[-self.size :]
         return {
-            **super().update_state(client_round),
-            "own": own.cpu().clone(),
-            "weights": scratch["weights"].cpu().clone(),
-            "settled": scratch["settled"],
-            "experience": client_round.experience,
+            **super().update_state(client_round, context),
+            "own": self.model.parameters[-self.size :].cpu().clone(),
+            "weights": context.weights.cpu(),
+            "settled": context.settled,
+            "experiences": recorded(client_round),
         }
+
+    def load_personal_model(self, client_round: ClientRound) -> None:
+        """Load the received model after local aggregation."""
+        self.start(client_round)
 
 
 def _converged(losses: list[float], threshold: float) -> bool:

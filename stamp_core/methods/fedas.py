@@ -1,16 +1,18 @@
 """FedAS (Yang et al., 2024): parameter alignment, client synchronisation, local heads."""
 
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NotRequired, TypedDict
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.by_class import class_means
-from stamp_core.client.personalisation import BatchIterator, plain_batches
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_above, require_at_least
+from stamp_core.methods.base.ledger import recorded
 from stamp_core.methods.base.method import (
     ClientRound,
     FedAvgParams,
@@ -29,17 +31,25 @@ class FedASParams(FedAvgParams):
     align: bool = True
     align_lr: float = 0.01
     align_batch_size: int = 16
-    align_on_new_task: bool = True  # false: only once the own encoder was trained on the task
     weights: Literal["fisher", "samples"] = "fisher"
     # "reported": heads are averaged for the accuracy of a global model but used by no client, as
     # in the published code. "shared": clients use the averaged head.
     head: Literal["local", "reported", "shared"] = "local"
 
     def __post_init__(self) -> None:
-        """Refuse a learning rate of zero and empty batches."""
+        """Validate the learning rate and the size of batches."""
         super().__post_init__()
         require_above(self, 0, "align_lr")
         require_at_least(self, 1, "align_batch_size")
+
+
+class FedASState(TypedDict):
+    """What a client remembers: its own model, as far as its next round uses it."""
+
+    experiences: list[int]
+    base: NotRequired[Tensor]  # the parameters of its encoder, if it aligns
+    base_buffers: NotRequired[Tensor]
+    head: NotRequired[Tensor]  # unless heads are shared
 
 
 class FedAS(Method):
@@ -51,36 +61,34 @@ class FedAS(Method):
 
     Params: ClassVar = FedASParams
     models: tuple[str, ...] = ("personal", "local")
-    fedavg_equivalent: ClassVar[dict[str, Any]] = {
-        "align": False,
-        "weights": "samples",
-        "head": "shared",
-    }
+    fedavg_equivalent: ClassVar = {"align": False, "weights": "samples", "head": "shared"}
     group = "personalised"
 
     def __init__(self, params: FedASParams, runtime: ClientRuntime) -> None:
         super().__init__(params, runtime)
+        self.base = slice(runtime.encoder_size)  # of the vector of parameters
+        self.head = slice(runtime.encoder_size, None)
         if params.head != "local":
             self.models = ("global", "personal", "local")
+
+    # --- the server
 
     def broadcast(self, server: State, client: int) -> Message:
         """The encoder, and the head where it is shared."""
         message = super().broadcast(server, client)
-        if self.params.head != "shared":
-            message["base"] = message.pop("parameters")[: self.runtime.encoder_size]
-        return message
+        return message if self.params.head == "shared" else self.without_head(message)
 
     def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
         """The weighted average of the replies; a head that is not sent stays."""
-        replies, lr = [reply for reply in replies if reply.samples], self.params.server_lr
+        replies = [reply for reply in replies if reply.samples]
         if not replies:
             return server
+        lr = self.params.server_lr
         weights = self.client_weights(replies, log)
-        names = [name for name in replies[0].message if name != "trace"]
-        mean = {n: self.runtime.average([r.message[n] for r in replies], weights) for n in names}
-        if "base" in mean:
-            head = server["parameters"][self.runtime.encoder_size :]
-            mean["parameters"] = torch.cat([mean.pop("base"), head])
+        head = server["parameters"][self.head]
+        sent = [with_head(reply.message, head) for reply in replies]
+        names = self.shared_vectors()
+        mean = {n: self.runtime.average([each[n] for each in sent], weights) for n in names}
         if lr != 1:
             mean["parameters"] = torch.lerp(server["parameters"], mean["parameters"], lr)
         return {**server, **mean}
@@ -98,99 +106,105 @@ class FedAS(Method):
         log.numbers["trace, largest share"] = float(traces.max() / traces.sum())
         return [float(trace) for trace in traces]
 
+    # --- a client
+
     def init_client(self, client: int, server: State) -> State:
         """The parts of the initial model that will be used."""
-        return {**self.own_parts(server["parameters"], server["buffers"]), "experience": -1}
+        return {**self.own_parts(server["parameters"], server["buffers"]), "experiences": []}
 
-    def own_parts(self, parameters: Tensor, buffers: Tensor) -> State:
+    def own_parts(self, parameters: Tensor, buffers: Tensor) -> dict[str, Tensor]:
         """The parts of its own model that a client keeps for its next round."""
-        parts: State = {}
+        parts = dict[str, Tensor]()
         if self.params.align:
-            parts["base"] = parameters[: self.runtime.encoder_size].cpu().clone()
-            parts["base buffers"] = buffers.cpu().clone()
+            parts["base"] = parameters[self.base]
+            parts["base_buffers"] = buffers
         if self.params.head != "shared":
-            parts["head"] = parameters[self.runtime.encoder_size :].cpu().clone()
-        return parts
+            parts["head"] = parameters[self.head]
+        return {name: part.cpu().clone() for name, part in parts.items()}
+
+    def start(self, client_round: ClientRound) -> StepContext:
+        """Load the received encoder, aligned, with the client's head."""
+        if self.params.align and len(client_round.indices):
+            with client_round.log.clock("alignment"):
+                prototypes = self.prototypes(client_round)
+                self.receive(client_round)
+                self.align(client_round, prototypes)
+        else:
+            self.receive(client_round)
+        return StepContext()
 
     def receive(self, client_round: ClientRound) -> None:
-        """Load the received encoder, aligned, with the client's head."""
-        known = client_round.state["experience"] == client_round.experience
-        wanted = self.params.align and (known or self.params.align_on_new_task)
-        if not wanted or not len(self.train_indices(client_round)):
-            self.load_unaligned(client_round)
-            return
-        with client_round.log.clock("alignment"):
-            prototypes = self.prototypes(client_round)
-            self.load_unaligned(client_round)
-            self.align(client_round, prototypes)
-
-    def load_unaligned(self, client_round: ClientRound) -> None:
-        """Load the received encoder unchanged, with the client's head unless heads are shared."""
+        """Load the received encoder as it is, with the client's head unless heads are shared."""
         message = client_round.message
         if self.params.head != "shared":
-            model = torch.cat([message["base"], client_round.state["head"]])
-            message = {**message, "parameters": model}
-        super().receive(replace(client_round, message=message))
+            message = with_head(message, client_round.state["head"])
+        self.runtime.load_received(message, client_round.state)
 
     def prototypes(self, client_round: ClientRound) -> Tensor:
         """Mean features of the classes present, by the client's own encoder.  # [classes, F]"""
-        runtime, indices = self.runtime, self.train_indices(client_round)
-        runtime.model.parameters[: runtime.encoder_size] = client_round.state["base"]
-        runtime.model.buffers.copy_(client_round.state["base buffers"])
-        features = runtime.outputs(runtime.train_images(indices)[0], runtime.classifier.encode)
+        runtime = self.runtime
+        state: FedASState = client_round.state
+        indices = client_round.indices
+        self.model.parameters[self.base] = state["base"]
+        self.model.buffers.copy_(state["base_buffers"])
+        features = runtime.outputs(runtime.train_images(indices)[0], self.classifier.encode)
         means, present = class_means(features, runtime.dataset.y_train[indices])
         table = torch.zeros(runtime.classes, means.shape[1])
         return table.index_copy(0, present, means).to(runtime.device)
 
     def align(self, client_round: ClientRound, prototypes: Tensor) -> None:
         """One epoch of SGD on the encoder: features approach the prototype of their class."""
-        model, lr = self.model, self.params.align_lr
-        size = self.params.align_batch_size
-        for images, labels in self.batches_of(client_round, "alignment", size):
+        model = self.model
+        lr = self.params.align_lr
+        for batch in self.shuffled(client_round, "alignment", self.params.align_batch_size):
             model.gradients.zero_()
-            features = self.classifier.encode(images)
-            errors = (features - prototypes[labels]).square().mean(1)  # [N]
-            _, classes, counts = labels.unique(return_inverse=True, return_counts=True)
+            features = self.classifier.encode(batch.images)
+            errors = (features - prototypes[batch.targets]).square().mean(1)  # [N]
+            _, classes, counts = batch.targets.unique(return_inverse=True, return_counts=True)
             (errors / counts[classes]).sum().backward()  # the sum of the means of the classes
             model.parameters.add_(model.gradients, alpha=-lr)  # the head's gradients are zero
         if not model.parameters.isfinite().all():
             raise invalid("align_lr", lr, "smaller: an aligned encoder is no longer finite")
 
-    def batches_of(self, client_round: ClientRound, purpose: str, size: int) -> BatchIterator:
+    def shuffled(self, client_round: ClientRound, purpose: str, size: int) -> Iterator[Batch]:
         """The client's images in random order; the live model is put into evaluation mode.
 
         So a batch of one image is defined and no running statistics change.
         """
-        indices, draw = self.train_indices(client_round), client_round.round_id.generator(purpose)
         self.model.module.eval()
-        return plain_batches(
-            self.runtime, indices[torch.randperm(len(indices), generator=draw)], size
-        )
+        indices = client_round.indices
+        order = torch.randperm(len(indices), generator=client_round.round_id.generator(purpose))
+        return self.runtime.plain_batches(indices[order], size)
 
-    def update_state(self, client_round: ClientRound) -> State:
+    def update_state(self, client_round: ClientRound, context: StepContext) -> State:
         """The parts of the trained model that the client's next round uses."""
+        state = super().update_state(client_round, context)
         parts = self.own_parts(self.model.parameters, self.model.buffers)
-        state = super().update_state(client_round)
-        return {**state, **parts, "experience": client_round.experience}
+        return {**state, **parts, "experiences": recorded(client_round)}
 
-    def upload(self, client_round: ClientRound) -> Message:
+    def upload(self, client_round: ClientRound, context: StepContext) -> Message:
         """The encoder, the head where the server averages it, and the Fisher trace."""
-        message = super().upload(client_round)
+        message = super().upload(client_round, context)
         if self.params.head == "local":
-            message["base"] = message.pop("parameters")[: self.runtime.encoder_size].clone()
+            message = self.without_head(message)
         if self.params.weights == "fisher":
             with client_round.log.clock("trace"):
                 message["trace"] = self.trace(client_round)
             client_round.log.numbers["trace"] = float(message["trace"])
         return message
 
+    def without_head(self, message: Message) -> Message:
+        """A message with the encoder's parameters alone, as "base"."""
+        base = message["parameters"][self.base].clone()
+        return {**{k: v for k, v in message.items() if k != "parameters"}, "base": base}
+
     def trace(self, client_round: ClientRound) -> Tensor:
         """The sum over batches of |gradient of the mean cross-entropy|^2, after training.  # [1]"""
-        model, size = self.model, self.runtime.training.batch_size
+        model = self.model
         total = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
-        for images, labels in self.batches_of(client_round, "trace", size):
+        for batch in self.shuffled(client_round, "trace", self.runtime.training.batch_size):
             model.gradients.zero_()
-            F.cross_entropy(model.module(images), labels).backward()
+            F.cross_entropy(model.module(batch.images), batch.targets).backward()
             total += model.gradients.square().sum()
         return total.float().cpu()[None]
 
@@ -199,7 +213,15 @@ class FedAS(Method):
 
         Without alignment for a client that was never selected: its head is untrained.
         """
-        if client_round.state["experience"] < 0:
-            self.load_unaligned(client_round)
+        state: FedASState = client_round.state
+        if state["experiences"]:
+            self.start(client_round)
         else:
             self.receive(client_round)
+
+
+def with_head(message: Message, head: Tensor) -> Message:
+    """A message with all parameters: where the encoder was sent alone, with this head."""
+    if "base" not in message:
+        return message
+    return {**message, "parameters": torch.cat([message["base"], head])}

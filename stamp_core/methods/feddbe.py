@@ -1,12 +1,13 @@
 """FedDBE (Zhang et al., 2023): a personal feature offset and mean regularisation."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal, NotRequired, TypedDict
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.runtime import RoundId
 from stamp_core.config.decode import invalid, require_at_least
 from stamp_core.data.split import Plan
@@ -14,12 +15,15 @@ from stamp_core.methods.base.method import (
     ClientRound,
     FedAvgParams,
     InitialStates,
+    LocalModel,
     Log,
     Message,
     Method,
     Reply,
     State,
 )
+
+WARM_UP = -1  # the round of the warm-up: its random draws are its own
 
 
 @dataclass(frozen=True)
@@ -33,11 +37,34 @@ class FedDBEParams(FedAvgParams):
     refresh: Literal["never", "task"] = "never"  # published: the global mean is that of task 0
 
     def __post_init__(self) -> None:
-        """Refuse a negative weight and a momentum outside [0, 1]."""
+        """Validate the weight and the momentum, a share."""
         super().__post_init__()
         require_at_least(self, 0, "feddbe_kappa", "momentum")
         if self.momentum > 1:
             raise invalid("momentum", self.momentum, "at most 1")
+
+
+class FedDBEState(TypedDict):
+    """What a client remembers."""
+
+    offset: NotRequired[Tensor]  # [F]
+    shared: NotRequired[Tensor]  # [F], the latest global mean
+
+
+class FedDBEServer(TypedDict):
+    """What the server remembers besides FedAvg's model, once the global mean was renewed."""
+
+    mean: NotRequired[Tensor]  # [F]
+    informed: NotRequired[list[int]]  # the clients that have replied since
+
+
+@dataclass
+class FedDBEContext(StepContext):
+    """What the steps read besides their batches, and what they leave."""
+
+    offset: Tensor | None  # [F], with a gradient
+    shared: Tensor | None  # [F]
+    mean: Tensor | None = None  # [F], the running mean of the features
 
 
 class FedDBE(Method):
@@ -48,7 +75,7 @@ class FedDBE(Method):
 
     Params: ClassVar = FedDBEParams
     models = ("global", "personal", "local")
-    fedavg_equivalent: ClassVar[dict[str, Any]] = {"feddbe_kappa": 0.0, "trained": False}
+    fedavg_equivalent: ClassVar = {"feddbe_kappa": 0.0, "trained": False}
     group = "personalised"
 
     def initial_states(self, plan: Plan) -> InitialStates:
@@ -56,118 +83,123 @@ class FedDBE(Method):
         initial = super().initial_states(plan)
         if not self.params.feddbe_kappa:
             return initial
-        rounds = [self.warm_up(plan, u, initial.server) for u in range(len(plan.clients))]
-        rounds = [client_round for client_round in rounds if "mean" in client_round.scratch]
-        if not rounds:
+        replies = [self.warm_up(plan, u, initial.server) for u in range(len(plan.clients))]
+        replies = [reply for reply in replies if reply.samples]
+        if not replies:
             return initial
-        means = [client_round.scratch["mean"].cpu() for client_round in rounds]
-        mean = self.runtime.average(means, [float(len(r.indices)) for r in rounds])
+        mean = self.average("mean", replies)
         clients = [{**state, "shared": mean.clone()} for state in initial.clients]
-        down, up = mean.nbytes * len(clients), mean.nbytes * len(rounds)
-        return InitialStates(initial.server, clients, down, up)
+        down = mean.nbytes * len(clients)
+        return InitialStates(initial.server, clients, down, up=mean.nbytes * len(replies))
 
-    def warm_up(self, plan: Plan, client: int, server: State) -> ClientRound:
+    def warm_up(self, plan: Plan, client: int, server: State) -> Reply:
         """A client round without offset and regulariser, of which only the mean is used.
 
         In the published code the running statistics of the warm-up persist; here they do not.
         """
-        round_id = RoundId(plan.seed, client, 0, -1)  # a round of its own: its own random draws
-        client_round = ClientRound(round_id, plan, {}, self.broadcast(server, client))
-        super().train_client(client_round)
-        return client_round
+        round_id = RoundId(plan.seed, client, 0, WARM_UP)
+        message = super().broadcast(server, client)
+        return self.train_client(self.client_round(round_id, plan, {}, message))
 
-    def broadcast(self, server: State, client: int) -> Message:
+    # --- the server
+
+    def broadcast(self, server: FedDBEServer, client: int) -> Message:
         """The model, and a renewed mean until the client has replied."""
         message = super().broadcast(server, client)
         if "mean" in server and client not in server["informed"]:
             message["mean"] = server["mean"]
         return message
 
-    def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
+    def aggregate(self, server: FedDBEServer, replies: list[Reply], log: Log) -> State:
         """The averages of the models and, after the last round of a task, of the means."""
         averaged = super().aggregate(server, replies, log)
         senders = [reply for reply in replies if "mean" in reply.message]
         if senders:
-            samples = [float(reply.samples) for reply in senders]
-            mean = self.runtime.average([reply.message["mean"] for reply in senders], samples)
-            return {**averaged, "mean": mean, "informed": []}
+            return {**averaged, "mean": self.average("mean", senders), "informed": []}
         if "mean" not in server:
             return averaged
-        informed = {*server["informed"], *(reply.client for reply in replies)}
-        return {**averaged, "informed": sorted(informed)}
+        informed = sorted({*server["informed"], *(reply.client for reply in replies)})
+        return {**averaged, "informed": informed}
 
-    def init_client(self, client: int, server: State) -> State:
+    # --- a client
+
+    def init_client(self, client: int, server: State) -> FedDBEState:
         """An offset of zero."""
         weight, _ = self.classifier.head.parameters()  # [classes, F]
         return {"offset": torch.zeros(weight.shape[1])} if self.params.trained else {}
 
-    def train_client(self, client_round: ClientRound) -> Reply:
-        """The client round; afterwards the live model has the offset, the sent one does not."""
-        reply = super().train_client(client_round)
-        self.add_offset(reply.state)
-        return reply
+    def start(self, client_round: ClientRound) -> FedDBEContext:
+        """Load the received model; the offset and the global mean are on the device."""
+        self.receive(client_round)
+        state: FedDBEState = client_round.state
+        device = self.runtime.device
+        offset = state.get("offset")
+        shared = client_round.message.get("mean", state.get("shared"))
+        return FedDBEContext(
+            None if offset is None else offset.to(device, copy=True).requires_grad_(),
+            None if shared is None else shared.to(device),
+        )
 
-    def receive(self, client_round: ClientRound) -> None:
-        """Load the received model; store the offset and the global mean."""
-        super().receive(client_round)
-        shared = client_round.message.get("mean", client_round.state.get("shared"))
-        if shared is not None:
-            client_round.scratch["shared"] = shared.to(self.runtime.device)
-        if "offset" in client_round.state:
-            offset = client_round.state["offset"].clone().to(self.runtime.device)
-            client_round.scratch["offset"] = offset.requires_grad_()
-
-    def loss(self, client_round: ClientRound, images: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, batch: Batch, context: FedDBEContext) -> Tensor:
         """Cross-entropy with the offset, and the mean regularisation."""
-        features = self.classifier.encode(images)
-        offset = client_round.scratch.get("offset")
-        logits = self.classifier.head(features if offset is None else features + offset)
-        loss = F.cross_entropy(logits, labels)
+        features = self.classifier.encode(batch.images)
+        moved = features if context.offset is None else features + context.offset
+        loss = F.cross_entropy(self.classifier.head(moved), batch.targets)
         if self.params.feddbe_kappa:
-            loss = loss + self.params.feddbe_kappa * self.regulariser(client_round, features)
+            loss = loss + self.params.feddbe_kappa * self.regulariser(features, context)
         return loss
 
-    def regulariser(self, client_round: ClientRound, features: Tensor) -> Tensor:
+    def regulariser(self, features: Tensor, context: FedDBEContext) -> Tensor:
         """The mean over j of (m_j - shared_j)^2 / 2, where m is the running mean of features.
 
         It updates m. It is 0 in the warm-up, where there is no global mean yet.
         """
         mu = self.params.momentum  # m starts at 0 in every round, without bias correction
-        before = client_round.scratch.get("mean", torch.zeros_like(features[0]))
+        before = torch.zeros_like(features[0]) if context.mean is None else context.mean
         mean = (1 - mu) * before + mu * features.mean(0)  # [F]
-        client_round.scratch["mean"] = mean.detach()
-        gap = mean - client_round.scratch.get("shared", mean)
+        context.mean = mean.detach()
+        gap = mean - (mean if context.shared is None else context.shared)
         result: Tensor = gap.square().mean() / 2
         return result
 
-    def correct_gradient(self, client_round: ClientRound) -> None:
+    def correct_gradient(self, batch: Batch, context: FedDBEContext) -> None:
         """Take an SGD step on the offset, without momentum or weight decay."""
-        if "offset" in client_round.scratch:
-            offset = client_round.scratch["offset"]
+        offset = context.offset
+        if offset is not None and offset.grad is not None:
             offset.data.add_(offset.grad, alpha=-self.runtime.training.lr)
             offset.grad = None
 
-    def update_state(self, client_round: ClientRound) -> State:
+    def update_state(self, client_round: ClientRound, context: FedDBEContext) -> State:
         """The trained offset and the latest global mean."""
-        scratch = client_round.scratch
-        names = [name for name in ("shared", "offset") if name in scratch]
-        state: State = {name: scratch[name].detach().cpu().clone() for name in names}
-        return {**super().update_state(client_round), **state}
+        found = {"shared": context.shared, "offset": context.offset}
+        state = {k: v.detach().cpu().clone() for k, v in found.items() if v is not None}
+        return {**super().update_state(client_round, context), **state}
 
-    def upload(self, client_round: ClientRound) -> Message:
-        """The model and, in the last round of a task, the running mean."""
-        message = super().upload(client_round)
-        if self.params.refresh == "task" and client_round.last and "mean" in client_round.scratch:
-            message["mean"] = client_round.scratch["mean"].cpu()
+    def upload(self, client_round: ClientRound, context: FedDBEContext) -> Message:
+        """The model and, in the warm-up or where it is renewed after a task, the running mean."""
+        message = super().upload(client_round, context)
+        renewed = self.params.refresh == "task" and client_round.last
+        wanted = renewed or client_round.round_id.round == WARM_UP
+        if wanted and context.mean is not None:
+            message["mean"] = context.mean.cpu()
         return message
+
+    # --- the personal model
+
+    def local_model(self, context: FedDBEContext) -> LocalModel:
+        """The trained model with the offset."""
+        self.add_offset(context.offset)
+        return super().local_model(context)
 
     def load_personal_model(self, client_round: ClientRound) -> None:
         """Load the received model with the client's offset."""
-        super().receive(client_round)
-        self.add_offset(client_round.state)
+        self.receive(client_round)
+        state: FedDBEState = client_round.state
+        self.add_offset(state.get("offset"))
 
-    def add_offset(self, state: State) -> None:
+    @torch.no_grad()
+    def add_offset(self, offset: Tensor | None) -> None:
         """Add the offset to the live model: to its bias, as the head is linear."""
-        if "offset" in state:
+        if offset is not None:
             weight, bias = self.classifier.head.parameters()
-            bias.data.add_(weight.data @ state["offset"].to(bias.device))
+            bias.add_(weight @ offset.to(bias.device))

@@ -3,14 +3,15 @@
 import math
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, ClassVar
+from typing import ClassVar, NotRequired, TypedDict
 
 import torch
 from torch import Tensor
 
-from stamp_core.client.personalisation import endless_batches
+from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_above, require_at_least, require_fraction
+from stamp_core.methods.base.ledger import is_first, latest, recorded
 from stamp_core.methods.base.method import ClientRound, DivergedError, FedAvgParams, Method, State
 
 UNVERIFIED = "importance: the constants could not be verified against the paper"
@@ -27,17 +28,14 @@ class FedSSIParams(FedAvgParams):
 
     lam: float = 0.1  # λ, from third parties: the surrogate's proximal weight is (1 - λ) / (2 λ)
     fedssi_alpha: float = 0.1  # α of FedSSI, from third parties: weight of the penalty
-    steps: int | None = None  # SGD steps of the surrogate, in no source; null: one epoch
     epsilon: float = 0.1  # damping of the importance, as in synaptic intelligence
 
     def __post_init__(self) -> None:
-        """Refuse parameters that measure nothing or divide by zero."""
+        """Validate that there is something to measure, and no division by zero."""
         super().__post_init__()
         require_above(self, 0, "lam", "epsilon")
         require_fraction(self, "lam")
         require_at_least(self, 0, "fedssi_alpha")
-        if self.steps is not None:
-            require_at_least(self, 1, "steps")
 
     @property
     def pull(self) -> float:
@@ -45,13 +43,30 @@ class FedSSIParams(FedAvgParams):
         return (1 - self.lam) / (2 * self.lam)
 
 
+class FedSSIState(TypedDict):
+    """What a client remembers."""
+
+    experiences: list[int]
+    measured: bool  # whether it has completed the last round of the latest of them
+    omega: NotRequired[Tensor]  # Ω [P], the importance of past tasks
+    anchor: NotRequired[Tensor]  # [P], the first received model of the current task
+
+
+@dataclass
+class FedSSIContext(StepContext):
+    """What the steps read besides their batches: nothing before there is an importance."""
+
+    omega: Tensor | None  # [P]
+    anchor: Tensor | None  # [P]
+
+
 class FedSSI(Method):
     """FedAvg with a penalty by importance Ω for past tasks, at unverified constants."""
 
     Params: ClassVar = FedSSIParams
-    fedavg_equivalent: ClassVar[dict[str, Any]] = {"fedssi_alpha": 0.0}
+    fedavg_equivalent: ClassVar = {"fedssi_alpha": 0.0}
     group = "continual"
-    captures, step_inputs = True, ("omega", "anchor")
+    graph_safe = True
 
     def __init__(self, params: FedSSIParams, runtime: ClientRuntime) -> None:
         super().__init__(params, runtime)
@@ -60,75 +75,87 @@ class FedSSI(Method):
             least = f"above {lr / (4 + lr):.4g}, so that training.lr x (1 - lam) / (2 lam)"
             raise invalid("lam", params.lam, f"{least} is below 2")
 
-    def init_client(self, client: int, server: State) -> State:
+    def init_client(self, client: int, server: State) -> FedSSIState:
         """No importance yet, and none missed."""
-        return {"experience": -1, "measured": True}
+        return {"experiences": [], "measured": True}
 
-    def receive(self, client_round: ClientRound) -> None:
+    def start(self, client_round: ClientRound) -> FedSSIContext:
         """Load the received model; the first one of a task is the anchor of the penalty."""
-        super().receive(client_round)
-        state, anchor = client_round.state, client_round.state.get("anchor")
-        if state["experience"] != client_round.experience:
-            anchor = client_round.message["parameters"].clone()
-            missed = client_round.experience - 1 - state["experience"] + (not state["measured"])
-            client_round.log.events += [MISSED] * missed
-            largest = state["omega"].max() if "omega" in state else 0
-            if self.runtime.training.lr * self.params.fedssi_alpha * largest > 1:
-                client_round.log.events.append(OVERSHOT)
-        if "omega" in state:
-            held = {"omega": state["omega"], "anchor": anchor}
-            client_round.scratch |= {name: held[name].to(self.runtime.device) for name in held}
+        self.receive(client_round)
+        state: FedSSIState = client_round.state
+        if is_first(client_round):
+            self.log_start(client_round, state)
+        if "omega" not in state:
+            return FedSSIContext(None, None)
+        first = is_first(client_round)
+        anchor = client_round.message["parameters"] if first else state["anchor"]
+        device = self.runtime.device
+        return FedSSIContext(state["omega"].to(device), anchor.to(device, copy=True))
 
-    def correct_gradient(self, client_round: ClientRound) -> None:
+    def log_start(self, client_round: ClientRound, state: FedSSIState) -> None:
+        """Log what was not measured since the last round, and a penalty that overshoots."""
+        missed = client_round.experience - 1 - latest(state) + (not state["measured"])
+        client_round.log.events += [MISSED] * missed
+        strength = self.runtime.training.lr * self.params.fedssi_alpha
+        if "omega" in state and strength * state["omega"].max() > 1:
+            client_round.log.events.append(OVERSHOT)
+
+    def correct_gradient(self, batch: Batch, context: FedSSIContext) -> None:
         """Add the gradient of fedssi_alpha * sum(omega * (theta - anchor)^2)."""
-        omega, model = client_round.scratch.get("omega"), self.model
-        if omega is not None:
-            drift = model.parameters - client_round.scratch["anchor"]
-            model.gradients.addcmul_(omega, drift, value=2 * self.params.fedssi_alpha)
+        if context.omega is not None and context.anchor is not None:
+            drift = self.model.parameters - context.anchor
+            weight = 2 * self.params.fedssi_alpha
+            self.model.gradients.addcmul_(context.omega, drift, value=weight)
 
-    def update_state(self, client_round: ClientRound) -> State:
+    def update_state(self, client_round: ClientRound, context: FedSSIContext) -> State:
         """The anchor and, after the last round of a task, Ω with the importance of the task."""
         log = client_round.log
-        state = {**super().update_state(client_round), "measured": client_round.last}
-        state["experience"] = client_round.experience
-        if "anchor" in client_round.scratch:
-            state["anchor"] = client_round.scratch["anchor"].cpu()
+        state = super().update_state(client_round, context)
+        state = {**state, "experiences": recorded(client_round), "measured": client_round.last}
+        if context.anchor is not None:
+            state["anchor"] = context.anchor.cpu()
         if client_round.last and len(client_round.indices):  # the last access to the task's images
             with log.clock("importance"):
-                state["omega"] = state.get("omega", 0) + self.importance(client_round).cpu()
+                state["omega"] = state.get("omega", 0) + self.importance(client_round, context)
             log.numbers["importance mean"] = float(state["omega"].mean())
             log.numbers["importance largest"] = float(state["omega"].max())
             log.events.append(UNVERIFIED)
         return state
 
-    def importance(self, client_round: ClientRound) -> Tensor:
-        """The path integral of each parameter over its squared displacement; the model is restored.
+    def importance(self, client_round: ClientRound, context: FedSSIContext) -> Tensor:
+        """The path integral of each parameter over its squared displacement; on the CPU.  # [P]
 
-        Below the bound on lam no path integral is negative (up to rounding): whether to clamp at
-        0, which the sources leave open, makes no difference.
+        The live model is restored. Below the bound on lam no path integral is negative (up to
+        rounding): whether to clamp at 0, which the sources leave open, makes no difference.
         """
-        model = self.model
-        trained, buffers = model.parameters.clone(), model.buffers.clone()
-        super().receive(client_round)
-        start = model.parameters.clone()
-        integral = self.train_surrogate(client_round, start)
-        displacement = model.parameters - start
-        model.load(trained, buffers)
+        trained = self.local_model(context)
+        self.receive(client_round)
+        start = self.model.parameters.clone()
+        integral = self.train_surrogate(client_round, context, start)
+        displacement = self.model.parameters - start
+        self.model.load(*trained)
         omega: Tensor = integral.clamp(min=0) / (displacement.square() + self.params.epsilon)
         if not omega.isfinite().all():
             raise DivergedError(client_round.round_id, self.runtime.setting)
-        return omega  # [P]
+        return omega.cpu()
 
-    def train_surrogate(self, client_round: ClientRound, start: Tensor) -> Tensor:
-        """Train the surrogate in the live model; returns the path integral, -sum g * dv.  # [P]"""
-        runtime, model, indices = self.runtime, self.model, client_round.indices
-        training, integral = runtime.training, torch.zeros_like(start)
-        steps = self.params.steps or math.ceil(len(indices) / training.batch_size)
-        batches = endless_batches(runtime, client_round.round_id, indices, "surrogate")
-        for images, labels in islice(batches, steps):
-            runtime.train_mode(len(labels))
-            model.gradients.zero_()
-            self.loss(client_round, images, labels).backward()
+    def train_surrogate(
+        self, client_round: ClientRound, context: FedSSIContext, start: Tensor
+    ) -> Tensor:
+        """Train the surrogate, the live model, for an epoch.  # [P]
+
+        The result is the path integral of each parameter, -sum g * dv. The sources do not say how
+        long the surrogate is trained.
+        """
+        model = self.model
+        training = self.runtime.training
+        integral = torch.zeros_like(start)
+        indices = client_round.indices
+        steps = math.ceil(len(indices) / training.batch_size)
+        batches = self.runtime.endless_batches(client_round.round_id, indices, "surrogate")
+        for batch in islice(batches, steps):
+            self.runtime.start_step(len(batch))
+            self.loss(batch, context).backward()
             step = model.gradients.add(model.parameters - start, alpha=self.params.pull)
             step.mul_(-training.lr)  # of the proximal term too, which would diverge without lr
             integral.addcmul_(model.gradients, step, value=-1)

@@ -1,21 +1,22 @@
 """FS-DGPM (Deng et al., 2021): gradient projection with replay at weights moved up the loss."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal, TypedDict
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import grad
 
-from stamp_core.client import subspaces
-from stamp_core.client.lookahead import LookAhead, clamped, clip_norm
+from stamp_core.client.batches import Batch
 from stamp_core.client.runtime import ClientRuntime
-from stamp_core.client.subspaces import Bases
 from stamp_core.config.decode import require_above, require_at_least
-from stamp_core.methods.base.drift import log_drift, received
+from stamp_core.coresets.memory import Memory
+from stamp_core.methods.base import subspaces
+from stamp_core.methods.base.lookahead import LookAhead, new_parts
 from stamp_core.methods.base.method import ClientRound, State
-from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalParams
+from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalContext, RehearsalParams
+from stamp_core.methods.base.subspaces import Bases
 from stamp_core.models.flat import flatten_like, split_like
 
 TAU = 10.0  # of the released sigmoid
@@ -34,17 +35,31 @@ class FsDgpmParams(RehearsalParams):
     increment: float = 0.003  # added to it for every past task after the first one
     images: int = 125  # of the memory, from which the bases are made
     clip: float | None = 2.0  # of lengths of gradients, and of numbers of the steps up the loss
-    # Log which share of the global update lies in the protected subspaces: the client keeps the
-    # received model for that.
-    drift: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse negative numbers, bases of no image and a limit of 0."""
+        """Validate the numbers."""
         super().__post_init__()
         require_at_least(self, 0, "inner_steps", "eta1", "eta2", "epsilon", "increment")
         require_at_least(self, 1, "images")
         if self.clip is not None:
             require_above(self, 0, "clip")
+
+
+class FsDgpmState(TypedDict):
+    """What a client remembers besides its memory."""
+
+    protected: int  # the experience for which the bases were made; -1: none
+    bases: Bases  # [d, k] of each layer
+    lambdas: Tensor  # [columns of all layers]
+
+
+@dataclass
+class FsDgpmContext(RehearsalContext):
+    """What the steps read besides their batches, and what they leave."""
+
+    bases: Bases  # of other tasks, on the device
+    lambdas: Tensor  # [columns of all layers], of the latest step
+    removed: list[Tensor]  # the protected share of each step's length
 
 
 class FsDgpm(Rehearsal):
@@ -56,7 +71,7 @@ class FsDgpm(Rehearsal):
     """
 
     Params: ClassVar = FsDgpmParams
-    fedavg_equivalent: ClassVar[dict[str, Any]] = {
+    fedavg_equivalent: ClassVar = {
         "memory": {"exemplars_per_class": 0},
         "inner_steps": 0,
         "epsilon": 0.0,
@@ -66,85 +81,83 @@ class FsDgpm(Rehearsal):
 
     def __init__(self, params: FsDgpmParams, runtime: ClientRuntime) -> None:
         super().__init__(params, runtime)
-        self.layers, self.look_ahead = subspaces.find_layers(runtime), LookAhead(runtime)
+        self.layers = subspaces.find_layers(runtime)
+        self.look_ahead = LookAhead(runtime)
+
+    def init_client(self, client: int, server: State) -> State:
+        """An empty memory and bases without columns."""
+        bases = subspaces.empty_bases(self.layers)
+        own: FsDgpmState = {"protected": -1, "bases": bases, "lambdas": torch.ones(0)}
+        return {**super().init_client(client, server), **own}
 
     # --- the bases
 
-    def train(self, client_round: ClientRound) -> list[Tensor]:
-        """Local SGD with the bases of the task and their λ."""
-        scratch, log = client_round.scratch, client_round.log
-        scratch |= {"removed": [], **self.protected(client_round)}
-        if self.params.drift and subspaces.has_columns(scratch["bases"]):
-            log_drift(client_round, self.layers, scratch["bases"])
-        losses = super().train(client_round)
-        if scratch["removed"]:
-            log.numbers["removed"] = float(torch.stack(scratch["removed"]).mean())
-            log.numbers["lambda"] = float(scratch["lambdas"].mean())
-        return losses
-
-    def protected(self, client_round: ClientRound) -> State:
-        """The bases of other tasks' inputs and λ, made in the client's first round of a task."""
-        state, device = client_round.state, self.runtime.device
-        if state.get("protected") == client_round.experience:
+    def start(self, client_round: ClientRound) -> FsDgpmContext:
+        """Load the received model; in the first round of a task, make the bases for it."""
+        self.receive(client_round)
+        state: FsDgpmState = client_round.state
+        device = self.runtime.device
+        if state["protected"] == client_round.experience:
             bases = {name: basis.to(device) for name, basis in state["bases"].items()}
-            return {"bases": bases, "lambdas": state["lambdas"].to(device)}
-        with client_round.log.clock("basis"):
-            bases = self.new_bases(client_round)
-        columns = sum(basis.shape[1] for basis in bases.values())
-        return {"bases": bases, "lambdas": torch.ones(columns, device=device)}
+            lambdas = state["lambdas"].to(device)
+        else:
+            with client_round.log.clock("basis"):
+                bases = self.new_bases(client_round)
+            lambdas = torch.ones(sum(each.shape[1] for each in bases.values()), device=device)
+        return FsDgpmContext(self.anchors_on_device(client_round), bases, lambdas, [])
 
     def new_bases(self, client_round: ClientRound) -> Bases:
         """Bases of the live model's inputs for exemplars of other tasks; without any no columns."""
-        memory, past = client_round.state["memory"], self.past_indices(client_round)
-        device, layers = self.runtime.device, self.layers
-        bases = {
-            name: torch.zeros(each.shape[1], 0, device=device) for name, each in layers.items()
-        }
+        memory: Memory = client_round.state["memory"]
+        empty = subspaces.empty_bases(self.layers, self.runtime.device)
+        past = self.past_indices(client_round)
         if not len(past):
-            return bases
+            return empty
         order = torch.randperm(len(past), generator=client_round.round_id.generator("basis"))
         images = memory["images"][past[order[: self.params.images]]]
         later = len(memory["tasks"][past].unique()) - 1
-        epsilon = min(1.0, self.params.epsilon + later * self.params.increment)
-        inputs = subspaces.layer_inputs(self.runtime, layers, images)
-        return {
-            name: subspaces.grow(basis.double(), inputs[name], epsilon).float()
-            for name, basis in bases.items()
-        }
+        epsilon = self.params.epsilon + later * self.params.increment
+        return subspaces.grown_bases(self.runtime, self.layers, empty, images, epsilon)
 
-    def update_state(self, client_round: ClientRound) -> State:
+    def train(self, client_round: ClientRound, context: FsDgpmContext) -> list[Tensor]:
+        """Local SGD, with the removed shares and the mean of λ in the log."""
+        losses = super().train(client_round, context)
+        if context.removed:
+            client_round.log.numbers["removed"] = float(torch.stack(context.removed).mean())
+            client_round.log.numbers["lambda"] = float(context.lambdas.mean())
+        return losses
+
+    def update_state(self, client_round: ClientRound, context: FsDgpmContext) -> State:
         """The state with the memory, and the bases of the task with their λ."""
-        state, scratch = super().update_state(client_round), client_round.scratch
-        if self.params.drift:
-            state = {**state, **received(client_round)}
-        bases = {name: basis.cpu() for name, basis in scratch["bases"].items()}
+        bases = {name: basis.cpu() for name, basis in context.bases.items()}
         client_round.log.numbers |= subspaces.filled(self.layers, bases)
-        kept = {"bases": bases, "lambdas": scratch["lambdas"].detach().cpu()}
-        return {**state, **kept, "protected": client_round.experience}
+        lambdas = context.lambdas.detach().cpu()
+        own = FsDgpmState(protected=client_round.experience, bases=bases, lambdas=lambdas)
+        return {**super().update_state(client_round, context), **own}
 
     # --- a step
 
-    def loss(self, client_round: ClientRound, images: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, batch: Batch, context: FsDgpmContext) -> Tensor:
         """The mean of the losses of new images and exemplars at the weights after each inner step.
 
         Only the pass on the first part, at the weights themselves, updates running statistics.
         """
-        if not self.params.inner_steps:
-            return super().loss(client_round, images, labels)
-        params, scratch = self.params, client_round.scratch
-        scratch["lambdas"] = scratch["lambdas"].detach().requires_grad_(params.soft != "off")
-        new = len(labels) - len(scratch.get("soft", ()))
-        tensors, losses = self.model.tensors, list[Tensor]()
+        params = self.params
+        if not params.inner_steps:
+            return super().loss(batch, context)
+        context.lambdas = context.lambdas.detach().requires_grad_(params.soft != "off")
+        tensors = self.model.tensors
+        losses = list[Tensor]()
         offset = torch.zeros_like(self.model.parameters)
-        parts = images[:new].chunk(params.inner_steps)  # a batch is in random order
-        for part, own in zip(parts, labels[:new].chunk(params.inner_steps), strict=True):
-            logits = self.outputs_at(offset.detach(), part, update_norms=not losses)
-            slopes = grad(F.cross_entropy(logits, own), tensors)
-            gradient = flatten_like(slopes, tensors)
-            allowed = self.component(client_round, gradient, others=gradient)
-            offset = offset + params.eta1 * clamped(allowed, params.clip)
-            logits = self.outputs_at(offset, images)
-            losses.append(self.weighted_loss(client_round, logits, labels))
+        for images, targets in new_parts(batch, params.inner_steps):
+            logits = self.outputs_at(offset.detach(), images, update_norms=not losses)
+            gradient = flatten_like(grad(F.cross_entropy(logits, targets), tensors), tensors)
+            allowed = self.protected_part(gradient, context, others=gradient)
+            if params.clip is not None:
+                allowed = allowed.clamp(-params.clip, params.clip)
+            offset = offset + params.eta1 * allowed
+            logits = self.outputs_at(offset, batch.images)
+            losses.append(self.weighted_loss(logits, batch, context))
         return torch.stack(losses).mean()
 
     def outputs_at(self, offset: Tensor, images: Tensor, update_norms: bool = False) -> Tensor:
@@ -153,31 +166,30 @@ class FsDgpm(Rehearsal):
         moved = [a + b for a, b in zip(tensors, split_like(offset, tensors), strict=True)]
         return self.look_ahead(moved, images, update_norms)
 
-    def component(
-        self, client_round: ClientRound, vector: Tensor, others: Tensor | None = None
-    ) -> Tensor:
+    def protected_part(self, vector: Tensor, context: FsDgpmContext, others: Tensor) -> Tensor:
         """The part of a vector in the protected subspaces, each column times its λ.  # [P]"""
-        bases, lambdas = client_round.scratch["bases"], client_round.scratch["lambdas"]
-        weights = dict(zip(bases, lambdas.split([b.shape[1] for b in bases.values()]), strict=True))
-        return subspaces.component(vector, self.layers, bases, weights, others)
+        bases = context.bases
+        lambdas = context.lambdas.split([basis.shape[1] for basis in bases.values()])
+        weights = dict(zip(bases, lambdas, strict=True))
+        return subspaces.component(vector, self.layers, bases, others, weights)
 
-    def correct_gradient(self, client_round: ClientRound) -> None:
+    def correct_gradient(self, batch: Batch, context: FsDgpmContext) -> None:
         """Clip the gradient, step λ, and take the protected part from the gradient."""
-        gradients, scratch = self.model.gradients, client_round.scratch
-        clip_norm(gradients, self.params.clip)
-        if not len(scratch["lambdas"]):
+        gradients = self.model.gradients
+        self.clip(gradients)
+        if not len(context.lambdas):
             return
-        if (slope := scratch["lambdas"].grad) is not None:
-            scratch["lambdas"] = self.stepped(scratch["lambdas"].detach(), slope)
+        if (slope := context.lambdas.grad) is not None:
+            self.clip(slope)
+            lambdas = context.lambdas.detach() - self.params.eta2 * slope
+            published = self.params.soft == "published"
+            context.lambdas = torch.sigmoid(TAU * lambdas) if published else lambdas.clamp(0, 1)
         step = subspaces.descent_direction(self.runtime)
-        inside = self.component(client_round, step)
-        scratch["removed"].append(inside.norm() / step.norm())
+        inside = self.protected_part(step, context, others=torch.zeros_like(step))
+        context.removed.append(inside.norm() / step.norm())
         gradients.sub_(inside)
 
-    def stepped(self, lambdas: Tensor, slope: Tensor) -> Tensor:
-        """λ after a step down the loss.  # [k of all layers]"""
-        clip_norm(slope, self.params.clip)
-        lambdas = lambdas - self.params.eta2 * slope
-        return (
-            torch.sigmoid(TAU * lambdas) if self.params.soft == "published" else lambdas.clamp(0, 1)
-        )
+    def clip(self, vector: Tensor) -> None:
+        """Shorten a vector in place to the largest length."""
+        if self.params.clip is not None:
+            vector.mul_((self.params.clip / vector.norm()).clamp(max=1))

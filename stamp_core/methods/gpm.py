@@ -1,17 +1,19 @@
 """GPM (Saha et al., 2021): no step in the subspace of layers' inputs in past tasks."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal, TypedDict
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from stamp_core.client import subspaces
+from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.runtime import ClientRuntime
-from stamp_core.client.subspaces import Bases
 from stamp_core.config.decode import require_at_least
-from stamp_core.methods.base.drift import log_drift, received
+from stamp_core.methods.base import subspaces
+from stamp_core.methods.base.ledger import is_due, recorded
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Group, Method, State
+from stamp_core.methods.base.subspaces import Bases
 
 
 @dataclass(frozen=True)
@@ -23,171 +25,137 @@ class GpmParams(FedAvgParams):
     images: int = 125  # of a task, from which the bases are made
     # Each gradient, or the whole update after free training.
     project: Literal["step", "update"] = "step"
-    # The one head: like every layer | rows of the client's past classes are fixed | not protected.
-    head: Literal["project", "mask", "free"] = "project"
-    # A column of the weights' matrix, for an input of 1 | fixed after the first task | free.
-    bias: Literal["joint", "freeze", "free"] = "joint"
-    # Start from the received model | where it acts on past inputs, from the client's own past.
-    receive: Literal["global", "protect"] = "global"
     # Log which share of the global update lies in the protected subspaces: the client keeps the
     # received model for that.
     drift: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse negative shares and bases of no image."""
+        """Validate shares and the number of images."""
         super().__post_init__()
         require_at_least(self, 0, "epsilon", "increment")
         require_at_least(self, 1, "images")
+
+
+class GpmState(TypedDict):
+    """What a client remembers."""
+
+    bases: Bases  # [d, k] of each layer
+    tasks: dict[str, Tensor]  # int32 [k], the task of each column
+    experiences: list[int]  # those whose inputs are in the bases
+    received: dict[str, Tensor]  # to measure drift: the last received model, by its experience
+
+
+@dataclass
+class GpmContext(StepContext):
+    """What the steps read besides their batches, and what they leave."""
+
+    bases: Bases  # of other tasks, on the device
+    removed: list[Tensor]  # the protected share of each step's length
 
 
 class Gpm(Method):
     """FedAvg whose clients project their gradients onto the complement of their past inputs.
 
     The average of such updates is orthogonal to a client's past only where all clients have the
-    same past. State: "bases" (of each layer), "tasks" (for which a column was added) and, if past
-    outputs are restored, "outputs" (of a layer for each column, as an input).
+    same past.
     """
 
     Params: ClassVar = GpmParams
-    fedavg_equivalent: ClassVar[dict[str, Any]] = {"epsilon": 0.0, "increment": 0.0}
+    fedavg_equivalent: ClassVar = {"epsilon": 0.0, "increment": 0.0}
     group: ClassVar[Group] = "continual"
 
     def __init__(self, params: GpmParams, runtime: ClientRuntime) -> None:
         super().__init__(params, runtime)
-        head = params.head == "project"
-        self.layers = subspaces.find_layers(runtime, joint=params.bias == "joint", head=head)
-        if params.receive == "protect":
-            self.models = ("global", "personal", "local")
+        self.layers = subspaces.find_layers(runtime)
+        self.normalisation = torch.ones_like(self.model.parameters).bool()  # [P], where it is
+        for layer in self.layers.values():
+            layer.write(self.normalisation, torch.zeros(layer.shape))
 
-    def init_client(self, client: int, server: State) -> State:
-        """Bases without columns; `experiences` lists those whose inputs have been added."""
-        bases = {name: torch.zeros(layer.shape[1], 0) for name, layer in self.layers.items()}
+    def init_client(self, client: int, server: State) -> GpmState:
+        """Bases without columns."""
+        bases = subspaces.empty_bases(self.layers)
         tasks = {name: torch.zeros(0, dtype=torch.int32) for name in bases}
-        return {"bases": bases, "tasks": tasks, "experiences": []}
+        return {"bases": bases, "tasks": tasks, "experiences": [], "received": {}}
 
     # --- training
 
-    def receive(self, client_round: ClientRound) -> None:
-        """Load the received model, on request with the own outputs for other tasks' inputs."""
-        super().receive(client_round)
-        self.restore(client_round.state, client_round.task)
+    def start(self, client_round: ClientRound) -> GpmContext:
+        """Load the received model."""
+        self.receive(client_round)
+        return GpmContext(self.other_columns(client_round), [])
 
-    def load_personal_model(self, client_round: ClientRound) -> None:
-        """Load the received model with the own outputs for the inputs of all tasks."""
-        super().receive(client_round)
-        self.restore(client_round.state)
+    def other_columns(self, client_round: ClientRound) -> Bases:
+        """The bases without the columns of the current task, on the device."""
+        state: GpmState = client_round.state
+        bases = {n: m[:, state["tasks"][n] != client_round.task] for n, m in state["bases"].items()}
+        return {name: basis.contiguous().to(self.runtime.device) for name, basis in bases.items()}
 
-    def restore(self, state: State, task: int = -1) -> None:
-        """Give the live layers the outputs that they had for the columns of tasks but `task`.
-
-        Outputs are kept only with `receive: protect`.
-        """
-        if "outputs" not in state:
-            return
-        vector, bases = self.model.parameters, self.columns(state, "bases", task)
-        for name, outputs in self.columns(state, "outputs", task).items():
-            layer, basis = self.layers[name], bases[name]
-            weight = layer.matrix(vector)
-            layer.write(vector, weight + (outputs - weight @ basis) @ basis.T)
-
-    def columns(self, state: State, kind: str, task: int) -> Bases:
-        """What is kept for each column that was not added for `task`, on the device."""
-        others = {n: kept[:, state["tasks"][n] != task] for n, kept in state[kind].items()}
-        return {n: kept.contiguous().to(self.runtime.device) for n, kept in others.items()}
-
-    def train(self, client_round: ClientRound) -> list[Tensor]:
+    def train(self, client_round: ClientRound, context: GpmContext) -> list[Tensor]:
         """Local SGD, of which every step or the whole update is projected."""
-        scratch, log = client_round.scratch, client_round.log
-        bases = self.columns(client_round.state, "bases", client_round.task)
-        if not subspaces.has_columns(bases):
-            return super().train(client_round)
-        if self.params.drift:
-            log_drift(client_round, self.layers, bases)
-        scratch |= {"bases": bases, "fixed": self.fixed(client_round), "removed": []}
+        if not subspaces.has_columns(context.bases):
+            return super().train(client_round, context)
+        self.log_drift(client_round, context.bases)
         start = self.model.parameters.clone()
-        losses = super().train(client_round)
+        losses = super().train(client_round, context)
         if self.params.project == "update":
             end = self.model.parameters
-            end.sub_(self.removed(client_round, end - start))
-        if scratch["removed"]:
-            log.numbers["removed"] = float(torch.stack(scratch["removed"]).mean())
+            end.sub_(self.protected_part(end - start, context))
+        if context.removed:
+            client_round.log.numbers["removed"] = float(torch.stack(context.removed).mean())
         return losses
 
-    def correct_gradient(self, client_round: ClientRound) -> None:
+    def correct_gradient(self, batch: Batch, context: GpmContext) -> None:
         """Take the protected part from the gradient, and from what weight decay will add to it."""
-        if "bases" in client_round.scratch and self.params.project == "step":
+        if self.params.project == "step" and subspaces.has_columns(context.bases):
             step = subspaces.descent_direction(self.runtime)
-            self.model.gradients.sub_(self.removed(client_round, step))
+            self.model.gradients.sub_(self.protected_part(step, context))
 
-    def removed(self, client_round: ClientRound, step: Tensor) -> Tensor:
+    def protected_part(self, step: Tensor, context: GpmContext) -> Tensor:
         """The protected part of a step, whose share of the length is noted.  # [P]"""
-        scratch = client_round.scratch
-        inside = subspaces.component(step, self.layers, scratch["bases"])
-        inside = torch.where(scratch["fixed"], step, inside)
-        scratch["removed"].append(inside.norm() / step.norm())
+        fixed = step.where(self.normalisation, 0.0)
+        inside = subspaces.component(step, self.layers, context.bases, fixed)
+        context.removed.append(inside.norm() / step.norm())
         return inside
 
-    def fixed(self, client_round: ClientRound) -> Tensor:
-        """Which parameters do not move once anything is protected.  # bool [P]
-
-        Those of normalisation and, as the parameters say, biases and rows of the head.
-        """
-        fixed = torch.ones(len(self.model.parameters), dtype=torch.bool)
-        for name, layer in subspaces.find_layers(self.runtime).items():
-            fixed[layer.weight] = False
-            if layer.bias is not None:
-                fixed[layer.bias] = self.params.bias == "freeze" and name in self.layers
-            if name == "head" and self.params.head == "mask":
-                past = self.past_classes(client_round)
-                fixed[layer.weight].view(self.runtime.classes, -1)[past] = True
-                fixed[layer.bias][past] = True
-        return fixed.to(self.runtime.device)
-
-    def past_classes(self, client_round: ClientRound) -> list[int]:
-        """The classes of the client's other tasks so far that are not in the current one."""
-        tasks = client_round.plan.clients[client_round.client]
-        past = {label for task in self.past_tasks(client_round) for label in tasks[task].classes}
-        return sorted(past - set(tasks[client_round.task].classes))
-
-    def past_tasks(self, client_round: ClientRound) -> set[int]:
-        """The other tasks whose inputs are in the bases."""
-        experiences, tasks = client_round.state["experiences"], client_round.plan.tasks
-        return {each % tasks for each in experiences} - {client_round.task}
+    def log_drift(self, client_round: ClientRound, bases: Bases) -> None:
+        """Log the protected share of the global update since a round with the same bases."""
+        state: GpmState = client_round.state
+        before = state["received"].get(str(client_round.experience))
+        if before is None:
+            return
+        move = (client_round.message["parameters"] - before).to(self.runtime.device)
+        parts = {name: layer.matrix(move) for name, layer in self.layers.items()}
+        inside = torch.cat([(part @ bases[name]).flatten() for name, part in parts.items()])
+        whole = torch.cat([part.flatten() for part in parts.values()])
+        client_round.log.numbers["drift"] = float(inside.norm() / whole.norm())
 
     # --- the bases
 
-    def update_state(self, client_round: ClientRound) -> State:
-        """The state with the task's inputs in the bases, made after training in the last round.
-
-        Where clients may miss the last round, they are also made in their first round of the task.
-        """
-        state, training = super().update_state(client_round), self.runtime.training
+    def update_state(self, client_round: ClientRound, context: GpmContext) -> State:
+        """The state with the task's inputs in the bases, made after training in the last round."""
+        state = super().update_state(client_round, context)
         if self.params.drift:
-            state = {**state, **received(client_round)}
-        first = client_round.experience not in state["experiences"]
-        may_miss = training.participation < 1 or training.dropout > 0
-        if len(client_round.indices) and (client_round.last or (first and may_miss)):
+            received = client_round.message["parameters"].clone()
+            state = {**state, "received": {str(client_round.experience): received}}
+        if len(client_round.indices) and is_due(client_round, self.runtime.training):
             with client_round.log.clock("basis"):
-                state = self.remember(client_round, state)
+                state = {**state, **self.remember(client_round, context)}
         client_round.log.numbers |= subspaces.filled(self.layers, state["bases"])
         return state
 
-    def remember(self, client_round: ClientRound, state: State) -> State:
-        """The state with bases of the inputs at the trained model; the task's own are replaced."""
-        indices, task = client_round.indices, client_round.task
-        order = torch.randperm(len(indices), generator=client_round.round_id.generator("basis"))
-        images = self.runtime.dataset.x_train[indices[order[: self.params.images]]]
-        inputs = subspaces.layer_inputs(self.runtime, self.layers, images)
-        learnt = len(self.past_tasks(client_round))
-        epsilon = min(1.0, self.params.epsilon + learnt * self.params.increment)
-        bases, tasks, outputs = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
-        for name, held in self.columns(state, "bases", task).items():
-            basis = subspaces.grow(held.double(), inputs[name], epsilon).float()
+    def remember(self, client_round: ClientRound, context: GpmContext) -> dict[str, object]:
+        """The bases with the task's inputs at the trained model; its former ones are replaced."""
+        state: GpmState = client_round.state
+        task = client_round.task
+        draw = client_round.round_id.generator("basis")
+        order = torch.randperm(len(client_round.indices), generator=draw)[: self.params.images]
+        images = self.runtime.dataset.x_train[client_round.indices[order]]
+        learnt = {each % client_round.plan.tasks for each in state["experiences"]} - {task}
+        epsilon = self.params.epsilon + len(learnt) * self.params.increment
+        grown = subspaces.grown_bases(self.runtime, self.layers, context.bases, images, epsilon)
+        tasks = dict[str, Tensor]()
+        for name, basis in grown.items():
             others = state["tasks"][name][state["tasks"][name] != task]
-            new = basis.shape[1] - len(others)
-            tasks[name] = torch.cat([others, torch.full((new,), task, dtype=torch.int32)])
-            bases[name] = basis.cpu()
-            outputs[name] = (self.layers[name].matrix(self.model.parameters) @ basis).cpu()
-        experiences = sorted({*state["experiences"], client_round.experience})
-        state = {**state, "bases": bases, "tasks": tasks, "experiences": experiences}
-        return {**state, "outputs": outputs} if self.params.receive == "protect" else state
+            tasks[name] = F.pad(others, (0, basis.shape[1] - len(others)), value=task)
+        bases = {name: basis.cpu() for name, basis in grown.items()}
+        return {"bases": bases, "tasks": tasks, "experiences": recorded(client_round)}

@@ -2,18 +2,21 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal, NotRequired, TypedDict
 
 import torch
 from torch import Tensor
 
+from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.runtime import ClientRuntime
-from stamp_core.client.scoring import accuracies, indices_of_tests, score
+from stamp_core.client.scoring import accuracies, indices_of_tests
 from stamp_core.config.decode import invalid, require_at_least
+from stamp_core.methods.base.ledger import is_first, recorded
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Method, State
 from stamp_core.models.flat import FlatModel
 
-LEAST, TINY = 0.01, 1e-6  # of a feature's variance: a share of the features' mean, and in itself
+LEAST = 0.01  # of a feature's variance, as a share of the mean of all features' variances
+TINY = 1e-6  # of a feature's variance
 SHARE = 1e-8  # added to each model's, so that they have a sum
 
 
@@ -32,10 +35,35 @@ class PFedDILParams(FedAvgParams):
     start: Literal["own", "received"] = "own"
 
     def __post_init__(self) -> None:
-        """Refuse negative weights and a client without a model."""
+        """Validate the weights and the number of models."""
         super().__post_init__()
         require_at_least(self, 1, "models")
         require_at_least(self, 0, "threshold", "migration")
+
+
+class PersonalModel(TypedDict):
+    """One of a client's models, with its auxiliary classifier."""
+
+    parameters: Tensor  # [P]
+    buffers: Tensor
+    tasks: dict[str, Tensor]  # [2, F] each, the moments of the features of its tasks
+
+
+class PFedDILState(TypedDict):
+    """What a client remembers."""
+
+    models: list[PersonalModel]
+    current: int  # the place of the model in training
+    experiences: list[int]
+    target: NotRequired[Tensor]  # [P], during an experience with a pull
+
+
+@dataclass
+class PFedDILContext(StepContext):
+    """What the steps read besides their batches, and the place of the model in training."""
+
+    current: int
+    target: Tensor | None  # [P], the models' sum in their proportions
 
 
 class PFedDIL(Method):
@@ -52,11 +80,7 @@ class PFedDIL(Method):
 
     Params: ClassVar = PFedDILParams
     models: tuple[str, ...] = ("global", "personal", "local")
-    fedavg_equivalent: ClassVar[dict[str, Any]] = {
-        "models": 1,
-        "migration": 0.0,
-        "start": "received",
-    }
+    fedavg_equivalent: ClassVar = {"models": 1, "migration": 0.0, "start": "received"}
     group = "personalised"
 
     def __init__(self, params: PFedDILParams, runtime: ClientRuntime) -> None:
@@ -65,119 +89,119 @@ class PFedDIL(Method):
             right = f"below {1 / lr:g}, so that training.lr x 2 migration is below 2"
             raise invalid("migration", params.migration, right)
 
-    def init_client(self, client: int, server: State) -> State:
-        """No model; `current` is the place of the one in training."""
-        return {"models": [], "current": 0, "experience": -1}
+    def init_client(self, client: int, server: State) -> PFedDILState:
+        """No model."""
+        return {"models": [], "current": 0, "experiences": []}
 
     # --- the choice of a model
 
-    def receive(self, client_round: ClientRound) -> None:
+    def start(self, client_round: ClientRound) -> PFedDILContext:
         """Load the received model, or what the training of a new task starts from."""
-        super().receive(client_round)
-        client_round.scratch["own"] = client_round.state
-        indices = self.train_indices(client_round)
-        if client_round.state["experience"] != client_round.experience and len(indices):
-            client_round.scratch["own"] = self.choose(client_round, indices)
-            self.load_start(client_round)
+        state: PFedDILState = client_round.state
+        models = state["models"]
+        current = state["current"]
+        target = state.get("target")
+        starts = is_first(client_round) and len(client_round.indices) > 0
+        if starts:
+            near = self.mean_shares(models, client_round.indices)
+            current = nearest_model(near, self.params.threshold, self.params.models)
+            self.log_choice(client_round, near, current)
+            if self.params.migration and models:
+                target = weighted_sum(models, proportions(near))
+        if starts and self.params.start == "own":
+            self.load_own(client_round, current)
+        else:
+            self.receive(client_round)
+        return PFedDILContext(current, None if target is None else target.to(self.runtime.device))
 
-    def choose(self, client_round: ClientRound, indices: Tensor) -> State:
-        """The state in which a model is chosen for a new task."""
-        state, models = client_round.state, client_round.state["models"]
-        near = torch.ones(len(models))
-        if self.params.models > 1:  # else there is nothing to choose
-            near = torch.tensor([self.mean_share(model, indices) for model in models])
-        current = nearest_model(near, self.params.threshold, self.params.models)
-        self.note(client_round, near, current)
-        chosen = {**state, "current": current}
-        if self.params.migration and models:
-            chosen["target"] = weighted_sum(models, proportions(near))
-        return chosen
+    def mean_shares(self, models: list[PersonalModel], indices: Tensor) -> Tensor:
+        """The mean answer of each auxiliary classifier on training images.  # [models]"""
+        if self.params.models == 1:  # nothing to choose
+            return torch.ones(len(models))
+        images = self.runtime.dataset.x_train[indices]
+        features = ((model["tasks"], self.features(model, images)) for model in models)
+        return torch.tensor([float(log_share(*each).exp().mean()) for each in features])
 
-    def load_start(self, client_round: ClientRound) -> None:
-        """Load the weights that the training of a new task starts from."""
-        own, live = client_round.scratch["own"], self.model
-        if self.params.start == "received":
-            super().receive(client_round)
-        elif own["current"] < len(own["models"]):
-            model = own["models"][own["current"]]
-            live.load(model["parameters"], model["buffers"])
+    def load_own(self, client_round: ClientRound, current: int) -> None:
+        """Load one of the client's models; a new one has the initial weights."""
+        models: list[PersonalModel] = client_round.state["models"]
+        if current < len(models):
+            self.model.load(models[current]["parameters"], models[current]["buffers"])
         else:
             initial = FlatModel(self.runtime.network(client_round.seed))
-            live.load(initial.parameters, initial.buffers)
+            self.model.load(initial.parameters, initial.buffers)
 
-    def note(self, client_round: ClientRound, near: Tensor, current: int) -> None:
-        """Record how many models there are, how near the nearest is, and whether it is the one.
+    def log_choice(self, client_round: ClientRound, near: Tensor, current: int) -> None:
+        """Log how many models there are, how near the nearest is, and whether it is the one.
 
         The last is known where the task returns: was the chosen model trained on it before?
         """
-        models, numbers = client_round.state["models"], client_round.log.numbers
+        models: list[PersonalModel] = client_round.state["models"]
+        numbers = client_round.log.numbers
         numbers["models"] = max(len(models), current + 1)
         if models:
             numbers["nearest model"] = float(near.max())
-        if any(str(client_round.task) in model["tasks"] for model in models):
-            known = current < len(models) and str(client_round.task) in models[current]["tasks"]
-            numbers["returning task recognised"] = float(known)
+        trained = [str(client_round.task) in model["tasks"] for model in models]
+        if any(trained):
+            numbers["returning task recognised"] = float(current < len(models) and trained[current])
         if len(models) > 1:
             vectors = torch.stack([model["parameters"] for model in models])
             numbers["distance of models"] = float(torch.pdist(vectors).mean())
 
     # --- training
 
-    def correct_gradient(self, client_round: ClientRound) -> None:
+    def correct_gradient(self, batch: Batch, context: PFedDILContext) -> None:
         """Add the gradient of c sum_i rho_i |w - w_i|^2, which is 2 c (w - sum_i rho_i w_i)."""
-        own = client_round.scratch["own"]
-        if "target" in own:
-            if "target" not in client_round.scratch:
-                client_round.scratch["target"] = own["target"].to(self.runtime.device)
-            away = self.model.parameters - client_round.scratch["target"]
+        if context.target is not None:
+            away = self.model.parameters - context.target
             self.model.gradients.add_(away, alpha=2 * self.params.migration)
 
-    def update_state(self, client_round: ClientRound) -> State:
+    def update_state(self, client_round: ClientRound, context: PFedDILContext) -> State:
         """The state with the trained model, whose auxiliary classifier has seen the task."""
-        state, own = super().update_state(client_round), client_round.scratch["own"]
+        state = super().update_state(client_round, context)
         if not len(client_round.indices):
             return state
-        models, current = list(own["models"]), own["current"]
+        models: list[PersonalModel] = list(state["models"])
+        current = context.current
         tasks = models[current]["tasks"] if current < len(models) else {}
-        vectors = {"parameters": self.model.parameters, "buffers": self.model.buffers}
-        model: State = {name: vector.cpu().clone() for name, vector in vectors.items()}
-        known = moments(self.features(model, self.runtime.dataset.x_train[client_round.indices]))
-        model["tasks"] = {**tasks, str(client_round.task): known}
+        images = self.runtime.dataset.x_train[client_round.indices]
+        known = moments(self.runtime.outputs(images, self.classifier.encode))
+        model: PersonalModel = {
+            "parameters": self.model.parameters.cpu().clone(),
+            "buffers": self.model.buffers.cpu().clone(),
+            "tasks": {**tasks, str(client_round.task): known},
+        }
         models[current : current + 1] = [model]
-        chosen = {name: own[name] for name in ("current", "target") if name in own}
-        new = {**state, **chosen, "models": models, "experience": client_round.experience}
-        ended = ("target",) if client_round.last else ()
-        return {name: value for name, value in new.items() if name not in ended}
+        experiences = recorded(client_round)
+        new = {**state, "models": models, "current": current, "experiences": experiences}
+        new.pop("target", None)
+        if context.target is not None and not client_round.last:
+            new["target"] = context.target.cpu()
+        return new
 
-    # --- auxiliary classifiers
+    # --- evaluation
 
-    def features(self, model: State, images: Tensor) -> Tensor:
+    def features(self, model: PersonalModel, images: Tensor) -> Tensor:
         """Features of images by a model, which stays in the live model.  # [n, F]"""
         self.model.load(model["parameters"], model["buffers"])
         return self.runtime.outputs(images, self.classifier.encode)
 
-    def mean_share(self, model: State, indices: Tensor) -> float:
-        """The mean answer of a model's auxiliary classifier on training images."""
-        features = self.features(model, self.runtime.dataset.x_train[indices])
-        return float(log_share(model["tasks"], features).exp().mean())
-
-    # --- evaluation
-
     def personal_scores(self, client_round: ClientRound) -> Tensor:
         """Scores of its models' vote, or of the received one without any.  # [scorings, 1, T]"""
-        runtime, models, address = self.runtime, client_round.state["models"], client_round.round_id
-        plan, client, experience = client_round.plan, address.client, address.experience
-        if not models:
-            super().receive(client_round)
-            return score(runtime, plan, [client], experience)
-        needed = indices_of_tests(runtime, plan, [client])
+        state: PFedDILState = client_round.state
+        if not state["models"]:
+            return super().personal_scores(client_round)
+        runtime = self.runtime
+        address = client_round.plan, [client_round.client]
+        needed = indices_of_tests(runtime, *address)
         votes = torch.empty(len(runtime.dataset.y_test), runtime.classes)
-        votes[needed] = self.vote(models, runtime.dataset.x_test[needed])
-        return accuracies(runtime, plan, [client], experience, votes)
+        votes[needed] = self.vote(state["models"], runtime.dataset.x_test[needed])
+        return accuracies(runtime, *address, client_round.experience, votes)
 
-    def vote(self, models: list[State], images: Tensor) -> Tensor:
+    def vote(self, models: list[PersonalModel], images: Tensor) -> Tensor:
         """The mean of the models' probabilities, by the auxiliary classifiers.  # [n, classes]"""
-        shares, probabilities = list[Tensor](), list[Tensor]()
+        shares = list[Tensor]()
+        probabilities = list[Tensor]()
         for model in models:
             features = self.features(model, images)
             logits = self.classifier.head(features.to(self.runtime.device)).detach().cpu()
@@ -218,6 +242,6 @@ def proportions(near: Tensor) -> Tensor:
     return (near + SHARE) / (near + SHARE).sum()
 
 
-def weighted_sum(models: list[State], weights: Tensor) -> Tensor:
+def weighted_sum(models: list[PersonalModel], weights: Tensor) -> Tensor:
     """The weighted sum of the models' parameters.  # [P]"""
     return torch.mv(torch.stack([model["parameters"] for model in models]).T, weights)

@@ -1,10 +1,9 @@
 """SR-FDIL (Li et al., 2024), reconstructed: a cache by local importance and global correlation."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NotRequired, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -14,17 +13,20 @@ from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_above, require_at_least
 from stamp_core.core.seeding import generator
 from stamp_core.data.split import Plan
-from stamp_core.methods.base.exemplar_lists import ExemplarLists
+from stamp_core.methods.base.exemplar_lists import ExemplarLists, empty_lists
+from stamp_core.methods.base.ledger import is_first
 from stamp_core.methods.base.method import ClientRound, InitialStates, Log, Message, Reply, State
-from stamp_core.methods.base.sample_cache import CacheParams, SampleCache
-from stamp_core.models.acgan import BETAS
+from stamp_core.methods.base.sample_cache import CacheContext, CacheParams, CacheState, SampleCache
 from stamp_core.models.adam import FlatAdam
-from stamp_core.models.flat import FlatModel, weighted_average
-from stamp_core.models.generators import SLOPE, build_seeded
+from stamp_core.models.flat import FlatModel
+from stamp_core.models.generators import build_seeded
 
 NETWORKS = ("generator", "discriminator")  # of features, sent and averaged
-NOISE, HIDDEN = 32, 64  # Gaussian inputs of the generator, hidden units of both networks
+NOISE = 32  # Gaussian inputs of the generator
+HIDDEN = 64  # units of both networks
+SLOPE = 0.2  # of LeakyReLU for negative values
 BATCH = 32  # features in a step of both networks
+BETAS = (0.5, 0.999)  # of Adam
 DEVIATION = 1e-6  # added to the features' deviations
 
 
@@ -40,7 +42,7 @@ class SRFDILParams(CacheParams):
     old: float = 0.5  # share of the importance of the cache in the chance to be drawn
 
     def __post_init__(self) -> None:
-        """Refuse shares out of range, and networks that are not trained."""
+        """Validate shares; networks must be trained."""
         super().__post_init__()
         require_at_least(self, 1, "gan_steps")
         require_above(self, 0, "gan_lr", "selected")
@@ -48,6 +50,28 @@ class SRFDILParams(CacheParams):
         for name in ("correlation", "selected", "old"):
             if getattr(self, name) > 1:
                 raise invalid(name, getattr(self, name), "at most 1")
+
+
+class SRFDILState(CacheState):
+    """What a client remembers."""
+
+    importance: NotRequired[Tensor]  # [2] if clients are drawn: mean of cached, of new samples
+
+
+class SRFDILServer(TypedDict):
+    """What the server remembers besides the networks, if it draws clients."""
+
+    importance: Tensor  # [U, 2], as reported; NaN before a client's first report
+    seed: int
+    round: int  # of all experiences together
+    drawn: list[int]  # clients of the next round
+
+
+@dataclass
+class SRFDILContext(CacheContext):
+    """What a client round prepares for its batches and its end."""
+
+    importance: Tensor | None  # [2]
 
 
 class SRFDIL(SampleCache):
@@ -66,19 +90,21 @@ class SRFDIL(SampleCache):
     def __init__(self, params: SRFDILParams, runtime: ClientRuntime) -> None:
         super().__init__(params, runtime)
         self.adversarial = params.correlation > 0 and params.cache > 0
-        features = next(runtime.classifier.head.parameters()).shape[1]
-        self.make: dict[str, Callable[[], nn.Module]] = {
-            "generator": partial(build_generator, features, runtime.classes),
-            "discriminator": partial(build_discriminator, features, runtime.classes),
-        }
-        if self.adversarial:  # live networks, loaded anew before each use
-            self.live = {n: FlatModel(self.network(n, 0).to(runtime.device)) for n in NETWORKS}
+        if self.adversarial:
+            live = {name: self.network(name, seed=0).to(runtime.device) for name in NETWORKS}
+            self.extra_networks = {name: FlatModel(network) for name, network in live.items()}
 
     def network(self, name: str, seed: int) -> nn.Module:
         """The generator or the discriminator with the initial weights of `seed`."""
-        return build_seeded(self.make[name], seed, name)
+        features = next(self.classifier.head.parameters()).shape[1]
+        build = build_generator if name == "generator" else build_discriminator
+        return build_seeded(partial(build, features, self.runtime.classes), seed, name)
 
     # --- the server
+
+    def initial_weights(self, name: str, seed: int) -> Tensor:
+        """The initial weights of the generator or the discriminator."""
+        return FlatModel(self.network(name, seed)).parameters
 
     def initial_states(self, plan: Plan) -> InitialStates:
         """The first states; where clients are drawn, no importance is known."""
@@ -86,94 +112,73 @@ class SRFDIL(SampleCache):
         if self.params.selected == 1:
             return states
         unknown = torch.full((len(plan.clients), 2), math.nan)
-        server = {**states.server, "importance": unknown, "seed": plan.seed, "round": 0}
-        return states._replace(server={**server, "drawn": self.draw_clients(server)})
-
-    def init_server(self, seed: int) -> State:
-        """The initial weights of all networks."""
-        server = super().init_server(seed)
-        if not self.adversarial:
-            return server
-        return server | {n: FlatModel(self.network(n, seed)).parameters for n in NETWORKS}
+        drawn = self.draw_clients(unknown, plan.seed, 0)
+        own: SRFDILServer = {"importance": unknown, "seed": plan.seed, "round": 0, "drawn": drawn}
+        return states._replace(server={**states.server, **own})
 
     def participants(self, chosen: list[int], server: State) -> list[int]:
         """Those of the chosen clients that the server has drawn."""
         return [client for client in chosen if client in server.get("drawn", chosen)]
 
-    def draw_clients(self, server: State) -> list[int]:
+    def draw_clients(self, importance: Tensor, seed: int, round_: int) -> list[int]:
         """The clients of the next round, drawn without replacement."""
-        shares = client_shares(server["importance"], self.params.old)
+        shares = client_shares(importance, self.params.old)
         count = math.ceil(self.params.selected * len(shares) - 1e-9)
-        draw = generator(server["seed"], server["round"], "selection")
+        draw = generator(seed, round_, "selection")
         return sorted(torch.multinomial(shares, count, generator=draw).tolist())
-
-    def broadcast(self, server: State, client: int) -> Message:
-        """The model and, where they are used, both networks of features."""
-        message = super().broadcast(server, client)
-        return message | {name: server[name] for name in NETWORKS if self.adversarial}
 
     def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
         """The means of all networks, weighted by samples, and the clients of the next round."""
-        state, trained = super().aggregate(server, replies, log), [r for r in replies if r.samples]
-        if self.adversarial and trained:
-            weights = [float(reply.samples) for reply in trained]
-            state = state | {
-                name: weighted_average([reply.message[name] for reply in trained], weights)
-                for name in NETWORKS
-            }
+        state = super().aggregate(server, replies, log)
         return state if self.params.selected == 1 else self.next_clients(state, replies, log)
 
-    def next_clients(self, server: State, replies: list[Reply], log: Log) -> State:
+    def next_clients(self, server: SRFDILServer, replies: list[Reply], log: Log) -> State:
         """The state with what clients reported of their importance, and those drawn by it."""
         importance = server["importance"].clone()
         for reply in replies:
             importance[reply.client] = reply.message["importance"]
-        state = {**server, "importance": importance, "round": server["round"] + 1}
         largest = client_shares(importance, self.params.old).max()
         log.numbers["chance, largest share"] = float(largest)
-        return {**state, "drawn": self.draw_clients(state)}
+        next_round = server["round"] + 1
+        drawn = self.draw_clients(importance, server["seed"], next_round)
+        return {**server, "importance": importance, "round": next_round, "drawn": drawn}
 
     # --- a client
 
-    def updated_cache(self, client_round: ClientRound) -> ExemplarLists:
-        """The cache; on it, and at the received model, both networks of features are trained."""
-        if self.adversarial:
-            for name, network in self.live.items():
-                network.load(client_round.message[name])
-        cache = super().updated_cache(client_round)
-        if self.params.selected < 1:
-            client_round.scratch["importance"] = self.joint_importance(client_round, cache)
+    def start(self, client_round: ClientRound) -> SRFDILContext:
+        """Load what was received; train the networks of features on the cache."""
+        self.receive(client_round)
+        cache = self.updated_cache(client_round)
+        drawn = self.params.selected < 1
+        importance = self.joint_importance(client_round, cache) if drawn else None
         if self.adversarial and len(cache["labels"]):
             with client_round.log.clock("networks of features"):
                 self.fit_networks(client_round, cache)
-        return cache
+        return SRFDILContext(cache, importance)
 
     def joint_importance(self, client_round: ClientRound, cache: ExemplarLists) -> Tensor:
         """Mean importance of cached and of new samples, once in an experience.  # [2]"""
-        state, new = client_round.state, len(client_round.indices)
-        if state["experience"] == client_round.experience:
-            known: Tensor = state["importance"]
-            return known
+        state: SRFDILState = client_round.state
+        if not is_first(client_round):
+            return state["importance"]
         samples = self.local_set(client_round.indices, client_round.task, cache)
         if not len(samples["labels"]):
             return torch.zeros(2)
+        new = len(client_round.indices)
         importance = self.importance(client_round, samples)
         parts = importance[new:], importance[:new]
         return torch.stack([part.sum() / max(1, len(part)) for part in parts])
 
-    def update_state(self, client_round: ClientRound) -> State:
+    def update_state(self, client_round: ClientRound, context: SRFDILContext) -> State:
         """The state with the cache and, where clients are drawn, the mean importance."""
-        names = ("importance",) if self.params.selected < 1 else ()
-        own = {name: client_round.scratch[name] for name in names}
-        return {**super().update_state(client_round), **own}
+        state = super().update_state(client_round, context)
+        return state if context.importance is None else {**state, "importance": context.importance}
 
-    def upload(self, client_round: ClientRound) -> Message:
+    def upload(self, client_round: ClientRound, context: SRFDILContext) -> Message:
         """The model, both networks of features and, where clients are drawn, the importance."""
-        message = super().upload(client_round)
-        if self.adversarial:
-            message |= {name: net.parameters.cpu().clone() for name, net in self.live.items()}
-        if self.params.selected < 1:
-            message["importance"] = client_round.scratch["importance"].clone()
+        message = super().upload(client_round, context)
+        if context.importance is not None:
+            message["importance"] = context.importance.clone()
         return message
 
     # --- scores of samples
@@ -183,15 +188,14 @@ class SRFDIL(SampleCache):
         importance = super().scores(client_round, samples)
         if not self.adversarial:
             return importance
-        labels, correlation = samples["labels"], self.correlations(samples)
-        local, of_all = (ranks_in_class(each, labels) for each in (importance, correlation))
+        local = ranks_in_class(importance, samples["labels"])
+        of_all = ranks_in_class(self.correlations(samples), samples["labels"])
         return torch.lerp(local, of_all, self.params.correlation)
 
     @torch.no_grad()
     def correlations(self, samples: ExemplarLists) -> Tensor:
-        """The received discriminator's logits: real above 0, generated below.  # [N]"""
-        features, classes = self.features(samples)
-        return self.discriminate(features, classes).cpu()
+        """The live discriminator's logits: real above 0, generated below.  # [N]"""
+        return self.discriminate(*self.features(samples)).cpu()
 
     def features(self, samples: ExemplarLists) -> tuple[Tensor, Tensor]:
         """Features of these samples, standardised among them, and one-hot labels, on the device.
@@ -206,46 +210,48 @@ class SRFDIL(SampleCache):
 
     def discriminate(self, features: Tensor, classes: Tensor) -> Tensor:
         """The live discriminator's logits for features of classes.  # [N]"""
-        logits: Tensor = self.live["discriminator"].module(torch.cat([features, classes], 1))
+        inputs = torch.cat([features, classes], 1)
+        logits: Tensor = self.extra_networks["discriminator"].module(inputs)
         return logits.squeeze(1)
 
     def fit_networks(self, client_round: ClientRound, cache: ExemplarLists) -> None:
         """Steps of both networks on features of the cache; the classifier is not changed."""
         features, classes = self.features(cache)
-        draw, labels = client_round.round_id.generator("features"), cache["labels"]
-        adams = {n: FlatAdam(net, self.params.gan_lr, betas=BETAS) for n, net in self.live.items()}
-        draws = [
-            (
-                torch.randint(len(labels), (BATCH,), generator=draw),
-                torch.randn(BATCH, NOISE, generator=draw),
-            )
-            for _ in range(self.params.gan_steps)
-        ]
-        stacked = (torch.stack(each).to(self.runtime.device) for each in zip(*draws, strict=True))
-        for places, noise in zip(*stacked, strict=True):
-            real, asked = features[places], classes[places]
-            generated = self.live["generator"].module(torch.cat([asked, noise], 1))
+        draw = client_round.round_id.generator("features")
+        places = list[Tensor]()
+        noise = list[Tensor]()
+        for _ in range(self.params.gan_steps):
+            places.append(torch.randint(len(classes), (BATCH,), generator=draw))
+            noise.append(torch.randn(BATCH, NOISE, generator=draw))
+        drawn = (torch.stack(each).to(self.runtime.device) for each in (places, noise))
+        adams = {
+            name: FlatAdam(network, self.params.gan_lr, betas=BETAS)
+            for name, network in self.extra_networks.items()
+        }
+        for chosen, inputs in zip(*drawn, strict=True):
+            asked = classes[chosen]
+            generated = self.extra_networks["generator"].module(torch.cat([asked, inputs], 1))
             against = F.softplus(self.discriminate(generated.detach(), asked)).mean()
-            of_real = F.softplus(-self.discriminate(real, asked)).mean()
-            self.descend("discriminator", of_real + against, adams)
+            of_real = F.softplus(-self.discriminate(features[chosen], asked)).mean()
+            descend(adams["discriminator"], of_real + against)
             fooled = F.softplus(-self.discriminate(generated, asked)).mean()
-            self.descend("generator", fooled, adams)
+            descend(adams["generator"], fooled)
         if client_round.last and len(client_round.indices):
-            self.note_overfitting(client_round)
+            self.log_overfitting(client_round)
 
-    def note_overfitting(self, client_round: ClientRound) -> None:
-        """Record which share of the new task the discriminator takes for real."""
-        data, indices = self.runtime.dataset, client_round.indices
-        fresh = {"images": data.x_train[indices], "labels": data.y_train[indices]}
+    def log_overfitting(self, client_round: ClientRound) -> None:
+        """Log which share of the new task the discriminator takes for real."""
+        no_cache = empty_lists(self.runtime.dataset.x_train)
+        fresh = self.local_set(client_round.indices, client_round.task, no_cache)
         taken = (self.correlations(fresh) > 0).float().mean()
         client_round.log.numbers["new samples taken for real"] = float(taken)
 
-    def descend(self, name: str, loss: Tensor, adams: dict[str, FlatAdam]) -> None:
-        """One step of one of both networks."""
-        network = self.live[name]
-        network.gradients.zero_()
-        loss.backward(inputs=list(network.module.parameters()))
-        adams[name].step()
+
+def descend(adam: FlatAdam, loss: Tensor) -> None:
+    """One step of the network that Adam optimises."""
+    adam.model.gradients.zero_()
+    loss.backward(inputs=adam.model.tensors)
+    adam.step()
 
 
 def build_generator(features: int, classes: int) -> nn.Module:

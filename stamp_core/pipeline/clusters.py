@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from stamp_core.core.atomic import replacing
+from stamp_core.core.atomic import atomic_write
 from stamp_core.core.processes import follow_parent
 
 MOST = 32  # stages at a time: each has two processes that wait for it on this machine
@@ -80,7 +80,7 @@ def run_stage(folder: Path) -> None:
     process = multiprocessing.get_context("spawn").Process(target=_run_papermill, args=(folder,))
     process.start()
     process.join()
-    with replacing(folder / "status") as scratch:
+    with atomic_write(folder / "status") as scratch:
         scratch.write_text(str(process.exitcode))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from stamp_core.config.decode import ParameterError
 from stamp_core.config.params import DEFAULT, PAPER, QUICK, expand_grid, parse_seeds, read_params
 from stamp_core.config.schema import Setting
-from stamp_core.core.atomic import set_aside
+from stamp_core.core.atomic import quarantine
 from stamp_core.core.devices import resolve_device
 from stamp_core.core.paths import RESUME, ROOT
 from stamp_core.data.dataset import ImageDataset
@@ -100,7 +100,7 @@ def load_sound_record(folder: Path) -> Record | None:
     except ValueError as error:
         if not folder.exists() or folder.stat().st_ino != found:  # another process replaced it
             return load_sound_record(folder)
-        aside = set_aside(folder, RESUME / f"{folder.parent.name}-{folder.name}.aside")
+        aside = quarantine(folder, RESUME / f"{folder.parent.name}-{folder.name}.aside")
         warnings.warn(f"{error}; kept as {aside.relative_to(ROOT)}", stacklevel=2)
         return None
 

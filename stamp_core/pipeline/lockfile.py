@@ -18,7 +18,7 @@ import psutil
 import yaml
 
 from stamp_core.core import paths
-from stamp_core.core.atomic import replacing, set_aside
+from stamp_core.core.atomic import atomic_write, quarantine
 
 NAMES = ("dvc.lock", "pipelines/paper/dvc.lock")
 
@@ -97,7 +97,7 @@ def restore_damaged_files() -> None:
         if not path.exists() or (path.is_file() and is_sound(path.read_bytes())):
             continue
         if path.is_dir() or not copy.exists():
-            set_aside(path, path.with_suffix(".damaged"))
+            quarantine(path, path.with_suffix(".damaged"))
         if copy.exists():
             _write(path, copy.read_bytes())
             print(f"{name} was damaged: its last good copy is back", flush=True)
@@ -116,7 +116,7 @@ def drop_gone_stages(stages: Collection[str]) -> None:
 
 def _write(path: Path, content: bytes) -> None:
     """Replace a file whole."""
-    with replacing(path) as scratch:
+    with atomic_write(path) as scratch:
         scratch.write_bytes(content)
 
 

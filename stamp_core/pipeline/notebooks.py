@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from stamp_core.core.atomic import replacing
+from stamp_core.core.atomic import atomic_write
 from stamp_core.core.paths import NOTEBOOKS
 
 Notebook = dict[str, Any]
@@ -28,7 +28,7 @@ def read_notebook(path: Path) -> Notebook:
 def write_notebook(notebook: Notebook, path: Path) -> None:
     """Write a notebook as JupyterLab does."""
     text = json.dumps(notebook, indent=1, ensure_ascii=False)
-    with replacing(path) as scratch:
+    with atomic_write(path) as scratch:
         scratch.write_text(text + "\n", encoding="utf-8")
 
 

@@ -1,6 +1,5 @@
 """Stand-ins for a data set that need none of its files: its published counts, and a small part."""
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -8,9 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from stamp_core.data import sources
 from stamp_core.data.counts import Counts
-from stamp_core.data.dataset import ImageDataset, load_dataset, source_options
+from stamp_core.data.dataset import ImageDataset, find_source, load_dataset
 from stamp_core.data.split import Plan, Task
 
 
@@ -19,8 +17,7 @@ def expected_dataset(spec: Mapping[str, Any]) -> ImageDataset:
 
     No file is read and no image takes memory, unless the source knows no counts: then the data.
     """
-    options = source_options(spec)
-    source = importlib.import_module(f"{sources.__name__}.{spec['source']}")
+    source, options = find_source(spec)
     if hasattr(source, "expected"):
         return _from_counts(spec["source"], source.expected(options))
     try:

@@ -81,14 +81,14 @@ def _scores(record: Record) -> dict[str, float]:
         name: metrics.run_metrics(record.accuracy(name), record.tests, initial, local)
         for name in ("global", "personal")
     }
-    told = "global" if np.isnan(record.accuracy("personal", "task")).all() else "personal"
+    task_model = "global" if np.isnan(record.accuracy("personal", "task")).all() else "personal"
     return {
         **scores["global"],
         **{f"personal_{name}": value for name, value in scores["personal"].items()},
         **{f"main_{name}": value for name, value in scores[main_model(record)].items()},
         "nearest_mean": final_score(record, "global", "nearest mean"),
         "local_accuracy": final_score(record, "local"),
-        "task_accuracy": final_score(record, told, "task"),
+        "task_accuracy": final_score(record, task_model, "task"),
     }
 
 

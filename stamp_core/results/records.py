@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as from_bytes
 from safetensors.numpy import save as to_bytes
 
-from stamp_core.core.atomic import replacing_folder
+from stamp_core.core.atomic import atomic_folder
 
 # arg-max over all classes, the seen ones, those of the task; nearest mean of training features
 SCORINGS = ("all", "seen", "task", "nearest mean")
@@ -71,7 +71,7 @@ class Record:
             to_bytes({key: np.asarray(array, order="C") for key, array in each.items()})
             for each in arrays
         ]
-        with replacing_folder(folder) as scratch:
+        with atomic_folder(folder) as scratch:
             for name, content in zip(ARRAYS, files, strict=True):
                 (scratch / f"{name}.safetensors").write_bytes(content)
             (scratch / "run.json").write_text(text)

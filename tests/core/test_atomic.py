@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stamp_core.core.atomic import naming, replacing, replacing_folder
+from stamp_core.core.atomic import add_path_to_errors, atomic_folder, atomic_write
 
 TIMES = 50
 
@@ -15,7 +15,7 @@ TIMES = 50
 def test_a_file_is_replaced_when_the_context_ends(tmp_path: Path) -> None:
     path = tmp_path / "new" / "plan.json"
     for text in ("first", "second"):
-        with replacing(path) as part:
+        with atomic_write(path) as part:
             part.write_text(text)
             assert part.parent == path.parent
             assert str(os.getpid()) in part.name
@@ -29,7 +29,7 @@ def test_a_file_is_replaced_when_the_context_ends(tmp_path: Path) -> None:
 def test_an_error_leaves_the_old_file_alone(tmp_path: Path, error: Exception) -> None:
     path = tmp_path / "plan.json"
     path.write_text("old")
-    with pytest.raises(type(error)), replacing(path) as part:
+    with pytest.raises(type(error)), atomic_write(path) as part:
         part.write_text("ne")
         raise error
     assert path.read_text() == "old"
@@ -46,7 +46,7 @@ def test_data_are_flushed_before_the_rename(
         flush(handle)
 
     monkeypatch.setattr(os, "fsync", record)
-    with replacing(path) as part:
+    with atomic_write(path) as part:
         part.write_text("new")
     assert seen == [(str(part), False)]
 
@@ -55,13 +55,16 @@ def test_a_link_is_replaced_and_what_it_names_stays(tmp_path: Path) -> None:
     stored, path = tmp_path / "stored", tmp_path / "plan.json"
     stored.write_text("old")
     path.symlink_to(stored)
-    with replacing(path) as part:
+    with atomic_write(path) as part:
         part.write_text("new")
     assert (stored.read_text(), path.read_text(), path.is_symlink()) == ("old", "new", False)
 
 
 def test_a_context_without_a_file_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"plan\.json"), replacing(tmp_path / "plan.json"):
+    with (
+        pytest.raises(FileNotFoundError, match=r"plan\.json"),
+        atomic_write(tmp_path / "plan.json"),
+    ):
         pass
     assert not list(tmp_path.iterdir())
 
@@ -77,7 +80,7 @@ def test_a_context_without_a_file_is_an_error(tmp_path: Path) -> None:
     ],
 )
 def test_an_os_error_names_its_file(error: Exception, text: str) -> None:
-    with pytest.raises(type(error)) as caught, naming(Path("a.npy")):
+    with pytest.raises(type(error)) as caught, add_path_to_errors(Path("a.npy")):
         raise error
     assert str(caught.value).startswith(text)
 
@@ -88,7 +91,7 @@ def test_threads_that_replace_one_folder_leave_one_of_theirs_whole(tmp_path: Pat
     def write(content: str) -> None:
         try:
             for _ in range(TIMES):
-                with replacing_folder(folder) as part:
+                with atomic_folder(folder) as part:
                     for name in ("a", "b"):
                         (part / name).write_text(content)
         except BaseException as error:  # any error fails the test
@@ -112,6 +115,6 @@ def test_the_scratch_folder_of_a_killed_process_goes_and_a_running_ones_stays(
     killed, running = (tmp_path / f"record.{pid}.7.part" for pid in (ended, os.getppid()))
     for left in (killed, running):
         left.mkdir()
-    with replacing_folder(tmp_path / "record"):
+    with atomic_folder(tmp_path / "record"):
         assert not killed.exists()
     assert running.exists()

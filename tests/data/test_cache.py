@@ -17,7 +17,8 @@ import torch
 from folders import load_in_two_threads
 
 from stamp_core.data import sources
-from stamp_core.data.dataset import ImageArrays, ImageDataset, load_dataset
+from stamp_core.data.dataset import ImageDataset, load_dataset
+from stamp_core.data.images import ImageArrays
 from stamp_core.data.sources import glyphs
 from stamp_core.data.store.cache import ARRAYS
 

@@ -161,7 +161,7 @@ def test_changed_files_are_decoded_again(
 
 
 def test_every_part_of_a_listing_is_in_its_key(images: list[Bytes]) -> None:
-    module, options = data._find_source(WHOLE)
+    module, options = data.find_source(WHOLE)
     listing = module.listing(options)
     train, test = listing.train, listing.test
     changes: list[dict[str, Any]] = [
@@ -453,7 +453,7 @@ def test_after_a_stop_anywhere_no_incomplete_set_is_opened(
     def stop(*_: Any, **__: Any) -> None:
         raise Stop
 
-    module, options = data._find_source(WHOLE)
+    module, options = data.find_source(WHOLE)
     write = partial(decoding.write_listing, module.listing(options))
     folder = paths.CACHE / "folder-a"
     with monkeypatch.context() as patch, pytest.raises(Stop):

@@ -2,8 +2,8 @@
 
 import io
 import os
+import tracemalloc
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,16 @@ from folders import REAL, UNSET
 
 from stamp_core.config.schema import Split
 from stamp_core.data import split
-from stamp_core.data.dataset import ImageArrays, load_dataset
+from stamp_core.data.dataset import load_dataset
+from stamp_core.data.images import ImageArrays
 from stamp_core.data.sources import npz
+from stamp_core.data.store.cache import SUBSETS
 
 Arrays = dict[str, Any]
 
 LABELS = np.array([0, 1, 2, 2, 1, 0])
 OWN = {"source": "npz", "file": "own.npz"}
+OBJECTS = np.array([1, "two", None], object)
 
 
 def drawn(*shape: int) -> np.ndarray:
@@ -86,8 +89,10 @@ def test_names_of_classes_and_domains_are_read(raw: Path) -> None:
     assert read(raw, domains(domains=None)).domains == ("0", "1")
 
 
-def test_a_file_may_be_in_data_raw_or_elsewhere(raw: Path, tmp_path: Path) -> None:
-    put(raw, bundle(idx_train=np.arange(6)))
+def test_a_file_may_be_in_data_raw_or_elsewhere_and_hold_other_arrays(
+    raw: Path, tmp_path: Path
+) -> None:
+    put(raw, bundle(idx_train=np.arange(6), notes=OBJECTS))
     put(tmp_path, bundle(), "other.npz")
     one = load_dataset({"source": "npz", "file": "own.npz", "size": 5, "grey": True})
     other = load_dataset({"source": "npz", "file": str(tmp_path / "other.npz")})
@@ -98,104 +103,73 @@ def test_a_file_may_be_in_data_raw_or_elsewhere(raw: Path, tmp_path: Path) -> No
 # ------------------------------------------------------------------ several files
 
 
-KINDS = {
-    "ink": (6, 28, 28),
-    "stamp": (6, 16, 16),
-    "paint.v2": (6, 28, 28, 3),
-    "sign": (6, 3, 32, 32),
-}
-
-
-def several(raw: Path, **changes: Arrays) -> dict[str, Arrays]:
-    """Four files in several sizes and colours; those in `changes` differ."""
-    found = {}
-    for name, shape in KINDS.items():
-        x = {"x_train": drawn(*shape), "x_test": drawn(3, *shape[1:])}
-        found[name] = bundle(**{**x, **changes.get(name, {})})
-        put(raw, found[name], f"{name}.npz")
-    return found
-
-
+KINDS = {"ink": (6, 28, 28), "paint.v2": (6, 28, 28, 3), "sign": (6, 3, 32, 32)}
 SEVERAL = {"source": "npz", "domain_files": [f"{name}.npz" for name in KINDS]}
 
 
-def test_files_are_joined_as_domains(raw: Path) -> None:
+def several(raw: Path, **changes: Arrays) -> None:
+    """Files in several sizes and colours; those in `changes` differ."""
+    for name, shape in KINDS.items():
+        x = {"x_train": drawn(*shape), "x_test": drawn(3, *shape[1:])}
+        put(raw, bundle(**{**x, **changes.get(name, {})}), f"{name}.npz")
+
+
+def test_files_are_joined_as_domains_and_learnt_one_by_one(raw: Path) -> None:
     several(raw)
     found = load_dataset({**SEVERAL, "size": 28, "grey": True})
     assert found.domains == tuple(KINDS) and found.classes == ("0", "1", "2")
-    assert found.x_train.shape == (24, 1, 28, 28) and found.x_test.shape == (12, 1, 28, 28)
+    assert found.x_train.shape == (18, 1, 28, 28) and found.x_test.shape == (9, 1, 28, 28)
     for domain, name in enumerate(KINDS):
         own = npz.make(npz.Options(28, True, f"{name}.npz"))
-        train, test = found.domain_train == domain, found.domain_test == domain
-        assert np.array_equal(found.x_train[train], own.x_train)
-        assert np.array_equal(found.y_train[train], own.y_train)
-        assert np.array_equal(found.x_test[test], own.x_test)
-        assert np.array_equal(found.y_test[test], own.y_test)
-
-
-def test_files_are_learnt_domain_by_domain(raw: Path) -> None:
-    several(raw)
-    found = load_dataset({**SEVERAL, "size": 8, "grey": True})
-    plan = split.make_plan(Split("domains", clients=2, tasks=4), found, seed=0)
-    for tasks in plan.clients:
-        assert sorted(task.domain or 0 for task in tasks) == [0, 1, 2, 3]
+        for subset in SUBSETS:
+            where = getattr(found, f"domain_{subset}") == domain
+            for key in (f"x_{subset}", f"y_{subset}"):
+                assert np.array_equal(getattr(found, key)[where], getattr(own, key))
+    plan = split.make_plan(Split("domains", clients=2, tasks=3), found, seed=0)
+    assert all(sorted(task.domain or 0 for task in own) == [0, 1, 2] for own in plan.clients)
     for task, each in enumerate(plan.clients[0]):
         own = plan.train_indices(found, 0, task)
         assert len(own) == 6 and (found.domain_train[own] == each.domain).all()
 
 
-def refused(make: Callable[[], object], kind: type[Exception] = ValueError) -> str:
-    """The message of the error that must be raised."""
+def refused(spec: Any, kind: type[Exception] = ValueError) -> str:
+    """The message of the error that loading must raise."""
     with pytest.raises(kind) as error:
-        make()
+        load_dataset(spec)
     assert type(error.value) is kind and "\n" not in str(error.value)
     return str(error.value)
+
+
+GREY = {"size": 8, "grey": True}
 
 
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        (
-            {},
-            {"grey": True},
-            "{raw}/stamp.npz: x_train has 1 x 16 x 16 images, {raw}/ink.npz 1 x 28 x 28; set "
-            "size, grey or both",
-        ),
-        (
-            {},
-            {"size": 28},
-            "{raw}/paint.v2.npz: x_train has 3 x 28 x 28 images, {raw}/ink.npz 1 x 28 x 28; set "
-            "size, grey or both",
-        ),
+        ({}, {"grey": True}, "sign.npz: x_train has 1 x 32 x 32 images, {raw}/ink.npz 1 x 28 x 28"),
+        ({}, {"size": 28}, "paint.v2.npz: x_train has 3 x 28 x 28 images, {raw}/ink.npz 1 x 28 x"),
         (
             {"sign": {"classes": np.array(["a", "b", "c"])}},
-            {"size": 8, "grey": True},
-            "{raw}/sign.npz: classes must be those of {raw}/ink.npz: 0, 1, 2",
+            GREY,
+            "sign.npz: classes must be those of {raw}/ink.npz: 0, 1, 2",
         ),
         (
             {"sign": {"domain_train": LABELS % 2, "domain_test": np.array([1, 0, 0])}},
-            {"size": 8, "grey": True},
-            "{raw}/sign.npz: domain_train must be absent, as the file is one domain",
+            GREY,
+            "sign.npz: domain_train must be absent, as the file is one domain",
         ),
-        (
-            {"sign": {"y_test": np.array([0, 1, 1])}},
-            {"size": 8, "grey": True},
-            "{raw}/sign.npz: y_test has no image of 2 ('2')",
-        ),
+        ({"sign": {"y_test": np.array([0, 1, 1])}}, GREY, "sign.npz: y_test has no image of 2 ("),
     ],
 )
 def test_files_that_do_not_fit_together_are_refused(
     change: dict[str, Arrays], options: dict[str, Any], message: str, raw: Path, cache: Path
 ) -> None:
     several(raw, **change)
-    assert refused(lambda: load_dataset({**SEVERAL, **options})) == message.format(raw=raw)
+    assert refused({**SEVERAL, **options}).startswith(f"{raw}/{message.format(raw=raw)}")
     assert not cache.exists()
 
 
 # ------------------------------------------------------------------ errors
-
-
-OBJECTS = np.array([1, "two", None], object)
 
 
 @pytest.mark.parametrize(
@@ -205,22 +179,15 @@ OBJECTS = np.array([1, "two", None], object)
         (bundle(y_train=None), "y_train is missing"),
         (bundle(x_test=None), "x_test is missing"),
         (bundle(y_test=None), "y_test is missing"),
-        (domains(domain_train=None), "domain_train is missing"),
-        (domains(domain_test=None), "domain_test is missing"),
-        (domains(domain_train=None, domain_test=None), "domain_train is missing"),
         (domains(domain_train=None, domains=None), "domain_train is missing"),
-        (domains(domain_test=None, domains=None), "domain_test is missing"),
+        (domains(domain_test=None), "domain_test is missing"),
         (
             bundle(x_train=np.zeros((6, 8, 6, 3))),
-            "x_train is float64 [6, 8, 6, 3]; it must be uint8, 0 to 255",
-        ),
-        (
-            bundle(x_test=np.zeros((3, 8, 6, 3), np.int64)),
-            "x_test is int64 [3, 8, 6, 3]; it must be uint8, 0 to 255",
+            "x_train is float64 [6, 8, 6, 3]; it must be uint",
         ),
         (
             bundle(x_train=np.zeros((0, 8, 6, 3), np.uint8)),
-            "x_train is uint8 [0, 8, 6, 3]; it must be at least one image",
+            "x_train is uint8 [0, 8, 6, 3]; it must",
         ),
         *(
             (
@@ -232,28 +199,13 @@ OBJECTS = np.array([1, "two", None], object)
         ),
         (
             bundle(x_test=drawn(3, 8, 6)),
-            "x_test is uint8 [3, 8, 6]; it must be like x_train, uint8 [6, 8, 6, 3]",
+            "x_test is uint8 [3, 8, 6]; it must be like x_train, uint8",
         ),
-        (
-            bundle(y_train=LABELS[:5]),
-            "y_train is int64 [5]; it must be whole numbers [6], one per image",
-        ),
-        (
-            bundle(y_test=np.arange(3.0)),
-            "y_test is float64 [3]; it must be whole numbers [3], one per image",
-        ),
-        (
-            bundle(y_test=np.arange(3)[:, None]),
-            "y_test is int64 [3, 1]; it must be whole numbers [3], one per image",
-        ),
-        (
-            bundle(y_train=LABELS == 0),
-            "y_train is bool [6]; it must be whole numbers [6], one per image",
-        ),
-        (
-            domains(domain_test=np.zeros(2, int)),
-            "domain_test is int64 [2]; it must be whole numbers [3], one per image",
-        ),
+        (bundle(y_train=LABELS[:5]), "y_train is int64 [5]; it must be whole numbers [6], one per"),
+        (bundle(y_test=np.arange(3.0)), "y_test is float64 [3]; it must be whole numbers [3]"),
+        (bundle(y_test=np.arange(3)[:, None]), "y_test is int64 [3, 1]; it must be whole numbers"),
+        (bundle(y_train=LABELS == 0), "y_train is bool [6]; it must be whole numbers [6]"),
+        (domains(domain_test=np.zeros(2, int)), "domain_test is int64 [2]; it must be whole numb"),
         (
             bundle(y_train=LABELS + 1, y_test=np.arange(3) + 1),
             "y_train[2] is 3; it must be in 0..2, as there are 3",
@@ -262,26 +214,18 @@ OBJECTS = np.array([1, "two", None], object)
             bundle(y_test=np.array([0, -1, 2]), classes=np.array(["a", "b", "c"])),
             "y_test[1] is -1; it must be in 0..2, as there are 3",
         ),
-        (
-            bundle(y_test=np.array([0, 2**40, 2])),
-            "y_test[1] is 1099511627776; it must be in 0..3, as there are 4",
-        ),
+        (bundle(y_test=np.array([0, 2**40, 2])), "y_test[1] is 1099511627776; it must be in 0..3"),
         (domains(domain_train=LABELS), "domain_train[2] is 2; it must be in 0..1, as there are 2"),
         (bundle(classes=np.array(["a", "b", "c", "d"])), "y_train has no image of 3 ('d')"),
-        (bundle(y_test=np.array([0, 2, 2])), "y_test has no image of 1 ('1')"),
         (domains(domain_train=np.zeros(6, int)), "domain_train has no image of 1 ('chalk')"),
         (bundle(classes=np.arange(3)), "classes is int64 [3]; it must be different texts [C]"),
         (
             bundle(classes=np.array(["a", "b", "a"])),
-            "classes is <U1 [3]; it must be different texts [C]",
+            "classes is <U1 [3]; it must be different text",
         ),
         (
             bundle(classes=np.array([["a", "b", "c"]])),
-            "classes is <U1 [1, 3]; it must be different texts [C]",
-        ),
-        (
-            domains(domains=np.array([b"a", b"b"])),
-            "domains is |S1 [2]; it must be different texts [C]",
+            "classes is <U1 [1, 3]; it must be different",
         ),
         (bundle(classes=OBJECTS), "classes holds pickled objects; it must be a plain array"),
         (bundle(y_train=OBJECTS), "y_train holds pickled objects; it must be a plain array"),
@@ -291,33 +235,17 @@ def test_invalid_arrays_are_named_with_their_file(
     arrays: Arrays, message: str, raw: Path, cache: Path
 ) -> None:
     path = put(raw, arrays)
-    assert refused(lambda: load_dataset(OWN)) == f"{path}: {message}"
+    assert refused(OWN).startswith(f"{path}: {message}")
     assert not cache.exists()
 
 
-def test_unknown_arrays_are_not_read(raw: Path) -> None:
-    assert len(read(raw, bundle(notes=OBJECTS)).y_train) == 6
-
-
-def cut(share: float) -> Callable[[Path], None]:
-    """What truncates a file to a share of its length."""
-    return lambda path: os.truncate(path, int(share * path.stat().st_size))
-
-
-@pytest.mark.parametrize(
-    "harm",
-    [
-        *map(cut, (0.0, 0.3, 0.7, 0.99)),
-        lambda path: path.write_text("x_train"),
-        lambda path: np.save(path.open("wb"), LABELS),
-    ],
-)
-def test_a_truncated_file_and_one_of_another_kind_are_named(
-    harm: Callable[[Path], None], raw: Path
-) -> None:
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 0.99])
+def test_a_truncated_file_and_one_of_another_kind_are_named(share: float, raw: Path) -> None:
     path = put(raw, bundle())
-    harm(path)
-    assert refused(lambda: load_dataset(OWN)).startswith(f"{path} is not an .npz file")
+    os.truncate(path, int(share * path.stat().st_size))
+    assert refused(OWN).startswith(f"{path} is not an .npz file, or a truncated one")
+    path.write_bytes(header((784_000_000_000_000,)))  # an .npy file that states 713 TiB
+    assert refused(OWN).startswith(f"{path} is not an .npz file, or a truncated one")
 
 
 def test_a_damaged_array_is_named(raw: Path) -> None:
@@ -327,18 +255,16 @@ def test_a_damaged_array_is_named(raw: Path) -> None:
     content = bytearray(path.read_bytes())
     content[content.index(drawn(3, 8, 6, 3).tobytes()) + 50] ^= 1
     path.write_bytes(content)
-    message = refused(lambda: npz.make(npz.Options(file="own.npz")))
-    assert message.startswith(f"{path}: x_test is damaged: Bad CRC-32 for file 'x_test.npy'")
+    assert refused(OWN).startswith(f"{path}: x_test is damaged: Bad CRC-32 for file 'x_test.npy'")
 
 
-def header(shape: tuple[int, ...], version: tuple[int, int] | None = None) -> bytes:
+def header(shape: tuple[int, ...], version: tuple[int, int] = (1, 0)) -> bytes:
     """The header of an array of bytes, and 5000 bytes."""
     content = io.BytesIO()
     fields = {"descr": "|u1", "fortran_order": False, "shape": shape}
-    if version == (2, 0):
-        np.lib.format.write_array_header_2_0(content, fields)
-    else:
-        np.lib.format.write_array_header_1_0(content, fields)
+    first = version == (1, 0)
+    write = np.lib.format.write_array_header_1_0 if first else np.lib.format.write_array_header_2_0
+    write(content, fields)
     return content.getvalue() + bytes(5000)
 
 
@@ -355,15 +281,16 @@ def forge(raw: Path, content: bytes, kind: int = zipfile.ZIP_STORED, length: int
 @pytest.mark.parametrize("kind", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 @pytest.mark.parametrize("length", [0, 2**50 + 128])
 @pytest.mark.parametrize("version", [(1, 0), (2, 0)])
-def test_an_array_that_states_more_than_its_file_holds_is_refused_before_it_is_allocated(
-    kind: int, length: int, version: tuple[int, int], raw: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_array_that_states_more_than_its_file_holds_is_refused_without_allocating_it(
+    kind: int, length: int, version: tuple[int, int], raw: Path
 ) -> None:
     """1 PiB in a few kB: in the array's header, or in the archive's directory as well."""
     path = forge(raw, header((2**40, 32, 32), version), kind, length)
-    monkeypatch.setattr(np.lib.format, "read_array", None)  # which allocates
-    held = f"at most {1032 * path.stat().st_size}" if length else 5128
-    right = f"its header states {2**50 + 128} bytes; the file holds {held}"
-    assert refused(lambda: load_dataset(OWN)).startswith(f"{path}: x_train is damaged: {right}")
+    tracemalloc.start()
+    assert refused(OWN).startswith(f"{path}: x_train is damaged: ")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10_000_000
 
 
 def test_a_header_that_states_less_than_its_file_holds_is_refused(raw: Path) -> None:
@@ -373,16 +300,15 @@ def test_a_header_that_states_less_than_its_file_holds_is_refused(raw: Path) -> 
     content = path.read_bytes()
     place = content.index(b"'<i8'", content.index(b"y_train.npy"))
     path.write_bytes(content[:place] + b"'<i4'" + content[place + 5 :])
-    right = f"{path}: y_train is damaged: its header states 24128 bytes; the file holds 48128"
-    assert refused(lambda: load_dataset(OWN)).startswith(right)
+    assert refused(OWN).startswith(f"{path}: y_train is damaged: ")
 
 
-def test_an_array_file_that_is_no_archive_is_not_read(raw: Path) -> None:
-    """It states 713 TiB."""
-    raw.mkdir()
-    (raw / "own.npz").write_bytes(header((784_000_000_000_000,)))
-    right = f"{raw}/own.npz is not an .npz file, or a truncated one"
-    assert refused(lambda: load_dataset(OWN)).startswith(right)
+@pytest.mark.parametrize("kind", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_another_compression_is_refused(kind: int, raw: Path) -> None:
+    """A few of its bytes can hold more than memory."""
+    path = forge(raw, header((5, 10, 100)), kind)
+    right = f"{path}: x_train is damaged: it is compressed in a way that numpy does not use"
+    assert refused(OWN).startswith(right)
 
 
 def test_an_array_that_does_not_fit_into_memory_is_named(
@@ -392,9 +318,9 @@ def test_an_array_that_does_not_fit_into_memory_is_named(
         raise MemoryError("Unable to allocate 9 TiB")
 
     path = put(raw, bundle())
-    monkeypatch.setattr(np.lib.format, "read_array", full)
+    monkeypatch.setattr(np, "frombuffer", full)
     right = f"{path}: x_train does not fit into memory: Unable to allocate 9 TiB"
-    assert refused(lambda: load_dataset(OWN)).startswith(right)
+    assert refused(OWN).startswith(right)
 
 
 @pytest.mark.parametrize(
@@ -411,24 +337,14 @@ def test_a_forged_header_is_named(text: str, raw: Path) -> None:
     line = (text + "\n").encode()
     head = b"\x93NUMPY\x01\x00" + len(line).to_bytes(2, "little") + line
     path = forge(raw, head + bytes(864))
-    assert refused(lambda: load_dataset(OWN)).startswith(f"{path}: x_train is damaged: ")
-
-
-@pytest.mark.parametrize("kind", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_another_compression_is_refused(kind: int, raw: Path) -> None:
-    path = forge(raw, header((5, 10, 100)), kind)
-    right = f"{path}: x_train is damaged: it is compressed in a way that numpy does not use"
-    assert refused(lambda: load_dataset(OWN)).startswith(right)
+    assert refused(OWN).startswith(f"{path}: x_train is damaged: ")
 
 
 def test_a_missing_file_is_named(raw: Path) -> None:
     put(raw, bundle())
     for spec in ({"file": "two.npz"}, {"domain_files": ["own.npz", "two.npz"]}):
-        message = refused(
-            lambda spec=spec: load_dataset({"source": "npz", **spec}), FileNotFoundError
-        )
-        right = "put the file there or name another"
-        assert message == f"{raw / 'two.npz'} does not exist; {right}"
+        message = refused({"source": "npz", **spec}, FileNotFoundError)
+        assert message == f"{raw}/two.npz does not exist; put the file there or name another"
 
 
 # ------------------------------------------------------------------ larger sets, where there are

@@ -3,7 +3,6 @@
 import bz2
 import gzip
 import hashlib
-import importlib
 import io
 import pickle
 import re
@@ -15,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 from urllib.error import URLError
 
 import numpy as np
@@ -25,13 +24,14 @@ from scipy.io import savemat
 
 from stamp_core.config.schema import Split
 from stamp_core.core import vision
+from stamp_core.data import images as images_module
 from stamp_core.data import split
 from stamp_core.data.counts import Counts
-from stamp_core.data.dataset import ImageArrays, ImageDataset, load_dataset
-from stamp_core.data.sources import digit10, mnist
-from stamp_core.data.store import downloads
+from stamp_core.data.dataset import ImageDataset, find_source, load_dataset
+from stamp_core.data.images import ImageArrays
+from stamp_core.data.images import ImageOptions as Options
+from stamp_core.data.sources import digit10, torchvision_sets
 from stamp_core.data.store.cache import SUBSETS
-from stamp_core.data.store.downloads import ImageOptions as Options
 
 Files = dict[str, bytes]  # by their paths below data/raw
 
@@ -115,7 +115,9 @@ def write_mnist(patch: pytest.MonkeyPatch) -> tuple[Files, Files]:
         read |= {f"{start}-images-idx3-ubyte": idx(x), f"{start}-labels-idx1-ubyte": idx(y)}
     packed = {f"{file}.gz": gzip.compress(content) for file, content in read.items()}
     patch.setattr(kind, "resources", [(file, md5(packed[file])) for file, _ in kind.resources])
-    patch.setattr(mnist, "MD5", {file: md5(content) for file, content in read.items()})
+    patch.setattr(
+        torchvision_sets, "MNIST_MD5", {file: md5(content) for file, content in read.items()}
+    )
     return tuple({f"MNIST/raw/{f}": c for f, c in files.items()} for files in (read, packed))
 
 
@@ -223,9 +225,9 @@ def serve(
     return got
 
 
-def source(name: str) -> ModuleType:
-    """The module of a source."""
-    return importlib.import_module(f"stamp_core.data.sources.{name}")
+def source(name: str) -> Any:
+    """A source."""
+    return find_source({"source": name, **({"file": "a.npz"} if name == "npz" else {})})[0]
 
 
 def make(name: str, options: Options | None = None) -> ImageArrays:
@@ -389,7 +391,7 @@ def test_a_download_without_data_is_given_up(raw: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(urllib.request, "urlopen", urlopen)
     with pytest.raises(FileNotFoundError, match="timed out"):
         make("usps")
-    assert set(limits) == {downloads.STALL_SECONDS} and socket.getdefaulttimeout() is None
+    assert set(limits) == {torchvision_sets.STALL_SECONDS} and socket.getdefaulttimeout() is None
 
 
 def test_a_set_that_cannot_be_unpacked_says_why(raw: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -578,7 +580,7 @@ def test_grey_is_the_usual_weighted_sum() -> None:
     x = drawn((1, 2, 3), 3, 9, 7)
     weights = np.array([19595, 38470, 7471])[:, None, None]
     expected = ((x * weights).sum(1, keepdims=True) + 32768) >> 16
-    found = downloads._convert(x, Options(grey=True))
+    found = images_module._convert(x, Options(grey=True))
     assert found.dtype == np.uint8 and np.array_equal(found, expected)
 
 
@@ -589,14 +591,14 @@ def test_half_the_size_is_a_weighted_mean_of_neighbours() -> None:
     for row, column in np.ndindex(6, 12):
         weights[row, column] = max(0, 2 - abs(2 * row + 0.5 - column))
     weights /= weights.sum(1, keepdims=True)
-    found = downloads._convert(x, Options(size=6))
+    found = images_module._convert(x, Options(size=6))
     assert np.abs(found[0, 0] - weights @ x[0, 0] @ weights.T).max() <= 1
 
 
 def test_the_bytes_of_resized_and_grey_images_are_pinned() -> None:
     x = np.arange(5 * 3 * 20 * 14).reshape(5, 3, 20, 14) ** 2 % 251
     found = [
-        downloads._convert(x.astype(np.uint8), Options(size, grey))
+        images_module._convert(x.astype(np.uint8), Options(size, grey))
         for size, grey in ((28, False), (9, True), (None, True))
     ]
     assert [part.shape for part in found] == [(5, 3, 28, 28), (5, 1, 9, 9), (5, 1, 20, 14)]
@@ -607,7 +609,7 @@ def test_the_bytes_of_resized_and_grey_images_are_pinned() -> None:
 @pytest.mark.parametrize("options", [Options(), Options(size=8), Options(grey=True)])
 def test_images_of_the_wanted_kind_are_not_copied(options: Options) -> None:
     x = drawn((1,), 1, 8, 8)
-    assert downloads._convert(x, options) is x
+    assert images_module._convert(x, options) is x
 
 
 def test_size_and_grey_apply_to_training_and_test_images(
@@ -658,8 +660,9 @@ def test_expected_images_have_the_shape_and_classes_of_those_in_the_files(
 def shrink(patch: pytest.MonkeyPatch, *names: str) -> None:
     """Let sets of digits be as small as the files that are written here."""
     for name in names:
-        patch.setattr(source(name), "TRAIN", np.bincount(LABELS))
-        patch.setattr(source(name), "TEST", [1] * 10)
+        small = replace(source(name), train=tuple(np.bincount(LABELS)), test=(1,) * 10)
+        patch.setitem(torchvision_sets.SETS, name, small)
+        patch.setitem(digit10.SETS, name, small)
 
 
 @pytest.mark.parametrize("name", ["mnist", "usps", "svhn"])

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.pretend import DEVICE, pretending, register
 from benchmarks.transfers import Counted, cost, per_epoch, per_step
-from stamp_core.client import personalisation, scoring, workspace
+from stamp_core.client import scoring, workspace
 from stamp_core.client.by_class import first_per_class
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.core import devices
@@ -29,7 +29,7 @@ from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.split import Plan
 from stamp_core.engine import train as engine
 from stamp_core.engine.experiment import Experiment
-from stamp_core.methods import fedala, gradma
+from stamp_core.methods import fedala, fedl2p, gradma
 from stamp_core.methods.base import projection
 from stamp_core.methods.base.distillation import masked_cross_entropy
 from stamp_core.methods.base.method import ClientRound, Message, Method
@@ -186,7 +186,7 @@ def views_in_torch_order(vector: Tensor, tensors: Sequence[Tensor]) -> Iterator[
 MISREADINGS: dict[str, tuple[Any, str, Callable[..., Any]]] = {  # of channels last, by method
     "agem": (projection, "flatten_like", in_torch_order),
     "fedala": (fedala, "flatten_like", in_torch_order),
-    "fedl2p": (personalisation, "split_like", views_in_torch_order),
+    "fedl2p": (fedl2p, "split_like", views_in_torch_order),
     "gradma": (gradma, "flatten_like", in_torch_order),
     "replay": (learner, "in_flat_order", first_axis_alone),
 }

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.autograd import grad
 from torch.func import functional_call
 
-from stamp_core.client.personalisation import layer_statistics
 from stamp_core.config.schema import Network
 from stamp_core.core.paths import ROOT
 from stamp_core.core.seeding import generator
 from stamp_core.coresets.learner import per_sample_gradients
 from stamp_core.coresets.selection import sre2l
 from stamp_core.methods.base import registry
+from stamp_core.methods.fedl2p.meta_networks import layer_statistics
 from stamp_core.models.networks import Classifier, build_network, set_train_mode
 
 NORMS = ("none", "group", "batch")

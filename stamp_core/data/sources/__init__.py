@@ -6,7 +6,7 @@ A new source is a new file here; nothing else changes. It defines
 
 and either, for images that fit into memory,
 
-- `make(options)`: returns `ImageArrays` (stamp_core.data.dataset);
+- `make(options)`: returns `ImageArrays` (stamp_core.data.images);
 - `PACKAGES`: the names of the packages whose versions can change the images;
 - `inputs(options)`, only where images come from files: the paths of these files or folders;
 
@@ -19,3 +19,7 @@ A source of published files may also define `expected(options)`, which returns t
 
 The images are made again when the options, the code, a package or an input file has changed.
 """
+
+SETS = dict.fromkeys(  # sources that share a file, with its name
+    ("cifar10", "cifar100", "mnist", "emnist_digits", "usps", "svhn"), "torchvision_sets"
+)

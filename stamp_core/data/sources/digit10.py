@@ -8,15 +8,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from stamp_core.config.decode import invalid, require_at_least, unknown_name
+from stamp_core.config.decode import require, require_at_least, unknown_name
 from stamp_core.data.counts import Counts, join_counts
-from stamp_core.data.dataset import ImageArrays
-from stamp_core.data.sources import emnist_digits, mnist, svhn, usps
+from stamp_core.data.images import ImageArrays, ImageOptions, join_domains
+from stamp_core.data.sources.torchvision_sets import SETS as TORCHVISION
 from stamp_core.data.store.cache import Numbers
-from stamp_core.data.store.downloads import ImageOptions, join_domains
 
-PACKAGES = svhn.PACKAGES
-SETS = {"mnist": mnist, "emnist": emnist_digits, "usps": usps, "svhn": svhn}
+PACKAGES = TORCHVISION["svhn"].PACKAGES
+SETS = {
+    "mnist": TORCHVISION["mnist"],
+    "emnist": TORCHVISION["emnist_digits"],
+    "usps": TORCHVISION["usps"],
+    "svhn": TORCHVISION["svhn"],
+}
 
 
 @dataclass(frozen=True)
@@ -27,14 +31,13 @@ class Options:
     per_class: int | None = None  # the first images of each class and domain, train and test each
 
     def __post_init__(self) -> None:
-        """Refuse unknown sets, no sets, and a set that is named twice."""
+        """Validate the names of the sets and the number of images."""
         for name in self.sets:
             if name not in SETS:
                 raise unknown_name("sets:", name, SETS)
-        if not self.sets or len(set(self.sets)) < len(self.sets):
-            raise invalid("sets", list(self.sets), "at least one set, and none twice")
-        if self.per_class is not None:
-            require_at_least(self, 1, "per_class")
+        once = 0 < len(self.sets) == len(set(self.sets))
+        require(self, "sets", once, "at least one set, and none twice")
+        require_at_least(self, 1, "per_class")
 
 
 def make(options: Options) -> ImageArrays:
@@ -57,7 +60,7 @@ def expected(options: Options) -> Counts:
 
 def _take_first(part: ImageArrays, count: int) -> ImageArrays:
     """The first `count` images of each class, for training and for testing."""
-    train, test = _first_places(part.y_train, count), _first_places(part.y_test, count)
+    train, test = (_first_places(y, count) for y in (part.y_train, part.y_test))
     x_train, y_train = part.x_train[train], part.y_train[train]
     return ImageArrays(x_train, y_train, part.x_test[test], part.y_test[test], part.classes)
 

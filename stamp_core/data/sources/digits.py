@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stamp_core.data.dataset import ImageArrays
+from stamp_core.data.images import ImageArrays
 from stamp_core.data.sources.folder import check_test_share, held_out_places
 
 PACKAGES = ("numpy", "scikit-learn")
@@ -17,7 +17,7 @@ class Options:
     test_share: float = 0.25  # of each class
 
     def __post_init__(self) -> None:
-        """Refuse a share with which training or testing has no images."""
+        """Validate the share of test images."""
         check_test_share(self.test_share)
 
 

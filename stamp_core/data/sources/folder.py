@@ -11,14 +11,15 @@ from pathlib import Path
 
 import numpy as np
 
-from stamp_core.config.decode import invalid, require_at_least, require_inside
+from stamp_core.config.decode import invalid, require_at_least
 from stamp_core.core import paths
+from stamp_core.data.images import require_inside
 from stamp_core.data.store.cache import Numbers
 from stamp_core.data.store.decoding import ImageFiles, Listing
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 ClassFiles = dict[str, list[str]]  # the images of each class, as paths below the root
-Seen = dict[tuple[int, int], Path]  # folders that were read, by device and inode
+Seen = dict[tuple[int, int], str]  # folders that were read, by device and inode
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Options:
     domains: tuple[str, ...] = ()  # folders above those of the classes, in this order
 
     def __post_init__(self) -> None:
-        """Refuse images without pixels, an empty train or test set, and equal domains."""
+        """Validate the size, the root, the share of test images and the domains."""
         require_at_least(self, 1, "size")
         require_inside(self, "root")
         if self.test_share is not None or self.domains:
@@ -42,26 +43,27 @@ class Options:
 
 def listing(options: Options) -> Listing:
     """All images below the root."""
-    root, share = paths.RAW / options.root, options.test_share
-    if share is not None:
+    root = paths.RAW / options.root
+    if options.test_share is not None:
         layout = "<domain>/<class>/*" if options.domains else "<class>/*"
-        train, test = divide(root, find_images(root, options.domains or (".",), layout), share)
+        found = find_images(root, options.domains or (".",), layout)
+        subsets = divide(root, found, options.test_share)
     else:
         held_out = "val" if (root / "val").is_dir() and not (root / "test").is_dir() else "test"
         layout = "train/<class>/* and test/<class>/* (or val/), unless test_share is set"
-        train, test = ([found] for found in find_images(root, ("train", held_out), layout))
-    domains = options.domains or ("all",)
-    return make_listing(root, train, test, domains, options.size, options.grey)
+        train, test = find_images(root, ("train", held_out), layout)
+        subsets = [train], [test]
+    return make_listing(root, subsets, options.domains or ("all",), options.size, options.grey)
 
 
 def check_test_share(share: float | None) -> None:
-    """Refuse a share with which training or testing has no images."""
+    """Validate that training and testing have images."""
     if share is None or not 0 < share < 1:
         raise invalid("test_share", share, "above 0 and below 1")
 
 
 def check_domains(domains: Sequence[str]) -> None:
-    """Refuse an empty list of domains, a domain that is named twice, and one outside the root."""
+    """Validate that domains are different folders inside the root."""
     for name in domains:
         path = Path(name)
         if not path.parts or path.is_absolute() or ".." in path.parts:
@@ -72,7 +74,7 @@ def check_domains(domains: Sequence[str]) -> None:
 
 def find_images(root: Path, folders: Sequence[str], layout: str) -> list[ClassFiles]:
     """The images in folders below `root`, each with the same classes; `layout` is for errors."""
-    for path in (root, *(root / folder for folder in folders)):
+    for path in (root, *map(root.joinpath, folders)):
         if not path.is_dir():
             raise FileNotFoundError(f"{path} does not exist; {root} must hold {layout}")
     seen = Seen()
@@ -112,13 +114,13 @@ def held_out_places(images: int, share: float) -> Numbers:
 
 def make_listing(
     root: Path,
-    train: Sequence[ClassFiles],
-    test: Sequence[ClassFiles],
+    subsets: tuple[Sequence[ClassFiles], Sequence[ClassFiles]],
     domains: tuple[str, ...],
     size: int,
     grey: bool = False,
 ) -> Listing:
     """The listing of images for training and for testing, given by domain and class."""
+    train, test = subsets
     return Listing(root, _label(train), _label(test), tuple(train[0]), domains, size, grey)
 
 
@@ -132,33 +134,29 @@ def _label(found: Sequence[ClassFiles]) -> ImageFiles:
 
 def _find_classes(root: Path, folder: str, seen: Seen) -> ClassFiles:
     """The images in each folder inside a folder, classes and images sorted by name."""
-    names = sorted(path.name for path in (root / folder).iterdir() if path.is_dir())
-    found = {
-        name: sorted(_walk(root, root / folder / name, seen)) for name in names if name[0] != "."
-    }
-    for name, files in found.items():
-        if not files:
-            kinds = ", ".join(SUFFIXES)
-            raise FileNotFoundError(f"{root / folder / name} holds no images ({kinds})")
+    found = ClassFiles()
+    for path in sorted((root / folder).iterdir()):
+        if path.is_dir() and path.name[0] != ".":
+            found[path.name] = sorted(_walk(root, path, seen))
+            if not found[path.name]:
+                raise FileNotFoundError(f"{path} holds no images ({', '.join(SUFFIXES)})")
     return found
 
 
 def _walk(root: Path, folder: Path, seen: Seen) -> Iterator[str]:
-    """The images in a folder and its subfolders, as paths below the root."""
+    """The images in a folder and its subfolders, as paths below the root.
+
+    A folder that was read by another path is refused: links can loop, or give images two labels.
+    """
     for where, _, names in os.walk(folder, onerror=_raise, followlinks=True):
-        _enter_once(Path(where), seen)
+        status = Path(where).stat()
+        first = seen.setdefault((status.st_dev, status.st_ino), where)
+        if first != where:
+            raise ValueError(f"{where} is {first} again, by a link; remove the link")
         within = Path(where).relative_to(root).as_posix()
         for name in names:
             if name.lower().endswith(SUFFIXES) and name[0] != ".":
                 yield f"{within}/{name}"
-
-
-def _enter_once(folder: Path, seen: Seen) -> None:
-    """Refuse a folder that was read by another path: links can loop, or give images two labels."""
-    found = folder.stat()
-    first = seen.setdefault((found.st_dev, found.st_ino), folder)
-    if first != folder:
-        raise ValueError(f"{folder} is {first} again, by a link; remove the link")
 
 
 def _raise(error: OSError) -> None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from stamp_core.config.decode import invalid, require_at_least
-from stamp_core.data.dataset import ImageArrays
+from stamp_core.config.decode import require, require_at_least, require_between
+from stamp_core.data.images import ImageArrays
 from stamp_core.data.store.cache import Bytes, Numbers
 
 if TYPE_CHECKING:
@@ -55,19 +55,16 @@ class Options:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot be drawn."""
+        """Validate what can be drawn."""
         require_at_least(self, 1, "train_per_class", "test_per_class")
         require_at_least(self, 0, "seed")
-        few = min(self.train_per_class, self.test_per_class)
-        if self.face_domains and few < len(FACES):
-            name = "train_per_class" if few == self.train_per_class else "test_per_class"
-            raise invalid(
-                name, few, f"at least {len(FACES)}, one per face, as face_domains is true"
-            )
-        limits = {"classes": (2, len(CHARACTERS)), "size": (8, 64), "style": (0, 2)}
-        for name, (low, high) in limits.items():
-            if not low <= getattr(self, name) <= high:
-                raise invalid(name, getattr(self, name), f"between {low} and {high}")
+        require_between(self, 2, len(CHARACTERS), "classes")
+        require_between(self, 8, 64, "size")
+        require_between(self, 0, 2, "style")
+        for name in ("train_per_class", "test_per_class"):
+            enough = not self.face_domains or getattr(self, name) >= len(FACES)
+            right = f"at least {len(FACES)}, one per face, as face_domains is true"
+            require(self, name, enough, right)
 
 
 def make(options: Options) -> ImageArrays:

@@ -5,15 +5,15 @@ test: train`. Where the number of images is limited, the first by name are used.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from stamp_core.config.decode import invalid, require_at_least, require_inside
+from stamp_core.config.decode import require, require_at_least
 from stamp_core.core import paths
 from stamp_core.data.counts import Counts
-from stamp_core.data.sources.folder import ClassFiles, find_images, make_listing
+from stamp_core.data.images import require_inside
+from stamp_core.data.sources.folder import find_images, make_listing
 from stamp_core.data.store.decoding import Listing
 
 CLASSES, VAL_IMAGES = 1000, 50  # images of each class
@@ -32,14 +32,12 @@ class Options:
     test: Literal["val", "train"] = "val"  # train: the images of train/ after those for training
 
     def __post_init__(self) -> None:
-        """Refuse sizes and numbers below 1, and testing on train/ when training uses all of it."""
-        require_at_least(self, 1, "size")
+        """Validate the root and the numbers of images."""
+        require_at_least(self, 1, "size", "per_class_train", "per_class_test")
         require_inside(self, "root")
-        for name in ("per_class_train", "per_class_test"):
-            if getattr(self, name) is not None:
-                require_at_least(self, 1, name)
-        if self.test == "train" and self.per_class_train is None:
-            raise invalid("per_class_train", None, "a number, as test is 'train'")
+        if self.test == "train":
+            limited = self.per_class_train is not None
+            require(self, "per_class_train", limited, "a number, as test is 'train'")
 
 
 def listing(options: Options) -> Listing:
@@ -51,11 +49,15 @@ def listing(options: Options) -> Listing:
     layout = "train/<wnid>/*.JPEG and val/<wnid>/*.JPEG"
     found = dict(zip(needed, find_images(root, tuple(needed), layout), strict=True))
     for folder, classes in found.items():
-        _check_counts(root / folder, classes, needed[folder])
+        for name, files in classes.items():
+            if len(files) < needed[folder]:
+                right = f"{needed[folder]}, as per_class_train and per_class_test require"
+                held = f"{root / folder / name} holds {len(files)} images"
+                raise ValueError(f"{held}; it must hold {right}")
     rest = {name: files[train:] for name, files in found["train"].items()}
-    first = _take_first(found["train"], train)
-    held_out = _take_first(found.get("val", rest), test)
-    return make_listing(root, [first], [held_out], ("all",), options.size)
+    first = {name: files[:train] for name, files in found["train"].items()}
+    held_out = {name: files[:test] for name, files in found.get("val", rest).items()}
+    return make_listing(root, ([first], [held_out]), ("all",), options.size)
 
 
 def expected(options: Options) -> Counts:
@@ -69,16 +71,3 @@ def expected(options: Options) -> Counts:
     if options.per_class_test is not None:
         test = np.minimum(test, options.per_class_test)
     return Counts((3, options.size, options.size), train[None], test[None])
-
-
-def _check_counts(folder: Path, classes: ClassFiles, needed: int) -> None:
-    """Refuse a class with fewer images than needed."""
-    for name, files in classes.items():
-        if len(files) < needed:
-            expected = f"{needed}, as per_class_train and per_class_test require"
-            raise ValueError(f"{folder / name} holds {len(files)} images; it must hold {expected}")
-
-
-def _take_first(classes: ClassFiles, count: int | None) -> ClassFiles:
-    """The first images of each class, or all."""
-    return {name: files[:count] for name, files in classes.items()}

@@ -6,29 +6,33 @@ axes, only the second or only the last may have such a length. y_train and y_tes
 numbers [N], and `domains`, their names. Other arrays are not read.
 """
 
-import math
+import io
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from stamp_core.config.decode import invalid, require_inside
+from stamp_core.config.decode import require
 from stamp_core.core import paths
-from stamp_core.data.dataset import ImageArrays, array_error
-from stamp_core.data.store.cache import Bytes, NamedArrays
-from stamp_core.data.store.downloads import ImageOptions, convert_images, join_domains
+from stamp_core.data.images import (
+    ImageArrays,
+    ImageOptions,
+    array_error,
+    convert_images,
+    join_domains,
+    require_inside,
+)
+from stamp_core.data.store.cache import SUBSETS, Bytes, NamedArrays
 
 PACKAGES = ("numpy", "pillow")
 _NEEDED = ("x_train", "y_train", "x_test", "y_test")
 _OPTIONAL = ("classes", "domain_train", "domain_test", "domains")
-_RATIO = 1032  # a compressed byte holds at most that many; the length in a directory can be forged
 _READ_ERRORS = (  # of altered archives, and of altered headers of their arrays
     *(zipfile.BadZipFile, zlib.error, tokenize.TokenError, SyntaxError),
     *(TypeError, EOFError, OSError, ValueError, RuntimeError),
@@ -43,16 +47,17 @@ class Options(ImageOptions):
     domain_files: tuple[str, ...] = ()  # instead of `file`: one per domain, named like it
 
     def __post_init__(self) -> None:
-        """Refuse neither or both of `file` and `domain_files`, and domains of the same name."""
+        """Validate that one of `file` and `domain_files` is set, and the names of domains."""
         super().__post_init__()
-        require_inside(self, "file", "domain_files")
-        if self.file and self.domain_files:
-            raise invalid("file", self.file, "absent where domain_files is set")
-        if not self.file and not self.domain_files:
-            raise invalid("file", self.file, "the name of an .npz file, or domain_files set")
-        if len({Path(name).stem for name in self.domain_files}) < len(self.domain_files):
-            expected = "files of different names, as domains are named like them"
-            raise invalid("domain_files", list(self.domain_files), expected)
+        require_inside(self, "file")
+        require_inside(self, "domain_files")
+        named = bool(self.file or self.domain_files)
+        require(self, "file", named, "the name of an .npz file, or domain_files set")
+        either = not (self.file and self.domain_files)
+        require(self, "file", either, "absent where domain_files is set")
+        different = len({Path(name).stem for name in self.domain_files}) == len(self.domain_files)
+        expected = "files of different names, as domains are named like them"
+        require(self, "domain_files", different, expected)
 
 
 def inputs(options: Options) -> list[Path]:
@@ -82,23 +87,22 @@ def read_npz(path: Path) -> ImageArrays:
     if x_train.shape[1:] != x_test.shape[1:]:
         expected = f"like x_train, {x_train.dtype} {[*arrays['x_train'].shape]}"
         raise array_error(path, "x_test", arrays["x_test"], expected)
-    counts = {"train": len(x_train), "test": len(x_test)}
-    labels = _read_labels(path, arrays, "y", "classes", counts)
+    labels = _read_labels(path, arrays, "y", "classes")
     if arrays.keys() & {"domain_train", "domain_test", "domains"}:
-        labels |= _read_labels(path, arrays, "domain", "domains", counts)
+        labels |= _read_labels(path, arrays, "domain", "domains")
     return ImageArrays(x_train=x_train, x_test=x_test, **labels)
 
 
 def _check_domain(path: Path, part: ImageArrays, first: Path, pattern: ImageArrays) -> None:
-    """Refuse a domain whose classes or image shape differ from those of the first."""
+    """Validate that a domain has the classes and the shape of images of the first."""
     if part.domain_train is not None:
         raise ValueError(f"{path}: domain_train must be absent, as the file is one domain")
     if part.classes != pattern.classes:
         raise ValueError(f"{path}: classes must be those of {first}: {', '.join(pattern.classes)}")
     if part.x_train.shape[1:] != pattern.x_train.shape[1:]:
         own, other = (" x ".join(map(str, x.x_train.shape[1:])) for x in (part, pattern))
-        fix = "set size, grey or both"
-        raise ValueError(f"{path}: x_train has {own} images, {first} {other}; {fix}")
+        found = f"x_train has {own} images, {first} {other}"
+        raise ValueError(f"{path}: {found}; set size, grey or both")
 
 
 def _read_arrays(path: Path) -> NamedArrays:
@@ -114,15 +118,13 @@ def _read_arrays(path: Path) -> NamedArrays:
 
 
 def _read_array(path: Path, key: str, file: zipfile.ZipFile) -> npt.NDArray[Any]:
-    """One array of an opened file."""
+    """One array of an opened file; its bytes are read first, whatever its header states."""
     try:
         member = file.getinfo(f"{key}.npy")
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise ValueError("it is compressed in a way that numpy does not use")
-        with file.open(member) as content:
-            _check_length(content, member.file_size, _RATIO * path.stat().st_size)
-        with file.open(member) as content:
-            return np.asarray(np.lib.format.read_array(content, allow_pickle=False))
+        content = file.read(member)
+        return _parse_array(content)
     except KeyError:
         raise ValueError(f"{path}: {key} is missing") from None
     except MemoryError as error:
@@ -134,19 +136,18 @@ def _read_array(path: Path, key: str, file: zipfile.ZipFile) -> npt.NDArray[Any]
         raise ValueError(f"{path}: {key} {reason}") from None
 
 
-def _check_length(content: IO[bytes], length: int, most: int) -> None:
-    """Refuse a header that states another length: numpy would allocate it, or read a part.
-
-    Of a part zip does not verify the checksum.
-    """
-    if np.lib.format.read_magic(content) == (1, 0):
-        shape, _, dtype = np.lib.format.read_array_header_1_0(content)
-    else:
-        shape, _, dtype = np.lib.format.read_array_header_2_0(content)
-    stated = content.tell() + math.prod(shape) * dtype.itemsize
-    if not dtype.hasobject and (stated != length or stated > most):
-        held = f"{length}" if length <= most else f"at most {most}"
-        raise ValueError(f"its header states {stated} bytes; the file holds {held}")
+def _parse_array(content: bytes) -> npt.NDArray[Any]:
+    """The array in the bytes of an .npy file; its header must state its length."""
+    stream = io.BytesIO(content)
+    first = np.lib.format.read_magic(stream) == (1, 0)
+    read = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
+    shape, transposed, dtype = read(stream)
+    if dtype.hasobject:
+        raise ValueError("pickled")
+    if min(shape, default=0) < 0:
+        raise ValueError(f"its shape is {shape}")
+    values = np.frombuffer(content, dtype, offset=stream.tell())
+    return values.reshape(shape, order="F" if transposed else "C")
 
 
 def _to_nchw(path: Path, key: str, x: npt.NDArray[Any]) -> Bytes:
@@ -164,13 +165,11 @@ def _to_nchw(path: Path, key: str, x: npt.NDArray[Any]) -> Bytes:
     return x.transpose(0, 3, 1, 2) if last else x
 
 
-def _read_labels(
-    path: Path, arrays: NamedArrays, kind: str, names_key: str, counts: Mapping[str, int]
-) -> dict[str, Any]:
+def _read_labels(path: Path, arrays: NamedArrays, kind: str, names_key: str) -> dict[str, Any]:
     """The checked arrays `kind`_train and `kind`_test, and the names of their values."""
     labels = {}
-    for subset, count in counts.items():
-        key = f"{kind}_{subset}"
+    for subset in SUBSETS:
+        key, count = f"{kind}_{subset}", len(arrays[f"x_{subset}"])
         if key not in arrays:
             raise ValueError(f"{path}: {key} is missing")
         if arrays[key].dtype.kind not in "iu" or arrays[key].shape != (count,):
@@ -187,7 +186,7 @@ def _read_labels(
 
 
 def _check_labels(path: Path, labels: NamedArrays, names: list[str]) -> None:
-    """Refuse labels without a name, and names without an image."""
+    """Validate that every label has a name, and every name an image."""
     for key, y in labels.items():
         for place in np.flatnonzero((y < 0) | (y >= len(names)))[:1]:
             expected = f"in 0..{len(names) - 1}, as there are {len(names)}"

@@ -7,17 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stamp_core.config.decode import require_at_least, require_inside, unknown_name
+from stamp_core.config.decode import require_at_least, unknown_name
 from stamp_core.core import paths
 from stamp_core.data.counts import Counts
-from stamp_core.data.sources.folder import (
-    check_domains,
-    check_test_share,
-    divide,
-    find_images,
-    held_out_places,
-    make_listing,
-)
+from stamp_core.data.images import require_inside
+from stamp_core.data.sources import folder
 from stamp_core.data.store.decoding import Listing
 
 _CLASSES = 31
@@ -46,11 +40,11 @@ class Options:
     test_share: float = 0.25  # of each class of a domain
 
     def __post_init__(self) -> None:
-        """Refuse images without pixels, an empty train or test set, and equal domains."""
+        """Validate the size, the root, the share of test images and the domains."""
         require_at_least(self, 1, "size")
         require_inside(self, "root")
-        check_test_share(self.test_share)
-        check_domains(self.domains)
+        folder.check_test_share(self.test_share)
+        folder.check_domains(self.domains)
 
 
 def listing(options: Options) -> Listing:
@@ -58,11 +52,11 @@ def listing(options: Options) -> Listing:
     root = paths.RAW / options.root
     inner = [f"{name}/images" for name in options.domains]
     folders = [path if (root / path).is_dir() else path.removesuffix("/images") for path in inner]
-    found = find_images(root, folders, "<domain>/<class>/* or <domain>/images/<class>/*")
+    found = folder.find_images(root, folders, "<domain>/<class>/* or <domain>/images/<class>/*")
     if (count := len(found[0])) != _CLASSES:
         raise ValueError(f"{root / folders[0]} holds {count} classes; it must hold {_CLASSES}")
-    train, test = divide(root, found, options.test_share)
-    return make_listing(root, train, test, options.domains, options.size)
+    subsets = folder.divide(root, found, options.test_share)
+    return folder.make_listing(root, subsets, options.domains, options.size)
 
 
 def expected(options: Options) -> Counts:
@@ -71,6 +65,6 @@ def expected(options: Options) -> Counts:
         if name not in _IMAGES:
             raise unknown_name("domains:", name, _IMAGES)
     images = np.array([[int(n) for n in _IMAGES[name].split()] for name in options.domains])
-    held_out = [[len(held_out_places(n, options.test_share)) for n in row] for row in images]
+    held_out = [[len(folder.held_out_places(n, options.test_share)) for n in row] for row in images]
     test = np.array(held_out)  # [D, C]
     return Counts((3, options.size, options.size), images - test, test, options.domains)

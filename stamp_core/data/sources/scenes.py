@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from stamp_core.config.decode import invalid, require_at_least
-from stamp_core.data.dataset import ImageArrays
+from stamp_core.config.decode import require_at_least, require_between
+from stamp_core.data.images import ImageArrays
 from stamp_core.data.sources.glyphs import (
     CHARACTERS,
     FACES,
@@ -46,12 +46,11 @@ class Options:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot be drawn."""
+        """Validate what can be drawn."""
         require_at_least(self, 1, "train_per_class", "test_per_class")
         require_at_least(self, 0, "seed")
-        for name, (low, high) in {"classes": (SHOWN, len(CHARACTERS)), "size": (16, 64)}.items():
-            if not low <= getattr(self, name) <= high:
-                raise invalid(name, getattr(self, name), f"between {low} and {high}")
+        require_between(self, SHOWN, len(CHARACTERS), "classes")
+        require_between(self, 16, 64, "size")
 
 
 def make(options: Options) -> ImageArrays:

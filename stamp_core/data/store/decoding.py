@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -117,7 +116,7 @@ def decode_image(path: Path, size: int, grey: bool) -> Bytes:
 
 
 def _check_shape(width: int, height: int, size: int) -> None:
-    """Refuse an image that would take too much memory to decode or to resize."""
+    """Validate that an image takes little memory to decode and to resize."""
     shorter, longer = sorted((width, height))
     if longer > MAX_RATIO * shorter:
         right = f"its longer side must be at most {MAX_RATIO} times the shorter"
@@ -130,53 +129,44 @@ def _check_shape(width: int, height: int, size: int) -> None:
 
 def _lay_out(listing: Listing, images: ImageFiles, path: Path) -> int:
     """The number of images that the array at `path` holds already; if none, it is created anew."""
-    log, whole = path.with_suffix(".jsonl"), False
-    with suppress(*cache.READ_ERRORS):  # the array is missing, or was cut short
-        whole = np.load(path, mmap_mode="r").shape == (len(images.files), *listing.shape)
-    if not whole:
-        log.unlink(missing_ok=True)
+    log, shape = path.with_suffix(".jsonl"), (len(images.files), *listing.shape)
     done = int(sum(note["images"] for note in cache.read_notes(log)))
-    if not done:
-        np.lib.format.open_memmap(path, "w+", np.uint8, (len(images.files), *listing.shape))
-    return done
+    with suppress(*cache.READ_ERRORS):  # the array is missing, or was cut short
+        if done and np.load(path, mmap_mode="r").shape == shape:
+            return done
+    log.unlink(missing_ok=True)
+    np.lib.format.open_memmap(path, "w+", np.uint8, shape)
+    return 0
 
 
 def _decode_files(listing: Listing, files: list[str], done: int, path: Path) -> None:
-    """Decode all but the first `done` files; record each chunk once it is on disk."""
-    chunks = _decode_chunks(listing, files[done:])
-    with path.open("r+b") as images, path.with_suffix(".jsonl").open("a") as notes:
-        images.seek((done - len(files)) * math.prod(listing.shape), os.SEEK_END)
-        for chunk in _show_progress(chunks, f"{path.parent.stem} {path.stem}", len(files), done):
+    """Decode all but the first `done` files in chunks; note each chunk once it is on disk.
+
+    An interactive session shows a progress bar, a log a line per tenth.
+    """
+    decode = partial(decode_image, size=listing.size, grey=listing.grey)
+    step = max(1, CHUNK_BYTES // math.prod(listing.shape))
+    total, name, began = len(files), f"{path.parent.stem} {path.stem}", time.perf_counter()
+    with (
+        ThreadPoolExecutor(os.cpu_count()) as pool,
+        tqdm(
+            desc=name, total=total, initial=done, unit="image", disable=not is_interactive()
+        ) as bar,
+        path.open("r+b") as images,
+        path.with_suffix(".jsonl").open("a") as notes,
+    ):
+        images.seek((done - total) * math.prod(listing.shape), os.SEEK_END)
+        for start in range(done, total, step):
+            end = min(start + step, total)
+            chunk = np.stack([*pool.map(decode, map(listing.root.joinpath, files[start:end]))])
             images.write(chunk.data)  # a full disk is an error here, a crash in a memory map
             images.flush()
             os.fsync(images.fileno())
             # The newline comes first: it also ends a line that was cut short.
             notes.write(f"\n{json.dumps(cache.note_chunk(chunk))}")
             notes.flush()
-
-
-def _decode_chunks(listing: Listing, files: list[str]) -> Iterator[Bytes]:
-    """The images of `files` in order, a chunk at a time.  # [n, H, W, C]"""
-    decode = partial(decode_image, size=listing.size, grey=listing.grey)
-    step = max(1, CHUNK_BYTES // math.prod(listing.shape))
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for start in range(0, len(files), step):
-            paths = [listing.root / name for name in files[start : start + step]]
-            chunk = np.empty((len(paths), *listing.shape), np.uint8)
-            for place, image in enumerate(pool.map(decode, paths)):
-                chunk[place] = image
-            yield chunk
-
-
-def _show_progress(chunks: Iterator[Bytes], name: str, total: int, done: int) -> Iterator[Bytes]:
-    """The chunks, with a progress bar in an interactive session, else with a line per tenth."""
-    bar = tqdm(desc=name, total=total, initial=done, unit="image", disable=not is_interactive())
-    began = time.perf_counter()
-    with bar:
-        for chunk in chunks:
-            yield chunk
-            tenth, done = 10 * done // total, done + len(chunk)
-            bar.update(len(chunk))
-            if bar.disable and 10 * done // total > tenth:
-                seconds = time.perf_counter() - began
-                print(f"{name}  {done}/{total} images  {seconds:.1f} s", flush=True)
+            bar.update(end - start)
+            if bar.disable and 10 * end // total > 10 * start // total:
+                print(
+                    f"{name}  {end}/{total} images  {time.perf_counter() - began:.1f} s", flush=True
+                )

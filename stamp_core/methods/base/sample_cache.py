@@ -3,16 +3,18 @@
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypedDict
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.by_class import first_per_class
 from stamp_core.config.decode import invalid, require_above, require_at_least
 from stamp_core.coresets.learner import head_gradient_factors, per_sample_gradients
 from stamp_core.methods.base.exemplar_lists import ExemplarLists, empty_lists
+from stamp_core.methods.base.ledger import is_first, latest, recorded
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Group, Method, State
 from stamp_core.models.networks import Classifier
 
@@ -34,7 +36,7 @@ class CacheParams(FedAvgParams):
     balance: Literal["none", "class"] = "none"  # "class": as many samples of each past class
 
     def __post_init__(self) -> None:
-        """Refuse parameters that measure nothing, and a proximal term that diverges."""
+        """Validate the numbers; the proximal term must not diverge."""
         super().__post_init__()
         require_at_least(self, 0, "cache")
         require_at_least(self, 1, "steps")
@@ -51,6 +53,20 @@ class CacheParams(FedAvgParams):
         return (1 - self.lam) / (2 * self.lam)
 
 
+class CacheState(TypedDict):
+    """What a client remembers."""
+
+    cache: ExemplarLists
+    experiences: list[int]  # in which the client has trained
+
+
+@dataclass
+class CacheContext(StepContext):
+    """What a client round prepares for its batches."""
+
+    cache: ExemplarLists  # of this experience
+
+
 class SampleCache(Method):
     """FedAvg whose clients train on the new task and a cache of past samples, shuffled together.
 
@@ -59,35 +75,33 @@ class SampleCache(Method):
     """
 
     Params: ClassVar = CacheParams
-    fedavg_equivalent: ClassVar[dict[str, Any]] = {"cache": 0}
+    fedavg_equivalent: ClassVar = {"cache": 0}
     group: ClassVar[Group] = "continual"
-    captures = True
 
-    def init_client(self, client: int, server: State) -> State:
-        """An empty cache; `experience` is the one in which the client trained last."""
-        return {"cache": empty_lists(self.runtime.dataset.x_train), "experience": -1}
+    def init_client(self, client: int, server: State) -> CacheState:
+        """An empty cache."""
+        return {"cache": empty_lists(self.runtime.dataset.x_train), "experiences": []}
 
     # --- training
 
-    def train(self, client_round: ClientRound) -> list[Tensor]:
-        """Local SGD, with a new cache in the client's first round of an experience."""
-        client_round.scratch["cache"] = self.updated_cache(client_round)
-        return super().train(client_round)
+    def start(self, client_round: ClientRound) -> Any:
+        """Load the received model; choose a new cache in the first round of an experience."""
+        self.receive(client_round)
+        return CacheContext(self.updated_cache(client_round))
 
-    def batches(self, client_round: ClientRound) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self, client_round: ClientRound, context: CacheContext) -> Iterator[Batch]:
         """The local epochs over the task and the cache; without a new image there are none."""
-        indices, cache = client_round.indices, client_round.scratch["cache"]
-        if not len(indices) or not len(cache["labels"]):
-            return super().batches(client_round)
-        samples = self.local_set(indices, client_round.task, cache)
+        if not len(client_round.indices) or not len(context.cache["labels"]):
+            return super().batches(client_round, context)
+        samples = self.local_set(client_round.indices, client_round.task, context.cache)
         every = torch.arange(len(samples["labels"]))
-        return self.runtime.epochs(
-            client_round.round_id, samples["images"], samples["labels"], every
-        )
+        address = client_round.round_id
+        return self.runtime.epochs(address, samples["images"], samples["labels"], every)
 
     def local_set(self, indices: Tensor, task: int, cache: ExemplarLists) -> ExemplarLists:
         """The images of a task, and the cached ones of others: a later cycle repeats tasks."""
-        data, others = self.runtime.dataset, cache["tasks"] != task
+        data = self.runtime.dataset
+        others = cache["tasks"] != task
         new = {
             "images": data.x_train[indices],
             "labels": data.y_train[indices],
@@ -95,36 +109,37 @@ class SampleCache(Method):
         }
         return {name: torch.cat([new[name], cache[name][others]]) for name in new}
 
-    def update_state(self, client_round: ClientRound) -> State:
+    def update_state(self, client_round: ClientRound, context: Any) -> State:
         """The state with the cache of this experience."""
-        state, cache = super().update_state(client_round), client_round.scratch["cache"]
-        return {**state, "cache": cache, "experience": client_round.experience}
+        state = super().update_state(client_round, context)
+        return {**state, "cache": context.cache, "experiences": recorded(client_round)}
 
     def memory_samples(self, server: State, client: State, count: int) -> dict[str, Tensor]:
         """The first `count` cached images of each class, with their labels."""
-        indices = first_per_class(client["cache"]["labels"], count)
-        return {name: client["cache"][name][indices] for name in ("images", "labels")}
+        cache: ExemplarLists = client["cache"]
+        indices = first_per_class(cache["labels"], count)
+        return {name: cache[name][indices] for name in ("images", "labels")}
 
     # --- the cache
 
     def updated_cache(self, client_round: ClientRound) -> ExemplarLists:
         """The cache; a new one if the live model is the first that is received for a task."""
-        last, experience = client_round.state["experience"], client_round.experience
-        cache: ExemplarLists = client_round.state["cache"]
-        if not self.params.cache or experience in (0, last):
-            return cache
+        state: CacheState = client_round.state
+        experience = client_round.experience
+        if not self.params.cache or not experience or not is_first(client_round):
+            return state["cache"]
         # A client holds the images of a task until the next but one: those before are gone.
-        client_round.log.events += [LOST] * (experience - 1 - max(last, 0))
-        plan, previous = client_round.plan, (experience - 1) % client_round.plan.tasks
-        indices = plan.train_indices(self.runtime.dataset, client_round.client, previous)
-        samples = self.local_set(indices, previous, cache)
+        client_round.log.events += [LOST] * (experience - 1 - max(latest(state), 0))
+        previous = (experience - 1) % client_round.plan.tasks
+        indices = self.train_indices(client_round.plan, client_round.client, previous)
+        samples = self.local_set(indices, previous, state["cache"])
         with client_round.log.clock("cache"):
             chosen = self.choose(client_round, samples)
         return {name: values[chosen] for name, values in samples.items()}
 
     def choose(self, client_round: ClientRound, samples: ExemplarLists) -> Tensor:
         """Indices of the samples to be cached, by decreasing score.  # [min(M, N)]"""
-        labels, log = samples["labels"], client_round.log
+        labels = samples["labels"]
         if len(labels) <= self.params.cache:  # there is room for all: none is scored
             return torch.arange(len(labels))
         order = self.scores(client_round, samples).argsort(descending=True, stable=True)
@@ -132,8 +147,8 @@ class SampleCache(Method):
             order = order[rank_in_class(labels[order]).argsort(stable=True)]
         chosen = order[: self.params.cache]
         classes = len(labels[chosen].unique())
-        log.numbers["cache classes"] = classes
-        log.events += [OMITTED] * (len(labels.unique()) - classes)
+        client_round.log.numbers["cache classes"] = classes
+        client_round.log.events += [OMITTED] * (len(labels.unique()) - classes)
         return chosen
 
     def scores(self, client_round: ClientRound, samples: ExemplarLists) -> Tensor:
@@ -147,7 +162,8 @@ class SampleCache(Method):
         received model. Each step is one along the mean gradient of all samples, in evaluation mode:
         statistics of batch normalisation do not change.
         """
-        model, params = self.model, self.params
+        model = self.model
+        params = self.params
         received = model.parameters.clone()
         importance = torch.zeros(len(samples["labels"]))
         for step in range(1, params.steps + 1):
@@ -167,41 +183,37 @@ class SampleCache(Method):
         size = self.runtime.chunk
         if self.params.score == "full":
             size = max(1, min(size, GRADIENTS // len(self.model.parameters)))
-        return torch.cat([self.norms_of(*part) for part in self.parts(samples, size)]).cpu()
+        squares = [self.squared_norms(*part) for part in self.parts(samples, size)]
+        return torch.cat(squares).sqrt().cpu()
 
-    def norms_of(self, images: Tensor, labels: Tensor) -> Tensor:
-        """The gradient norms of a few normalised images.  # [n]"""
+    def squared_norms(self, images: Tensor, labels: Tensor) -> Tensor:
+        """The squared gradient norms of a few normalised images.  # [n]"""
         network = self.classifier
         if self.params.score == "head":
-            errors, features = head_gradient_factors(network, images, labels)
-            return squared_norms(errors, features).sqrt()
-        if all(isinstance(layer, nn.Linear) for layer in learnable_layers(network)):
-            return linear_gradient_norms(network, images, labels)
-        return per_sample_gradients(network, images, labels).square().sum(1).sqrt()
+            return layer_squares(*head_gradient_factors(network, images, labels))
+        layers = [each for each in network.modules() if list(each.parameters(recurse=False))]
+        if all(isinstance(layer, nn.Linear) for layer in layers):
+            return linear_squares(network, layers, images, labels)
+        return per_sample_gradients(network, images, labels).square().sum(1)
 
     def mean_gradient(self, samples: ExemplarLists) -> Tensor:
         """The live model's gradient of the mean cross-entropy in evaluation mode.  # [P]"""
-        model = self.model
-        module, count = model.module.eval(), len(samples["labels"])
-        model.gradients.zero_()
+        module = self.model.module.eval()
+        self.model.gradients.zero_()
         for images, labels in self.parts(samples, self.runtime.chunk):
-            (F.cross_entropy(module(images), labels, reduction="sum") / count).backward()
-        return model.gradients
+            loss = F.cross_entropy(module(images), labels, reduction="sum")
+            (loss / len(samples["labels"])).backward()
+        return self.model.gradients
 
     def parts(self, samples: ExemplarLists, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """ExemplarLists in their order without augmentation, at most `size` at a time."""
-        for images, labels in zip(
-            samples["images"].split(size), samples["labels"].split(size), strict=True
-        ):
-            yield self.runtime.normalise(images), labels.to(self.runtime.device)
+        """Normalised samples and labels in order without augmentation, `size` at a time."""
+        images = samples["images"].split(size)
+        labels = samples["labels"].split(size)
+        for part, of_part in zip(images, labels, strict=True):
+            yield self.runtime.normalise(part), of_part.to(self.runtime.device)
 
 
-def learnable_layers(network: nn.Module) -> list[nn.Module]:
-    """The layers that have parameters of their own."""
-    return [layer for layer in network.modules() if list(layer.parameters(recurse=False))]
-
-
-def squared_norms(errors: Tensor, inputs: Tensor) -> Tensor:
+def layer_squares(errors: Tensor, inputs: Tensor) -> Tensor:
     """The squared gradient norms of a linear layer's weight and bias for each image.  # [n]
 
     The gradient of an image is the outer product of its error at the layer's output and the
@@ -210,25 +222,27 @@ def squared_norms(errors: Tensor, inputs: Tensor) -> Tensor:
     return errors.square().sum(1) * (inputs.square().sum(1) + 1)
 
 
-def linear_gradient_norms(network: Classifier, images: Tensor, labels: Tensor) -> Tensor:
-    """The gradient norm of each image where all learnable layers are linear.  # [n]
+def linear_squares(
+    network: Classifier, layers: list[nn.Module], images: Tensor, labels: Tensor
+) -> Tensor:
+    """The squared gradient norm of each image where all learnable layers are linear.  # [n]
 
     One backward pass for all images: row n of the gradient of the summed loss with respect to a
     layer's output is the error of image n.
     """
-    inputs, outputs = list[Tensor](), list[Tensor]()
+    inputs = list[Tensor]()
+    outputs = list[Tensor]()
 
     def record(layer: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
         inputs.append(args[0].detach())
         outputs.append(output)
 
     with ExitStack() as hooks:
-        for layer in learnable_layers(network):
+        for layer in layers:
             hooks.callback(layer.register_forward_hook(record).remove)
         loss = F.cross_entropy(network.eval()(images), labels, reduction="sum")
     errors = torch.autograd.grad(loss, outputs)
-    squares = [squared_norms(*pair) for pair in zip(errors, inputs, strict=True)]
-    return torch.stack(squares).sum(0).sqrt()
+    return torch.stack(list(map(layer_squares, errors, inputs))).sum(0)
 
 
 def rank_in_class(labels: Tensor) -> Tensor:

@@ -110,9 +110,9 @@ def features(records: Sequence[Record], setting: str, classes: Sequence[str]) ->
 
     Shown are fedavg and stamp with the first seed whose features were recorded.
     """
-    found = {record.run: record for record in frames.unique_runs(records) if record.features}
-    seed = min((run[2] for run in found if run[0] == setting), default=0)
-    shown = [found[run] for name in _DESCRIBED if (run := (setting, name, seed)) in found]
+    described = {record.run: record for record in frames.unique_runs(records) if record.features}
+    seed = min((run[2] for run in described if run[0] == setting), default=0)
+    shown = [described[run] for name in _DESCRIBED if (run := (setting, name, seed)) in described]
     if not shown:
         names = " or ".join(_DESCRIBED)
         raise ValueError(f"no features of {names} on {setting}: see `diagnostics`")

@@ -71,7 +71,7 @@ def schedule(plan: Plan, dataset: ImageDataset) -> Figure:
 
 
 def _wrap_names(held: NDArray[np.bool_], names: Sequence[str]) -> list[list[str]]:
-    """What each client learns in each task; nothing if the names do not fit."""
+    """The names of what each client learns in each task; nothing if the names do not fit."""
     width = _LINE_LENGTH // held.shape[1]
     texts = []
     for client in held:
@@ -181,7 +181,7 @@ def exemplars(records: Sequence[Record], setting: str, classes: Sequence[str]) -
 
 
 def synthetic(records: Sequence[Record], setting: str, classes: Sequence[str]) -> Figure:
-    """What methods remember of each class, after the first and the last task: two rows each.
+    """The images that methods remember of each class after the first and the last task: two rows.
 
     Those of replay are real images.
     """

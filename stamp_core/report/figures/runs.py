@@ -53,8 +53,8 @@ def _highlights(rows: pd.DataFrame, title: str, unit: str) -> Figure:
     defined = rows[rows.groupby(["setting", "method"]).percent.transform("count") > 0]
     methods = sorted(defined.method.unique(), key=lambda name: name not in style.HIGHLIGHTED)
     shown = defined.method.isin(methods[: len(style.HIGHLIGHTED)])
-    figure, found = style.setting_panels(rows, 3.4, unit)
-    for axis, setting, _ in found:
+    figure, panels = style.setting_panels(rows, 3.4, unit)
+    for axis, setting, _ in panels:
         here = defined.setting == setting
         if unit == "percentage points":
             axis.axhline(0, color="0.3", linewidth=0.8, zorder=1)
@@ -78,8 +78,8 @@ def _draw_context(axis: Axes, rows: pd.DataFrame) -> None:
 def accuracy_all(records: Sequence[Record]) -> Figure:
     """Accuracy over the tasks learnt so far: a panel per method, the other methods in grey."""
     rows = _accuracies(records)
-    figure, found = _method_panels(rows, 7, 1.35, sharex=True, sharey=True)
-    for axis, own in found:
+    figure, panels = _method_panels(rows, 7, 1.35, sharex=True, sharey=True)
+    for axis, own in panels:
         others = rows[(rows.setting == own.setting.iloc[0]) & (rows.method != own.method.iloc[0])]
         _draw_context(axis, others)
         style.draw_lines(axis, own, "experience", "percent")
@@ -92,8 +92,8 @@ def accuracy_all(records: Sequence[Record]) -> Figure:
 def matrices(records: Sequence[Record]) -> Figure:
     """Accuracy on each task after each task of the last cycle, mean over seeds, per method."""
     rows = frames.run_frame(records).assign(matrix=[_last_matrix(record) for record in records])
-    figure, found = _method_panels(rows, 6, 1.5)
-    for axis, own in found:
+    figure, panels = _method_panels(rows, 6, 1.5)
+    for axis, own in panels:
         mean = 100 * np.mean([*own.matrix], axis=0)
         numbers = range(1, len(mean) + 1)
         options: dict[str, Any] = {"annot": len(mean) <= 6, "fmt": ".0f", "vmin": 0, "vmax": 100}
@@ -126,14 +126,14 @@ def _method_panels(
     columns = math.ceil(widest / math.ceil(widest / most))
     counts = [math.ceil(len(methods) / columns) * columns for _, methods in settings]
     figure, axes = style.panels(sum(counts), columns, height, **grid)
-    found = []
+    panels = []
     for (setting, methods), count in zip(settings, counts, strict=True):
         line, axes = axes[:count], axes[count:]
         line[0].set_ylabel(setting)
-        found += list(zip(line, methods, strict=False))
+        panels += list(zip(line, methods, strict=False))
         for axis in line[len(methods) :]:
             axis.remove()
-    return figure, found
+    return figure, panels
 
 
 def training(records: Sequence[Record]) -> Figure:
@@ -226,8 +226,8 @@ def nearest_mean(records: Sequence[Record]) -> Figure:
     """Final accuracy by the head and by the nearest class mean: a row per method."""
     rows = frames.run_frame(records).dropna(subset=["accuracy", "nearest_mean"])
     names = _row_names(rows)
-    figure, found = style.setting_panels(rows, 0.22 * len(names) + 0.8, "")
-    for axis, _, part in found:
+    figure, panels = style.setting_panels(rows, 0.22 * len(names) + 0.8, "")
+    for axis, _, part in panels:
         for method, group in part.groupby("method", sort=False):
             place, color = [*names].index(method), style.method_style(method)["color"]
             head, features = 100 * group.accuracy.mean(), 100 * group.nearest_mean.mean()
@@ -235,7 +235,7 @@ def nearest_mean(records: Sequence[Record]) -> Figure:
             axis.plot(head, place, "o", color=color)
             axis.plot(features, place, "o", color=color, markerfacecolor="white")
         axis.set_xlabel("final accuracy, %")
-        style.set_rows(axis, [*names.values()] if axis is found[0][0] else [""] * len(names))
+        style.set_rows(axis, [*names.values()] if axis is panels[0][0] else [""] * len(names))
         axis.grid(alpha=0.3)
     caption = "filled: the network with its head; open: the nearest class mean of its features"
     caption += f"\nmeans; {style.seed_caption(rows)}"

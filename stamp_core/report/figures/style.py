@@ -1,4 +1,4 @@
-"""What all figures share: the marks of methods, panels, captions, labels, and files."""
+"""The parts that all figures share: the marks of methods, panels, captions, labels, and files."""
 
 import math
 import zlib
@@ -15,7 +15,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 from scipy.optimize import isotonic_regression
 
-from stamp_core.core.atomic import replacing
+from stamp_core.core.atomic import atomic_write
 from stamp_core.report.frames import EXPERIMENT
 from stamp_core.report.text import MARK, RECONSTRUCTED, marked
 from stamp_core.results import metrics
@@ -176,10 +176,10 @@ def setting_panels(
     settings = rows.groupby("setting", sort=False)
     figure, axes = panels(len(settings), height=height)
     axes[0].set_ylabel(ylabel)
-    found = [(axis, name, part) for axis, (name, part) in zip(axes, settings, strict=True)]
-    for axis, name, _ in found:
+    filled = [(axis, name, part) for axis, (name, part) in zip(axes, settings, strict=True)]
+    for axis, name, _ in filled:
         axis.set_title(name)
-    return figure, found
+    return figure, filled
 
 
 def draw_interval(axis: Axes, place: float, values: pd.Series, method: str) -> None:
@@ -254,5 +254,5 @@ def save(figure: Figure, path: Path) -> None:
     """Write a PNG; equal data give equal bytes."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # which moves axes a little at every drawing
-    with replacing(path) as part:
+    with atomic_write(path) as part:
         figure.savefig(part, format="png", dpi=DPI, metadata={"Software": None})

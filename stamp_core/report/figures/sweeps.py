@@ -32,8 +32,8 @@ def coresets(records: Sequence[Record]) -> Figure:
     Titles say what no memory and all images reach: lines so far away would hide the differences.
     """
     rows = _percent(frames.coreset_frame(records))
-    figure, found = style.setting_panels(rows, 3.8)
-    for axis, title, part in found:
+    figure, panels = style.setting_panels(rows, 3.8)
+    for axis, title, part in panels:
         _draw_by_number(axis, frames.limited_memory(part), "exemplars", "selection")
         for name, own in frames.reference_memories(part).items():
             title += f"\n{name}: {own.accuracy.mean():.1f} %" if len(own) else ""
@@ -49,8 +49,8 @@ def coreset_times(records: Sequence[Record]) -> Figure:
     rows = _percent(frames.limited_memory(frames.coreset_frame(records)))
     times = rows.groupby(["setting", "selection", "exemplars"]).selection_ms.transform("mean")
     rows = rows.assign(time=times)
-    figure, found = style.setting_panels(rows, 3.8)
-    for axis, _, part in found:
+    figure, panels = style.setting_panels(rows, 3.8)
+    for axis, _, part in panels:
         labels = style.draw_lines(axis, part, "time", "accuracy", "selection")
         axis.axvline(part.training_ms.mean(), color="0.4", linewidth=1, linestyle="--")
         style.set_log_scale(axis)
@@ -65,8 +65,8 @@ def coreset_times(records: Sequence[Record]) -> Figure:
 def heterogeneity(records: Sequence[Record]) -> Figure:
     """Final accuracy by α on a logarithmic axis: a line per method, a panel per setting."""
     rows = _percent(frames.alpha_frame(records))
-    figure, found = style.setting_panels(rows, 3.4)
-    for axis, _, part in found:
+    figure, panels = style.setting_panels(rows, 3.4)
+    for axis, _, part in panels:
         _draw_by_number(axis, part, "alpha", "method")
         axis.set_xlabel("α (small: different clients, large: similar)")
     caption = f"{style.seed_caption(rows, 'alpha')}; {style.POINTS}"

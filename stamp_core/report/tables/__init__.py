@@ -1,10 +1,10 @@
 """Tables from run records, as data frames and as pages in Markdown: results, ablation, sweeps
 (coresets, heterogeneity, related work, tuning), and the paper's tables compared with our runs."""
 
-from stamp_core.report.frames import alpha_frame, coreset_frame
-from stamp_core.report.tables.ablation import ablation_findings, ablation_table, write_ablation
-from stamp_core.report.tables.page import show
-from stamp_core.report.tables.paper import (
+from ..frames import alpha_frame, coreset_frame
+from .ablation import ablation_findings, ablation_table, write_ablation
+from .page import show
+from .paper import (
     architectures,
     compare_costs_with_paper,
     compare_with_paper,
@@ -12,15 +12,8 @@ from stamp_core.report.tables.paper import (
     training_details,
     write_paper,
 )
-from stamp_core.report.tables.results import (
-    cost_table,
-    differences,
-    findings,
-    matching_table,
-    results_table,
-    write_results,
-)
-from stamp_core.report.tables.sweeps import (
+from .results import cost_table, differences, findings, matching_table, results_table, write_results
+from .sweeps import (
     alpha_accuracies,
     alpha_differences,
     alpha_findings,

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 from IPython.display import display
 
-from stamp_core.core.atomic import replacing
+from stamp_core.core.atomic import atomic_write
 from stamp_core.report.text import DASH, MB, count_range, marked, mean_std, significant
 from stamp_core.results import metrics
 from stamp_core.results.records import Record
@@ -238,6 +238,6 @@ def write_page(
 def write_parts(path: Path, parts: Iterable[str]) -> Path:
     """Write the parts of a file that are not empty, with the folders above it."""
     text = "\n\n".join(filter(None, map(str.strip, parts)))
-    with replacing(path) as part:
+    with atomic_write(path) as part:
         part.write_text(f"{text}\n", encoding="utf-8", newline="\n")
     return path

@@ -143,12 +143,13 @@ def protection_table(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def returning_table(records: Sequence[Record]) -> pd.DataFrame:
-    """One row a model as text: accuracy by the number of cycles, and where the task is told."""
+    """One row a model as text: accuracy by the number of cycles, and where the task is given."""
     rows = returning_frame(records)
     named = rows.assign(method=[f"{marked(r.method)} ({r.model})" for r in rows.itertuples()])
     table = page.accuracy_table(named, ["method"], "cycles", "accuracy, cycles = {}")
-    told = named[named.cycles == named.cycles.max()].groupby("method").task_accuracy.agg(mean_std)
-    return table.assign(**{"task-incremental, last": told[table.method].tolist()})
+    last = named[named.cycles == named.cycles.max()].groupby("method")
+    given = last.task_accuracy.agg(mean_std)
+    return table.assign(**{"task-incremental, last": given[table.method].tolist()})
 
 
 def _returning_differences(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:

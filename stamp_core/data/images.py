@@ -1,0 +1,89 @@
+"""Images as a source returns them, in any size and colours, and what several sources need."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stamp_core.config.decode import invalid, require_at_least
+from stamp_core.data.store.cache import Bytes, Numbers
+
+
+@dataclass(frozen=True, eq=False)
+class ImageArrays:
+    """What `make(options)` of a source returns; without domains, all images belong to one."""
+
+    x_train: Bytes  # [N, C, H, W]
+    y_train: Numbers  # [N]
+    x_test: Bytes
+    y_test: Numbers
+    classes: tuple[str, ...]
+    domains: tuple[str, ...] = ("all",)
+    domain_train: Numbers | None = None  # [N], indices into `domains`
+    domain_test: Numbers | None = None
+    masks: bool = False  # whether the last channel is the mask of an image, as in ImageDataset
+
+
+@dataclass(frozen=True)
+class ImageOptions:
+    """Parameters of the sources whose images have one size."""
+
+    size: int | None = None  # pixels a side; None: unchanged
+    grey: bool = False  # one channel
+
+    def __post_init__(self) -> None:
+        """Validate the size."""
+        require_at_least(self, 1, "size")
+
+
+def require_inside(holder: object, name: str) -> None:
+    """Validate that relative paths in a field do not lead out of their folder by '..'."""
+    value = getattr(holder, name)
+    for path in [value] if isinstance(value, str) else value or ():
+        if ".." in Path(path).parts and not Path(path).is_absolute():
+            raise invalid(name, path, "a path without '..', or an absolute one")
+
+
+def array_error(where: object, name: str, array: npt.NDArray[Any], expected: str) -> ValueError:
+    """The error for an array of the wrong type or shape."""
+    return ValueError(f"{where}: {name} is {array.dtype} {[*array.shape]}; it must be {expected}")
+
+
+def convert_images(images: ImageArrays, options: ImageOptions) -> ImageArrays:
+    """The same images in the size and colours of `options`."""
+    train, test = (_convert(x, options) for x in (images.x_train, images.x_test))
+    return replace(images, x_train=train, x_test=test)
+
+
+def join_domains(parts: Sequence[ImageArrays], domains: tuple[str, ...]) -> ImageArrays:
+    """Several data sets with the same classes as the domains of one."""
+    arrays: dict[str, Any] = {
+        key: np.concatenate([getattr(part, key) for part in parts])
+        for key in ("x_train", "y_train", "x_test", "y_test")
+    }
+    for subset in ("train", "test"):
+        lengths = [len(getattr(part, f"y_{subset}")) for part in parts]
+        arrays[f"domain_{subset}"] = np.repeat(np.arange(len(parts)), lengths)
+    return ImageArrays(**arrays, classes=parts[0].classes, domains=domains)
+
+
+def _convert(x: Bytes, options: ImageOptions) -> Bytes:
+    """Images [N, C, H, W] in the size and colours of `options`."""
+    from PIL import Image  # only here: a cached data set needs no conversion
+
+    channels = 1 if options.grey else x.shape[1]
+    size = x.shape[2:] if options.size is None else (options.size, options.size)
+    if (channels, *size) == x.shape[1:]:
+        return x
+    converted = np.empty((len(x), channels, *size), np.uint8)
+    for place, pixels in enumerate(x):  # Pillow computes with integers: equal on every machine
+        image = Image.fromarray(pixels.transpose(1, 2, 0) if len(pixels) == 3 else pixels[0])
+        if options.grey:
+            image = image.convert("L")  # 0.299 red + 0.587 green + 0.114 blue
+        if options.size is not None:  # this filter averages all pixels of a larger image
+            image = image.resize(size, Image.Resampling.BILINEAR)
+        converted[place] = np.atleast_3d(np.asarray(image)).transpose(2, 0, 1)
+    return converted

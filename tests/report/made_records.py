@@ -1,0 +1,347 @@
+"""Run records with accuracies chosen by hand, so that every number of a table can be worked out."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from stamp_core.results.records import SCORINGS, Record
+
+FINALS = [(0.4, 0.6), (0.5, 0.7), (0.3, 0.8)]  # accuracy 0.5, 0.6, 0.55; forgetting 0.4, 0.3, 0.5
+ROUND: dict[str, Any] = {
+    **{"round": 0, "loss": 1.0, "participants": 2, "completed": 2, "images": 1000},
+    "seconds": {"clients": 0.5, "server": 0.5},
+    "bytes": {"up": 1000, "down": 4000},
+    "memory": {"process": 20_000_000, "gpu": 7},
+    **{"disk": 500, "angles": {}, "notes": {}, "events": {}},
+}
+MATCHED = {"kind": "stamp", "spatial": {"kappa": 0.5}, "temporal": {"kappa": 0.5, "past": "x"}}
+
+
+def fake_record(
+    method: str = "fedavg",
+    seed: int = 0,
+    final: tuple[float, ...] = FINALS[0],
+    first: tuple[float, ...] = (0.8, 0.1),
+    *,
+    setting: str = "toy",
+    local: float = np.nan,
+    personal_only: bool = False,
+    personal: float = np.nan,
+    cycles: int = 1,
+    rounds: Sequence[dict[str, Any]] = ({}, {}),
+    params: dict[str, Any] | None = None,
+    split: dict[str, Any] | None = None,
+    **about: Any,
+) -> Record:
+    """A run of two tasks and two clients whose accuracies after each task are `first` and `final`.
+
+    `rounds` are changes of ROUND, `params` of the method; `local` is the local models' accuracy
+    and `personal` what the personal models are better than the global one.
+    """
+    a = np.repeat(np.array([first, final] * cycles)[:, None], 2, axis=1)  # [S, U, T]
+    undefined = np.full((len(SCORINGS), *a.shape), np.nan)
+    scores = np.stack([a, a + 0.1, a + 0.2, a + 0.3])  # as in SCORINGS
+    models = {"global": scores, "personal": scores + personal}
+    if personal_only:
+        models = {"global": undefined, "personal": scores}
+    models |= {"local": np.full_like(scores, local), "initial": np.zeros((len(SCORINGS), 2, 2))}
+    everything = {
+        "setting": {"name": setting, "split": {"cycles": cycles, **(split or {})}},
+        "method": {"name": method, **(params or {})},
+        **{"seed": seed, "group": "federated"},
+        "setup": {"down": 300, "up": 200, "seconds": 2.0},
+        **about,
+    }
+    tests = np.array([[10, 20], [30, 20]])  # [U, T]
+    return Record(everything, [{**ROUND, **each} for each in rounds], models, tests, {})
+
+
+def three_seeds(
+    method: str = "fedavg", finals: Sequence[tuple[float, float]] = FINALS, **changes: Any
+) -> list[Record]:
+    """A run for each pair of final accuracies."""
+    return [fake_record(method, seed, final, **changes) for seed, final in enumerate(finals)]
+
+
+def shifted(by: float) -> list[tuple[float, float]]:
+    """FINALS with `by` more accuracy, and as much less forgetting, for every seed."""
+    return [(first + by, last + by) for first, last in FINALS]
+
+
+def swept(sweep: str, value: object, method: str, means: Sequence[float], **changes: Any) -> Any:
+    """A run of a sweep for each accuracy, which both tasks have at the end."""
+    return [
+        fake_record(method, seed, (mean, mean), sweep=[sweep, str(value)], **changes)
+        for seed, mean in enumerate(means)
+    ]
+
+
+# --- the records of each page
+
+
+def compared() -> list[Record]:
+    """Two settings; methods with global, personal and both models, and with a reconstruction."""
+    numbers = {"gradient count": 4.0, "worst_product_reference": 0.5, "length": 1.0, "cosine": 0.9}
+    rounds = [
+        {
+            "notes": {
+                f"spatial {name}": value
+                for name, value in {**numbers, "support": 3, "worst_product": w, "gap": g}.items()
+            },
+            "events": {"spatial matching: a gradient was dropped": 2, "memory: something": 5},
+            "angles": {"update length": w},
+            "seconds": {"clients": w, "server": 0.5},
+        }
+        for w, g in ((1.0, 1e-9), (2.0, 0.02))
+    ]
+    return [
+        *three_seeds("replay", shifted(0.1), group="control"),
+        *three_seeds(local=0.9),
+        *three_seeds("fedala", shifted(0.05), group="personalised", local=0.9, personal=0.2),
+        *three_seeds("local", shifted(-0.2), group="control", personal_only=True),
+        *three_seeds("stamp", [(0.5, 0.7), (0.7, 0.7), (0.4, 0.9)], rounds=rounds),
+        *three_seeds("srfdil", [(0.3, 0.8), (0.6, 0.8)], group="continual"),
+        *three_seeds(setting="other"),
+        fake_record("fedprox", 7, setting="other"),
+    ]
+
+
+def ablated() -> list[Record]:
+    """Controls, parts of the paper and choices, whose updates grow with the seed; two settings."""
+
+    def variant(
+        method: str,
+        finals: Sequence[tuple[float, float]] = FINALS,
+        length: float = 1.0,
+        setting: str = "toy",
+        **params: Any,
+    ) -> list[Record]:
+        records = three_seeds(method, finals, setting=setting, params=params)
+        for record in records:
+            angles = {"update length": length * (1 + record.run[2])}
+            record.history[:] = [{**row, "angles": angles} for row in record.history]
+        return records
+
+    few = {"selection": "uniform", "exemplars_per_class": 5}
+    many = {"selection": "herding", "exemplars_per_class": 20}
+    off = {"kind": "stamp", "spatial": None, "temporal": None}
+    noisy = [(0.3, 0.8), (0.6, 0.8), (0.2, 0.7)]
+    return [
+        *variant("stamp", **MATCHED),
+        *variant("replay", shifted(0.1), 2.0, memory=few, ratio=1.0),
+        *variant("fedavg", shifted(-0.2), 0.5),
+        *variant("fedavg_step", noisy, server_lr=1.5),
+        *variant("sam_tam_pcs", noisy, **MATCHED),
+        *variant("stamp_other", shifted(-0.1), **MATCHED),
+        *variant("half", prototype=0.01, memory=many, ratio=0.0, **off),
+        *variant("mean", **{**off, "temporal": {"kappa": 0.0, "past": "y"}}),
+        *variant("stamp", setting="other", **MATCHED),
+        *variant("tam", setting="other", **MATCHED),
+    ]
+
+
+def selected(
+    rule: str | None, exemplars: int, means: Sequence[float], setting: str = "toy", **events: int
+) -> list[Record]:
+    """Two tasks of two rounds; ten clients select in the last round of each, 0.02 s in all."""
+    seconds = {"clients": 0.5, "server": 0.0}
+    selecting = seconds | ({"coreset": 0.02} if rule else {})
+    rounds = [
+        {"seconds": each, "completed": 10, "disk": 1000 * exemplars, "events": {}}
+        for each in [seconds, selecting] * 2
+    ]
+    rounds[-1]["events"] = events
+    memory = {"selection": rule, "exemplars_per_class": exemplars}
+    options: dict[str, Any] = {"setting": setting, "params": {"memory": memory} if rule else {}}
+    method = f"keep_{rule}" if rule else "fedavg"
+    records: list[Record] = swept("exemplars", exemplars, method, means, rounds=rounds, **options)
+    for record in records if rule else []:  # of class 0 and 2 two images each
+        brightness = np.full((4, 1, 4, 4), 9 * min(exemplars, 9), np.uint8)
+        experiences = np.array([0, 1, 1, 1])
+        labels = np.array([0, 0, 2, 2])
+        record.memory.update(images=brightness, labels=labels, experiences=experiences)
+    return records
+
+
+def selections() -> list[Record]:
+    """OCS is 10 points above random with 2 exemplars, 0 ± 5 with 5; herding 20 below with 5."""
+    return [
+        *selected(None, 0, (0.3, 0.3, 0.3)),
+        *selected("uniform", 10**6, (0.9, 0.9, 0.9), odd=4),
+        *selected("uniform", 5, (0.5, 0.6, 0.7)),
+        *selected("uniform", 2, (0.5, 0.6, 0.7)),
+        *selected("ocs", 2, (0.6, 0.7, 0.8), odd=1),
+        *selected("ocs", 5, (0.45, 0.6, 0.75), odd=2),
+        *selected("herding", 2, (0.5, 0.6, 0.7)),
+        *selected("herding", 5, (0.3, 0.4, 0.5)),
+        *selected("uniform", 2, (0.5,), "other"),
+        *selected("mine", 2, (0.5,), "other"),
+    ]
+
+
+def heterogeneous() -> list[Record]:
+    """Three methods at three values of α, the largest first; another setting has other bases."""
+    means = {
+        ("fedavg", 100.0): (0.7, 0.8, 0.9),
+        ("fedavg", 0.1): (0.5, 0.6, 0.7),
+        ("fedavg", 1.0): (0.6, 0.6, 0.6),
+        ("feddbe", 100.0): (0.2, 0.3, 0.4),
+        ("feddbe", 0.1): (0.3, 0.4, 0.5),
+        ("stamp", 100.0): (0.65, 0.8, 0.95),
+        ("stamp", 0.1): (0.6, 0.7, 0.8),
+    }
+    records = []
+    for (method, alpha), each in means.items():
+        records += swept("a", alpha, method, each, split={"alpha": alpha})
+    other: dict[str, Any] = {"setting": "other", "split": {"alpha": 1.0}}
+    records += swept("a", 1.0, "replay", (0.0, 0.1), **other)
+    records += swept("a", 1.0, "stamp", (0.1, 0.1), **other)
+    return records + swept("a", 1.0, "local", (0.1, 0.1), personal_only=True, **other)
+
+
+def related() -> dict[str, list[Record]]:
+    """Protected subspaces, returning tasks, and masks with a fifth scoring, that of pixels."""
+    protection = []
+    for value, seeds in {
+        "step": ((None, 0.2, 0.4), (0.1, 0.1, 0.1)),
+        "update": ((0.0, 0.0, 0.0), (None, None, None)),
+    }.items():
+        for seed, drifts in enumerate(seeds):
+            notes = [{"notes": {} if drift is None else {"drift": drift}} for drift in drifts]
+            options: dict[str, Any] = {"rounds": notes, "sweep": ["projection", value]}
+            protection.append(fake_record("gpm_drift", seed, (0.5, 0.5 + seed / 5), **options))
+    returning = []
+    for method, gain, personal in (("fedavg", 0.1, np.nan), ("pfeddil", 0.2, 0.1)):
+        for cycles in (1, 2):
+            means = [0.3 + gain * (cycles - 1) + seed / 10 for seed in range(3)]
+            options = {"cycles": cycles, "personal": personal}
+            returning += swept("cycles", cycles, method, means, **options)
+    masks = swept("masks", "common", "fedavg", (0.1, 0.2, 0.3))
+    masks += swept("masks", "common", "fbl", (0.4, 0.5, 0.6))
+    for record in masks:
+        for name, scores in record.scores.items():
+            record.scores[name] = np.concatenate([scores, scores[:1] + 0.4])
+    return {"protection": protection, "returning": returning, "masks": masks}
+
+
+def printed_runs() -> list[Record]:
+    """Runs of the paper's settings: bytes, memory and disk grow with the seed.
+
+    Of two clients one completes the second round; personal models are 20 points below the others.
+    """
+    records = []
+    for method, setting, gpu in (
+        ("fedavg", "cifar100_c2", 1e9),
+        ("fedcil_published", "cifar100_c2", 0),
+        ("gem", "cifar100_c2", 1e9),
+        ("local", "imagenet1k_c20", 1e9),
+        ("fedssi", "cifar10_alpha", 1e9),
+    ):
+        for seed in range(3):
+            rounds = [
+                {
+                    **{"participants": 2, "completed": (2, 1)[k]},
+                    "seconds": {"clients": (1.0, 3.0)[k] + seed, "server": 9.0},
+                    "bytes": {"up": (30e6, 15e6)[k], "down": (40e6, 80e6)[k] * (1 + seed)},
+                    "memory": {"process": 5e9, "gpu": (gpu, gpu / 2)[k] * (1 + seed)},
+                    "disk": 7e6 * (1 + seed),
+                }
+                for k in range(2)
+            ]
+            models = {"personal": -0.2, "personal_only": method == "local"}
+            options: dict[str, Any] = {"setting": setting, "rounds": rounds, **models}
+            records.append(fake_record(method, seed, FINALS[seed], **options))
+    return records
+
+
+def candidates(methods: Sequence[str]) -> list[Record]:
+    """Candidates on two settings and two seeds; the second is the best, the third diverges once."""
+    records = []
+    for setting in ("digits", "glyphs"):
+        for method in methods:
+            kind = "explored" if method == "gpm" else "tuning"
+            for value, mean in {"a 1": 0.2, "a 2": 0.4, "b 3": np.nan}.items():
+                records += swept(kind, value, method, (mean, mean + 0.1), setting=setting)
+    return records
+
+
+# --- the records of each figure
+
+
+def crowd() -> list[Record]:
+    """Twelve methods, one of them personalised, with personal models half as good."""
+    names = ["fedavg", "stamp", *(f"m{place}" for place in range(9))]
+    mine = fake_record("mine", local=0.8, group="personalised")
+    mine.scores["personal"] = mine.scores["global"] / 2
+    return [mine, *(fake_record(name, local=0.8) for name in names)]
+
+
+def rounds_with(*angles: dict[str, float]) -> list[dict[str, Any]]:
+    """Two rounds per task with the angles of each round, and a loss but in the first."""
+    return [
+        {
+            **{"experience": place // 2, "round": place % 2, "loss": place or None},
+            **{"completed": 4, "angles": each},
+        }
+        for place, each in enumerate(angles)
+    ]
+
+
+def angled() -> list[Record]:
+    """Two seeds and a client alone; a setting in which little was recorded."""
+    space = {"spatial update": 0.5, "spatial clients": 0.2, "update length": 2.0}
+    changing = [
+        {"spatial update": 0.2, "spatial clients": 0.0},
+        {"spatial update": 0.4, "spatial clients": -0.2},
+        {"spatial update": 0.6, "spatial clients": 0.5, "temporal gradients": 0.9},
+        {"spatial update": 0.8, "spatial clients": 0.7, "temporal gradients": -0.3},
+    ]
+    alone = {"spatial update": 1.0, "update length": 1.0}
+    return [
+        fake_record("fedavg", 0, rounds=rounds_with(*changing)),
+        fake_record("fedavg", 1, rounds=rounds_with(*[{**space, "spatial clients": 1.0}] * 4)),
+        fake_record("stamp", 0, rounds=rounds_with(*[space] * 4)),
+        fake_record("joint", 0, rounds=rounds_with(*[alone] * 4)),
+        fake_record("gem", 0, rounds=rounds_with(*[space] * 4)),
+        fake_record("fedavg", 0, setting="other", rounds=rounds_with(*[space] * 4)),
+    ]
+
+
+def with_features(
+    method: str = "fedavg",
+    classes: int = 3,
+    each: int = 4,
+    experiences: int = 2,
+    spread: float = 0.1,
+) -> Record:
+    """A run whose features are groups around one corner per class."""
+    record = fake_record(method)
+    labels = np.repeat(np.arange(classes), each)
+    noise = np.random.default_rng(0).normal(size=(experiences, len(labels), classes))
+    vectors = np.eye(classes)[labels] + spread * noise
+    record.features.update(features=vectors.astype(np.float32), labels=labels)
+    return record
+
+
+def sensitive() -> list[Record]:
+    """Three sweeps of stamp; the server's learning rate has a column with the updates' length."""
+    records = []
+    for sweep, value, mean in (
+        *(("kappa", "10", 0.3), ("kappa", "2", 0.5), ("other", "x", 0.5)),
+        *(("server_lr", "0.5", 0.4), ("server_lr", "1.0", 0.41)),
+    ):
+        rounds = [{"angles": {"update length": 3 * mean}}]
+        records += swept(sweep, value, "stamp", (mean - 0.1, mean, mean + 0.1), rounds=rounds)
+    return records
+
+
+def remembered() -> list[Record]:
+    """Memories of three methods, each with images of its own brightness."""
+    records = []
+    for place, method in enumerate(("target", "fedavg", "replay")):
+        (record,) = selected("ocs", 5, (0.5,))
+        record.about["method"]["name"] = method
+        record.memory["images"] = record.memory["images"] * 0 + np.uint8(40 * (place + 1))
+        records.append(record)
+    return records

@@ -1,0 +1,197 @@
+"""Frames of runs, numbers as text, and paired differences, worked out by hand."""
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+import small
+from made_records import fake_record, selected, shifted, three_seeds
+
+from stamp_core.report import frames, tables, text
+from stamp_core.report.tables import page
+
+T_975 = {1: 12.706204736, 2: 4.302652730}  # Student's t by degrees of freedom
+BETTER = [(0.5, 0.7), (0.7, 0.7), (0.4, 0.9)]  # accuracy 10 points above FINALS for every seed
+
+
+# --- frames
+
+
+def test_run_frame_has_one_row_per_run_with_hand_computed_numbers():
+    rounds = [
+        {"seconds": {"clients": s, "server": 0.5}, "bytes": {"up": 1000 * s, "down": 4000}}
+        for s in (1.0, 2.0)
+    ]
+    first = fake_record(local=0.9, rounds=rounds)
+    rows = frames.run_frame([first, fake_record("replay", 4)])
+    assert rows[["method", "seed"]].to_numpy().tolist() == [["fedavg", 0], ["replay", 4]]
+    expected = {
+        "accuracy": 0.5,
+        "average_incremental_accuracy": (0.8 + 0.5) / 2,
+        "learning_accuracy": (0.8 + 0.6) / 2,
+        "forgetting": 0.8 - 0.4,
+        "forgetting_diagonal": 0.8 - 0.4,
+        "forward_transfer": 0.1,
+        "gap": ((0.9 - 0.8) + (0.9 - 0.6)) / 2,
+        "worst_client": 0.5,
+        "main_accuracy": 0.5,
+        "nearest_mean": 0.5 + 0.3,
+        "local_accuracy": 0.9,
+        "images": 2000,
+        "client_seconds": 1.5,
+        "bytes_up": 1500,
+        "bytes_down": 4000,
+        "memory": 20_000_000,
+        "gpu": 7,
+        "disk": 500,
+        "bytes_setup": 500,
+        "setup_seconds": 2.0,
+    }
+    assert rows.iloc[0][list(expected)].to_dict() == pytest.approx(expected)
+    assert rows.model[0] == "global" and rows.filter(like="personal_").isna().all(axis=None)
+
+
+def test_accuracy_of_unequal_clients_is_averaged_over_images():
+    record = fake_record()
+    record.scores["global"][0, -1] = [[1.0, 0.5], [0.2, 0.5]]  # after the last task: [U, T]
+    row = frames.run_frame([record]).iloc[0]
+    assert row.accuracy == pytest.approx(((10 * 1.0 + 30 * 0.2) / 40 + 0.5) / 2)
+    assert row.worst_client == pytest.approx(0.35)
+
+
+def test_a_method_without_global_model_is_compared_by_personal_models():
+    row = frames.run_frame([fake_record("local", personal_only=True)]).iloc[0]
+    assert row.model == "personal" and math.isnan(row.accuracy)
+    assert row.personal_accuracy == row.main_accuracy == pytest.approx(0.5)
+    assert row.main_forgetting == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("function", [frames.run_frame, frames.experience_frame])
+def test_nothing_and_a_run_twice_are_refused_but_not_two_values_of_a_sweep(function):
+    with pytest.raises(ValueError, match="no records"):
+        function([])
+    with pytest.raises(ValueError, match="toy-fedavg seed 0 is there twice"):
+        function([fake_record(), fake_record()])
+    assert len(function([fake_record(sweep=["kappa", value]) for value in ("0.1", "0.5")])) >= 2
+
+
+def test_experience_frame_counts_experiences_through_all_cycles():
+    rows = frames.experience_frame([fake_record(seed=3, local=0.9, cycles=2)])
+    assert rows.experience.tolist() == [1, 2, 3, 4] and set(rows.seed) == {3}
+    assert rows.accuracy.tolist() == pytest.approx([0.8, 0.5, (0.8 + 0.1) / 2, 0.5])
+    assert rows.gap.tolist() == pytest.approx([0.1, 0.3, 0.1, 0.3])
+    expected = [math.nan, 0.4, math.nan, 0.4]  # within its cycle
+    assert rows.forgetting.tolist() == pytest.approx(expected, nan_ok=True)
+
+
+def test_experience_frame_shows_the_main_or_the_personal_models():
+    own = fake_record("local", personal_only=True)
+    both = fake_record("fedala", local=0.9, group="personalised")
+    both.scores["personal"] = both.scores["global"] / 2
+    rows = frames.experience_frame([own, both])
+    assert rows.model.tolist() == ["personal", "personal", "global", "global"]
+    assert rows.accuracy.tolist() == pytest.approx([0.8, 0.5, 0.8, 0.5])
+    assert rows.gap[:2].isna().all()
+    rows = frames.experience_frame([both], personal=True)
+    assert rows.accuracy.tolist() == pytest.approx([0.4, 0.25])
+    assert rows.gap.tolist() == pytest.approx([0.1, 0.3])  # always of the global model
+    assert set(rows.model) == {"personal"} and set(rows.group) == {"personalised"}
+
+
+def test_a_selection_takes_a_client_the_seconds_of_all_divided_by_selections():
+    """0.04 s for 20 selections are 2 ms each; 4 x 0.5 s less 0.04 s are 98 ms of training each."""
+    rows = frames.coreset_frame([*selected("ocs", 7, (0.25,), odd=3), *selected(None, 0, (0.2,))])
+    columns = ["selection", "exemplars", "selection_ms", "training_ms", "events"]
+    assert rows.loc[0, columns].tolist() == [
+        "OCS",
+        7,
+        pytest.approx(2),
+        pytest.approx(98),
+        {"odd": 3},
+    ]
+    assert rows.selection[1] == "no memory" and np.isnan(rows.selection_ms[1])
+
+
+def test_a_trained_record_holds_its_alpha():
+    record = small.run(small.tiny(split={"order": "common", "alpha": 0.5}))
+    (row,) = frames.alpha_frame([record]).itertuples()
+    assert (row.setting, row.method, row.alpha) == ("tiny", "fedavg", 0.5)
+
+
+# --- numbers as text
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([0.5], "50.0"),
+        ([0.5, 0.6], "55.0 ± 7.1"),
+        ([0.5, math.nan, 0.6], "55.0 ± 7.1 (n = 2)"),
+        ([math.nan], "\u2013"),
+        ([-0.0001, 0.0], "0.0 ± 0.0"),
+    ],
+)
+def test_mean_std(values, expected):
+    assert text.mean_std(values) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(0, "0"), (0.012345, "0.0123"), (1.5, "1.5"), (123456.0, "123000"), (99.96, "100")],
+)
+def test_significant_has_three_figures_and_no_exponent(value, expected):
+    assert text.significant(value) == expected
+
+
+def test_a_table_is_shown_with_all_its_rows(monkeypatch):
+    shown: list[str] = []
+    monkeypatch.setattr(page, "display", lambda table: shown.append(repr(table)))
+    tables.show(pd.DataFrame({"n": range(200)}))
+    assert len(shown[0].splitlines()) == 201
+    assert pd.get_option("display.max_rows") == 60
+
+
+# --- differences
+
+
+def test_differences_are_paired_by_seed_in_points():
+    rows = tables.differences([*three_seeds(), *three_seeds("stamp", BETTER)])
+    accuracy, forgetting, *_ = rows.to_dict("records")
+    assert accuracy["difference"] == pytest.approx(10)
+    assert (accuracy["n"], accuracy["interval"]) == (3, "above 0")
+    lost = np.array([-10.0, -20.0, -10.0])  # 0.3 - 0.4, 0.1 - 0.3, 0.4 - 0.5
+    half = T_975[2] * lost.std(ddof=1) / math.sqrt(3)
+    ends = [forgetting[name] for name in ("difference", "low", "high")]
+    assert ends == pytest.approx([lost.mean(), lost.mean() - half, lost.mean() + half])
+    assert forgetting["interval"] == "includes 0"
+
+
+def test_differences_use_common_seeds_and_the_main_model():
+    local = [fake_record("local", seed, personal_only=True) for seed in (1, 2, 9)]
+    rows = tables.differences([*three_seeds(), *local])
+    assert set(rows.model) == {"personal"} and set(rows.n) == {2}
+    half = T_975[1] * np.std([-10, -5], ddof=1) / math.sqrt(2)
+    assert rows.difference[0] == pytest.approx(-7.5)
+    assert rows.high[0] == pytest.approx(-7.5 + half)
+    own = [*three_seeds(), *three_seeds("fedala", shifted(0.1), personal=0.2)]
+    assert set(tables.differences(own, "fedala").model) == {"global"}  # the base's main model
+
+
+@pytest.mark.parametrize(
+    ("gains", "outcome", "cell"),
+    [
+        ([0.10, 0.12, 0.11], "higher for stamp (by 8.5 to 13.5)", "**+11.0 (+8.5 to +13.5)**"),
+        ([-0.10, -0.12, -0.11], "lower for stamp (by 8.5 to 13.5)", "**-11.0 (-13.5 to -8.5)**"),
+        ([0.05, -0.05], "the 95 % interval includes 0 for stamp", "+0.0 (-63.5 to +63.5)"),
+        ([0.0, 0.0], "the 95 % interval includes 0 for stamp", "+0.0 (+0.0 to +0.0)"),
+        ([0.10], "no interval (fewer than two common seeds) for stamp", "+10.0"),
+    ],
+)
+def test_sentences_and_cells_say_where_the_interval_lies(gains, outcome, cell):
+    finals = [(0.5 + gain, 0.5 + gain) for gain in gains]
+    records = three_seeds("stamp", finals) + three_seeds("fedavg", [(0.5, 0.5)] * len(gains))
+    expected = f"- toy, accuracy compared with fedavg (n = {len(gains)}): {outcome}."
+    assert tables.findings(records).splitlines()[0] == expected
+    table = page.difference_table(tables.differences(records), ["method"], "measure")
+    assert table.accuracy.tolist() == [cell]
