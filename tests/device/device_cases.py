@@ -21,7 +21,7 @@ from benchmarks.pretend import DEVICE, pretending, register
 from benchmarks.transfers import Counted, cost, per_epoch, per_step
 from stamp_core.client import scoring, workspace
 from stamp_core.client.by_class import first_per_class
-from stamp_core.client.workspace import Workspace
+from stamp_core.client.runtime import ClientRuntime
 from stamp_core.core import devices
 from stamp_core.coresets import learner
 from stamp_core.coresets.selection.base import selection_rules
@@ -219,43 +219,43 @@ def outcome(work: Callable[[], str]) -> str:
 def labels_on_cpu(
     self: Method, client_round: ClientRound, images: Tensor, labels: Tensor
 ) -> Tensor:
-    return F.cross_entropy(self.work.model.module(images), labels.cpu())
+    return F.cross_entropy(self.runtime.model.module(images), labels.cpu())
 
 
 def mask_on_cpu(self: Method, client_round: ClientRound, images: Tensor, labels: Tensor) -> Tensor:
-    mask = torch.ones(self.work.classes, dtype=torch.bool)
-    return masked_cross_entropy(self.work.model.module(images), labels, mask)
+    mask = torch.ones(self.runtime.classes, dtype=torch.bool)
+    return masked_cross_entropy(self.runtime.model.module(images), labels, mask)
 
 
 def upload_on_device(self: Method, client_round: ClientRound) -> Message:
-    return {name: getattr(self.work.model, name).clone() for name in self.shared_vectors()}
+    return {name: getattr(self.runtime.model, name).clone() for name in self.shared_vectors()}
 
 
 def draw_on_device(self: Method, client_round: ClientRound) -> None:
     noise = torch.Generator().manual_seed(0)
-    self.work.model.gradients.add_(torch.randn(1, generator=noise, device=self.work.device))
+    self.runtime.model.gradients.add_(torch.randn(1, generator=noise, device=self.runtime.device))
 
 
 def array_of_the_device(self: Method, client_round: ClientRound) -> None:
-    self.work.model.gradients.numpy()
+    self.runtime.model.gradients.numpy()
 
 
 def pickle_of_the_device(self: Method, client_round: ClientRound) -> None:
-    pickle.dumps(self.work.model.gradients)
+    pickle.dumps(self.runtime.model.gradients)
 
 
-def average_on_device(self: Workspace, vectors: list[Tensor], weights: list[float]) -> Tensor:
+def average_on_device(self: ClientRuntime, vectors: list[Tensor], weights: list[float]) -> Tensor:
     return weighted_average([each.to(self.device) for each in vectors], weights)
 
 
-def labels_of_tests_on_cpu(work: Workspace, plan: Plan, *args: Any) -> Tensor:
-    work.y_test = work.dataset.y_test
+def labels_of_tests_on_cpu(runtime: ClientRuntime, plan: Plan, *args: Any) -> Tensor:
+    runtime.y_test = runtime.dataset.y_test
     return ACCURACIES(work, plan, *args)
 
 
 ACCURACIES = scoring.accuracies
 ELSEWHERE = {  # mistakes that are no hook's
-    "a mean on the device": (Workspace, "average", average_on_device),
+    "a mean on the device": (ClientRuntime, "average", average_on_device),
     "labels of test images on the CPU": (scoring, "accuracies", labels_of_tests_on_cpu),
 }
 MISTAKES = {

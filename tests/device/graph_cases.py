@@ -88,11 +88,11 @@ class Unsafe(FedAvg):
 
     def receive(self, client_round: ClientRound) -> None:
         super().receive(client_round)
-        self.received = self.work.model.parameters.clone()  # other memory for every client
+        self.received = self.runtime.model.parameters.clone()  # other memory for every client
         client_round.scratch["received"] = self.received
 
     def pull(self, received: Tensor) -> None:
-        self.work.model.gradients.add_(self.work.model.parameters - received)
+        self.runtime.model.gradients.add_(self.runtime.model.parameters - received)
 
 
 class Baked(Unsafe):

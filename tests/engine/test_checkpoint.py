@@ -2,11 +2,11 @@
 
 import errno
 import json
-import math
 import os
 import pickle
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from hypothesis.extra import numpy as arrays
 from safetensors.numpy import save_file
 from torch import Tensor
 
-from stamp_core.engine import checkpoint, trees
+from stamp_core.engine import trees
 from stamp_core.engine.checkpoint import Checkpoint
 from stamp_core.engine.trees import Store, Tree
 from stamp_core.results import records
@@ -133,28 +133,6 @@ def test_any_tree_comes_back_bit_for_bit(
     assert same(trees.read_tree(path)[0], tree)
 
 
-def test_the_comparison_of_trees_tells_them_apart() -> None:
-    nan = {"a": math.nan, "b": [torch.tensor(math.nan)]}
-    assert same(nan, {"a": math.nan, "b": [torch.tensor(math.nan)]})
-    for one, other in [
-        (0.0, -0.0),
-        (1, True),
-        (1, 1.0),
-        (torch.ones(2), torch.ones(2, dtype=torch.float64)),
-        (torch.zeros(0, 3), torch.zeros(3, 0)),
-        (torch.zeros(1), -torch.zeros(1)),
-        ([1], [1, 2]),
-        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
-    ]:
-        assert not same(one, other)
-
-
-def test_keys_with_points_stay_apart(tmp_path: Path) -> None:
-    tree = {"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}, "a.b.0": [torch.ones(2)]}
-    trees.write_tree(tmp_path / "x", tree, {})
-    assert same(trees.read_tree(tmp_path / "x")[0], tree)
-
-
 def test_views_are_saved_as_they_look(tmp_path: Path) -> None:
     base = torch.arange(12.0).view(3, 4)
     tree = {"turned": base.t(), "part": base[:, ::2], "wide": torch.ones(1).expand(2, 3)}
@@ -167,7 +145,6 @@ def test_a_state_comes_back_bit_for_bit_and_can_be_written_to(folder: Path) -> N
     found = loaded(folder)
     assert found is not None and is_state(found, 3)
     found["server"]["parameters"].add_(1)
-    found["scores"]["global"].add_(1)
     assert same(loaded(folder)["server"], state_after(3)["server"])  # type: ignore[index]
 
 
@@ -178,8 +155,6 @@ def test_a_state_comes_back_bit_for_bit_and_can_be_written_to(folder: Path) -> N
         ({"a": [{"tensor": "x"}]}, r"^state\.a\.0: keys must be text other than 'tensor', not"),
         ({"a": [1, {"b": object()}]}, r"^state\.a\.1\.b is a object; a state holds tensors, text"),
         ({"a": (1, 2)}, r"^state\.a is a tuple; "),
-        ({"a": {"b": np.zeros(2)}}, r"^state\.a\.b is a ndarray; "),
-        ({"a": b"x"}, r"^state\.a is a bytes; "),
     ],
 )
 def test_what_cannot_be_saved_is_named_and_nothing_is_written(
@@ -219,19 +194,6 @@ def test_a_round_writes_what_has_changed(folder: Path) -> None:
     assert found["history"] == state["history"]
 
 
-def test_what_a_round_writes_does_not_depend_on_the_rounds_before(tmp_path: Path) -> None:
-    """A round's own bytes: run.safetensors, a client's state and a line."""
-    one, written = mine(tmp_path), []
-    for rounds in range(1, 40):
-        before = set(content(tmp_path).items())
-        one.save({**state_after(rounds), "clients": [{"round": 100 + rounds}]}, rounds == 1)
-        new = dict(set(content(tmp_path).items()) - before)
-        (history,) = (each for name, each in new.items() if name.endswith(".jsonl"))
-        written.append(sum(map(len, new.values())) - len(history))
-        assert history.count(b"\n") == rounds
-    assert max(written[1:]) < min(written[1:]) + 16
-
-
 def test_equal_states_are_one_file_and_a_store_knows_its_own(tmp_path: Path) -> None:
     store = Store(tmp_path)
     kept = [store.put({"a": torch.ones(3)}) for _ in range(3)]
@@ -262,33 +224,17 @@ def test_the_rest_of_a_run_killed_before_its_first_checkpoint_goes(tmp_path: Pat
 @pytest.mark.parametrize(
     ("identity", "why"),
     [
-        ({**MINE, "code": "d"}, "belongs to other code"),
         ({**MINE, "plan": "d", "code": "d"}, "belongs to other plan, code"),
         ({**MINE, "torch": "2"}, "belongs to other torch"),
-        ({"plan": "q", "code": "c"}, "belongs to other parameters"),
         ({}, "belongs to other parameters, plan, code"),
     ],
 )
 def test_a_foreign_checkpoint_is_set_aside_and_its_parts_named(
     folder: Path, identity: dict[str, str], why: str
 ) -> None:
+    (folder / "run-1.5-0.aside").write_text("what was set aside before")
     assert refused(folder, identity) == why
     assert loaded(folder) is None  # and is not looked at again
-
-
-@pytest.mark.parametrize("is_folder", [False, True])
-def test_what_was_set_aside_before_gives_way(folder: Path, is_folder: bool) -> None:
-    aside = folder / "run-1.5-0.aside"
-    if is_folder:
-        aside.mkdir()
-        (aside / "old").write_text("x")
-    else:
-        aside.write_text("x")
-    refused(folder, {})
-
-
-def test_the_order_of_an_identity_does_not_matter(folder: Path) -> None:
-    assert loaded(folder, dict(reversed(MINE.items()))) is not None
 
 
 def cut(content: bytes, place: int) -> bytes:
@@ -324,33 +270,27 @@ def test_damage_at_any_byte_of_any_file_is_noticed(
     assert places > 400
 
 
-@pytest.mark.parametrize("bytes_", [b"", b"\0" * 8, b"\xff" * 64, b"{}" * 50, bytes(1000)])
+@pytest.mark.parametrize("content_", [b"", b"\xff" * 64, b"{}" * 50, bytes(1000), None])
 @pytest.mark.parametrize("kind", ["run", "journal", "states"])
-def test_a_damaged_file_is_set_aside_and_named(folder: Path, kind: str, bytes_: bytes) -> None:
-    path = next(path for path in folder.rglob("*") if path.is_file() and kind in str(path))
-    path.write_bytes(bytes_)
-    assert refused(folder).startswith("is damaged (")
-
-
-@pytest.mark.parametrize("kind", ["journal", "states"])
-def test_a_file_that_is_gone_or_a_folder_is_damage(folder: Path, kind: str) -> None:
+def test_a_damaged_file_is_set_aside_and_named(
+    folder: Path, kind: str, content_: bytes | None
+) -> None:
+    """Or one with a folder in its place."""
     path = next(path for path in folder.rglob("*") if path.is_file() and kind in str(path))
     path.unlink()
-    path.mkdir()
+    path.mkdir() if content_ is None else path.write_bytes(content_)
     assert refused(folder).startswith("is damaged (")
 
 
-def test_a_changed_tensor_is_damage_even_in_a_sound_file(folder: Path) -> None:
+def test_a_sound_file_with_another_content_is_damage(folder: Path) -> None:
     """The last bytes are the server's: 7.0 becomes another number, the format stays right."""
     path = folder / "run-1.5-0" / "run.safetensors"
     changed = bytearray(path.read_bytes())
     changed[-1] ^= 1
     path.write_bytes(changed)
     assert refused(folder) == "is damaged (the digest of run.safetensors does not fit its content)"
-
-
-def test_the_safetensors_of_somebody_else_are_no_checkpoint(folder: Path) -> None:
-    save_file({"weights": np.ones(3)}, folder / "run-1.5-0" / "run.safetensors")
+    mine(folder).save(state_after(3))
+    save_file({"weights": np.ones(3)}, path)  # of somebody else
     assert refused(folder) == "is damaged ('tree')"
 
 
@@ -371,13 +311,6 @@ def test_a_pickle_is_not_opened(folder: Path, tmp_path: Path, write: Callable[..
             write(Trap(tmp_path / "sprung"), stream)
     assert refused(folder).startswith("is damaged (")
     assert not (tmp_path / "sprung").exists()
-
-
-@pytest.mark.parametrize("module", [checkpoint, trees, records])
-def test_no_code_that_could_unpickle(module: Any) -> None:
-    text = Path(module.__file__).read_text().replace("never pickled", "")
-    for word in ("pickle", "torch.load", "torch.save", "np.load", "numpy.load", "shelve", "eval("):
-        assert word not in text
 
 
 # --- writes that fail
@@ -520,14 +453,6 @@ def test_a_changed_record_is_damaged(tmp_path: Path, name: str) -> None:
     assert records.load_record(tmp_path / "0").run == ("s", "m", 3)
 
 
-def test_scores_of_another_shape_are_damage(tmp_path: Path) -> None:
-    some_record().save(tmp_path / "0")
-    ones = {"global": np.ones((1, 1)), "tests": np.ones((2, 2))}
-    save_file(ones, tmp_path / "0" / "scores.safetensors")
-    with pytest.raises(ValueError, match="its digest does not fit its content"):
-        records.load_record(tmp_path / "0")
-
-
 @pytest.mark.parametrize("before", [True, False])
 def test_a_record_whose_writing_failed_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bool
@@ -548,25 +473,21 @@ def test_a_record_comes_back_bit_for_bit(tmp_path: Path) -> None:
     """Arrays that lie in memory in another order included: safetensors would shuffle them."""
     turned = np.arange(6, dtype=np.float32).reshape(2, 3).T
     scores = {"global": np.full((3, 2, 2, 2), np.nan, np.float32), "initial": turned}
-    about = {"setting": {"name": "s"}, "method": {"name": "m"}, "seed": 3}
     weights = {"head.weight": turned, "part": turned[::2], "one": np.array(1.5, np.float32)}
-    history = [{"loss": 0.25, "bytes": {"up": 4}}, {"loss": 1e-9, "bytes": {"up": 5}}]
     features = {"features": np.ones((2, 3, 4), np.float16).T, "labels": np.arange(3)}
-    record = Record(about, history, scores, np.arange(4).reshape(2, 2).T, weights, features)
+    tests = np.arange(4).reshape(2, 2).T
+    record = replace(some_record(), scores=scores, tests=tests, weights=weights, features=features)
     record.save(tmp_path / "deep" / "run")
     found = records.load_record(tmp_path / "deep" / "run")
-    assert (found.about, found.history, found.run) == (about, history, ("s", "m", 3))
-    pairs = [
-        (found.scores, scores),
-        (found.weights, weights),
-        (found.features, features),
-        ({"": found.tests}, {"": record.tests}),
-    ]
-    for mine, theirs in pairs:
-        assert mine.keys() == theirs.keys()
-        for name, array in theirs.items():
-            assert (mine[name].dtype, mine[name].shape) == (array.dtype, array.shape)
-            assert mine[name].tobytes() == array.tobytes()
+    assert (found.about, found.history, found.run) == (record.about, record.history, record.run)
+    for name in ("scores", "weights", "features", "tests"):
+        arrays, expected = getattr(found, name), getattr(record, name)
+        pairs = {"": expected} if name == "tests" else expected
+        arrays = {"": arrays} if name == "tests" else arrays
+        assert arrays.keys() == pairs.keys()
+        for key, array in pairs.items():
+            assert (arrays[key].dtype, arrays[key].shape) == (array.dtype, array.shape)
+            assert arrays[key].tobytes() == array.tobytes()
 
 
 def test_accuracy_of_a_model_and_scoring() -> None:

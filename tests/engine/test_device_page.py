@@ -59,7 +59,7 @@ def test_the_memory_of_past_tasks_is_matched() -> None:
 
 def test_the_operations_of_a_step_by_hand() -> None:
     """An MLP 192-8-100 on 4 images: a product forward; for the head two backward, else one."""
-    module = Client(CASES[1], "cpu", 100).work.network(0)
+    module = Client(CASES[1], "cpu", 100).runtime.network(0)
     products = 2 * 4 * (192 * 8) * 2 + 2 * 4 * (8 * 100) * 3
     assert device.step_operations(module, CASES[1], torch.device("cpu")) == products
 

@@ -44,7 +44,7 @@ def elsewhere(folder: Path) -> engine.Start:
 def test_a_client_round_that_is_not_finished_is_as_one_that_dropped_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    experiment, selected = whole("fedas"), engine.Run.select_clients
+    experiment, selected = whole("local"), engine.Run.select_clients
     found = engine.train(
         experiment, plans(experiment, 0), 1, "cpu", tmp_path / "run", elsewhere(tmp_path / "node")
     )
@@ -62,12 +62,12 @@ def test_a_checkpoint_names_states_that_it_does_not_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed in the third round and resumed; the states' own store is asked for all of them."""
-    experiment, folder = whole("fedas"), tmp_path / "run"
+    experiment, folder = whole("local"), tmp_path / "run"
     start = elsewhere(tmp_path / "node")
     expected = engine.train(experiment, plans(experiment, 0), 1, "cpu", None, start)[0]
     with small.stopped_after(3):
         engine.train(experiment, plans(experiment, 0), 1, "cpu", folder, start)
-    held = list((folder / "tiny-fedas-0" / "states").iterdir())
+    held = list((folder / "tiny-local-0" / "states").iterdir())
     verify, asked = Store.verify, list[Path]()
 
     def verified(store: Store, digest: str) -> None:

@@ -7,18 +7,18 @@ import signal
 import subprocess
 import sys
 import threading
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import small
 import torch
-from processes import PATIENCE, gone, wait_until
-from small import BATCH_NORM, ROUNDS, plans, run, saved, tiny, whole, with_train
+from processes import PATIENCE
+from small import BATCH_NORM, ROUNDS, plans, run, saved, tiny, whole
 
+from stamp_core.client.batches import StepContext
 from stamp_core.config.decode import ParameterError
 from stamp_core.core.paths import ROOT
 from stamp_core.data.split import Plan
@@ -27,8 +27,8 @@ from stamp_core.engine import train as engine
 from stamp_core.engine.executor import ProcessExecutor
 from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.trees import read_tree
-from stamp_core.methods.base.method import ClientRound, DivergedError, InitialStates, Method
-from stamp_core.results.records import Record, tree_bytes
+from stamp_core.methods.base.method import ClientRound, InitialStates, Method
+from stamp_core.results.records import tree_bytes
 
 FEW = {"images_per_class": 20}
 ALL = {"angles": True, "displacements": True, "features": 2}
@@ -61,7 +61,7 @@ def test_the_number_of_workers_changes_no_bit(experiment: Experiment, several: i
                 np.testing.assert_array_equal(record.features[name], values)
 
 
-@pytest.mark.parametrize("kind", ["fedavg", "stamp", "fedas", "fedl2p"])
+@pytest.mark.parametrize("kind", ["stamp", "local"])
 def test_stopped_worker_processes_go_on_to_the_results_of_one_process(
     kind: str, tmp_path: Path
 ) -> None:
@@ -92,38 +92,24 @@ def test_trees_come_through_to_another_process_unchanged() -> None:
 
 @pytest.mark.parametrize(
     ("requested", "device", "environment", "workers"),
-    [(3, "cpu", "5", 3), (0, "cpu", "5", 5), (0, "cuda", "5", 5), (0, "cuda", None, 1)],
+    [
+        (3, "cpu", "5", 3),
+        (0, "cpu", "5", 5),
+        (0, "cuda", "5", 5),
+        (0, "cuda", "", 1),
+        (0, "cpu", "", 3),
+    ],
 )
 def test_the_number_of_workers_is_the_argument_the_environment_or_the_cores(
-    requested: int,
-    device: str,
-    environment: str | None,
-    workers: int,
-    monkeypatch: pytest.MonkeyPatch,
+    requested: int, device: str, environment: str, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("STAMP_WORKERS", raising=False)
-    if environment:
-        monkeypatch.setenv("STAMP_WORKERS", environment)
+    """On a GPU one, unless another number is asked for."""
+    monkeypatch.setenv("STAMP_WORKERS", environment or "0")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 5, 7}, raising=False)
     assert executor.resolve_workers(requested, device) == workers
 
 
-def test_the_default_is_a_worker_per_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("STAMP_WORKERS", raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 5, 7}, raising=False)
-    assert executor.resolve_workers(0, "cpu") == 3
-
-
 # ------------------------------------------------------------------ failures
-
-
-def test_divergence_in_a_worker_is_named_and_other_seeds_end(tmp_path: Path) -> None:
-    """Seed 1 has no images, so that it cannot diverge."""
-    experiment = tiny(training={"lr": 1e38})
-    plans_ = plans(experiment, 0, 1)
-    plans_[1] = with_train(plans_[1], dict.fromkeys(small.everywhere(plans_[1]), ()))
-    with pytest.raises(DivergedError, match=r"client 0, experience 0, round 0: .*training\.lr"):
-        engine.train(experiment, plans_, 2, "cpu", tmp_path)
-    assert saved(experiment, tmp_path, seed=1)["next"] == ROUNDS
 
 
 def test_a_killed_worker_ends_the_run_with_a_reason(
@@ -145,7 +131,7 @@ def test_a_killed_worker_ends_the_run_with_a_reason(
         except RuntimeError as error:
             errors.append(error)
 
-    errors: list[RuntimeError] = []
+    errors = list[RuntimeError]()
     monkeypatch.setattr(ProcessExecutor, "map", deadly)
     thread = threading.Thread(target=train, daemon=True)
     thread.start()
@@ -163,18 +149,16 @@ def test_a_killed_worker_ends_the_run_with_a_reason(
 class Greedy(Method):
     """FedAvg that asks for more memory than there is, on the second task."""
 
-    def train(self, client_round: ClientRound) -> list[torch.Tensor]:
-        """No losses: it does not come so far."""
+    def train(self, client_round: ClientRound, context: StepContext) -> list[torch.Tensor]:
         if client_round.experience:
             torch.empty(10**15)
-        return super().train(client_round)
+        return super().train(client_round, context)
 
 
 class GreedyAtOnce(Method):
     """FedAvg that asks for more memory than there is before the first round."""
 
     def initial_states(self, plan: Plan) -> InitialStates:
-        """Nothing: it does not come so far."""
         torch.empty(10**15)
         return super().initial_states(plan)
 
@@ -182,8 +166,7 @@ class GreedyAtOnce(Method):
 class Mistaken(Method):
     """FedAvg with a mistake in it."""
 
-    def train(self, client_round: ClientRound) -> list[torch.Tensor]:
-        """No losses: shapes do not fit."""
+    def train(self, client_round: ClientRound, context: StepContext) -> list[torch.Tensor]:
         return [torch.ones(2) @ torch.ones(3)]
 
 
@@ -209,22 +192,19 @@ ENOUGH = (
 )
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_an_error_for_lack_of_memory_says_what_to_lower(workers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "workers", "rounds"), [(Greedy, 1, 2), (Greedy, 2, 2), (GreedyAtOnce, 1, None)]
+)
+def test_an_error_for_lack_of_memory_says_what_to_lower(
+    kind: type[Method], workers: int, rounds: int | None, tmp_path: Path
+) -> None:
     """In this process and through one from another; what came before it is on disk."""
-    experiment = with_method(Greedy)
+    experiment = with_method(kind)
     with pytest.raises(MemoryError) as error:
         engine.train(experiment, plans(experiment, 0), workers, "cpu", tmp_path)
     assert str(error.value) == ENOUGH
     assert "can't allocate memory" in str(error.value.__cause__)
-    assert saved(experiment, tmp_path)["next"] == 2
-
-
-def test_an_error_for_lack_of_memory_before_the_first_round_says_so_too() -> None:
-    experiment = with_method(GreedyAtOnce)
-    with pytest.raises(MemoryError) as error:
-        engine.train(experiment, plans(experiment, 0), 1, "cpu")
-    assert str(error.value) == ENOUGH
+    assert rounds is None or saved(experiment, tmp_path)["next"] == rounds
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -239,12 +219,9 @@ def test_other_errors_come_through_as_they_are(workers: int) -> None:
     ("error", "lacking"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to"), True),
         (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), True),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
         (RuntimeError("CUDA error: device-side assert triggered"), False),
-        (RuntimeError("expected scalar type Float but found Half"), False),
     ],
 )
 def test_which_errors_are_for_lack_of_memory(error: RuntimeError, lacking: bool) -> None:
@@ -275,27 +252,6 @@ def test_what_is_lowered_is_never_below_what_there_can_be(
         f"params/settings.yaml: tiny.network.micro_batch_size is {micro_batch_size}; "
     )
     assert f"a batch of {batch_size}: {advice}" in text and text.endswith("rounds are kept")
-
-
-SCRIPT = """
-import sys
-from pathlib import Path
-import small
-from stamp_core.engine import train as engine
-experiment = small.long()
-engine.train(experiment, small.plans(experiment, 0, 1), 2, "cpu", Path(sys.argv[1]))
-"""
-
-
-@cache
-def unbroken(seed: int) -> Record:
-    """What the script's training leaves behind if nobody ends it."""
-    return run(small.long(), small.plan(small.long(), seed))
-
-
-def hear_ctrl_c() -> None:
-    """A shell that starts tests in the background makes all of them deaf to it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 UNGUARDED = """
@@ -357,7 +313,7 @@ def test_workers_keep_states_on_disk_and_pass_on_where_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same results as in memory; a client's own model does not cross to its process."""
-    experiment, dumps = whole("fedas"), executor._dumps
+    experiment, dumps = whole("local"), executor._dumps
     records, carried = {}, dict[Path | None, int]()
     for resume in (None, tmp_path):
         carried[resume] = 0
@@ -373,46 +329,6 @@ def test_workers_keep_states_on_disk_and_pass_on_where_they_are(
         records[resume] = engine.train(experiment, plans(experiment, 0), 2, "cpu", resume)[0]
     assert carried[tmp_path] < 2000 < carried[None]
     small.assert_same(records[None], records[tmp_path])
-
-
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
-def test_a_killed_training_leaves_no_process_and_goes_on_to_the_same_bits(
-    end: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed outright or by Ctrl-C, somewhere after the fifth of 60 rounds of two seeds."""
-    experiment = small.long()
-    files = [tmp_path / f"tiny-replay-{seed}" / "run.safetensors" for seed in (0, 1)]
-
-    def next_round() -> int:
-        return min(read_tree(file)[0]["next"] if file.exists() else 0 for file in files)
-
-    training = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, tmp_path],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(Path(small.__file__).parent)},
-        preexec_fn=hear_ctrl_c,
-    )
-    try:
-        wait_until(lambda: next_round() >= 5 or training.poll() is not None, "5 rounds")
-        children = psutil.Process(training.pid).children(recursive=True)
-        assert len(children) >= 2
-        training.send_signal(end)
-        assert training.wait(PATIENCE) != 0
-        wait_until(lambda: all(map(gone, children)), "the end of the workers")
-    finally:
-        training.kill()
-        training.wait()
-
-    done = [saved(experiment, tmp_path, seed)["next"] for seed in (0, 1)]
-    assert max(done) < 60
-    train_round, trained = engine.Run.train_round, []
-    monkeypatch.setattr(
-        engine.Run, "train_round", lambda *where: (trained.append(1), train_round(*where))[1]
-    )
-    resumed = engine.train(experiment, plans(experiment, 0, 1), 1, "cpu", tmp_path)
-    assert len(trained) == 120 - sum(done)
-    for seed, record in resumed.items():
-        small.assert_same(record, unbroken(seed))
 
 
 SMALL = "from stamp_core.engine.executor import peak_memory; print(peak_memory())"

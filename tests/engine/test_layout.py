@@ -47,7 +47,7 @@ def test_initial_weights_are_the_same_in_both_layouts() -> None:
         with context():
             worker = small.worker(experiment, plan)
             vector = worker.initial_states(0)[0]["parameters"]
-            found.append((vector, list(split_like(vector, worker.work.model.tensors))))
+            found.append((vector, list(split_like(vector, worker.runtime.model.tensors))))
     (one, tensors), (other, others) = found
     assert all(torch.equal(a, b) for a, b in zip(tensors, others, strict=True))
     assert not torch.equal(one, other) and torch.equal(one.sort().values, other.sort().values)
@@ -68,6 +68,6 @@ def test_the_weights_of_a_record_do_not_depend_on_the_layout(
     pretrained = Coloured(setting, experiment.method, experiment.kind, experiment.params)
     for context in (nullcontext, small.channels_last):
         with context():
-            named = small.worker(pretrained, small.plan(pretrained)).work.network(7).state_dict()
+            named = small.worker(pretrained, small.plan(pretrained)).runtime.network(7).state_dict()
         for name, value in record.weights.items():
             assert named[name].numpy().tobytes() == value.tobytes(), name

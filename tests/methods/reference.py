@@ -5,7 +5,7 @@ with the package the images, the plan and the addresses of random draws, nothing
 reference overrides what the method changes, as briefly and naively as it can be written.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -173,12 +173,24 @@ class FedAvgReference:
         return found
 
     def sgd(self, visit: Visit, theta: Array, state: State) -> Array:
-        """Local SGD with momentum and weight decay, as `step_gradient` says."""
+        """Local SGD along the gradients of `step_gradient`."""
+        return self.descend(
+            theta, self.batches(visit), lambda *at: self.step_gradient(visit, *at, state)
+        )
+
+    def descend(
+        self,
+        theta: Array,
+        batches: list[Numbers],
+        gradient: Callable[[Array, Array, Numbers], Array],
+    ) -> Array:
+        """SGD with momentum and weight decay along the gradient of each batch."""
         velocity = np.zeros_like(theta)
-        for batch in self.batches(visit):
-            gradient = self.step_gradient(visit, theta, self.x[batch], self.y[batch], state)
-            gradient = gradient + self.training.weight_decay * theta
-            velocity = self.training.momentum * velocity + gradient
+        for batch in batches:
+            slope = gradient(theta, self.x[batch], self.y[batch])
+            velocity = (
+                self.training.momentum * velocity + slope + self.training.weight_decay * theta
+            )
             theta = theta - self.training.lr * velocity
         return theta
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from small import tiny
 
-from stamp_core.client.workspace import RoundId, Workspace
+from stamp_core.client.runtime import RoundId, ClientRuntime
 from stamp_core.data import split
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.methods.base import registry
@@ -88,14 +88,14 @@ def images() -> ImageDataset:
 
 
 @cache
-def workspace(buffers: str) -> Workspace:
+def workspace(buffers: str) -> ClientRuntime:
     """The network of the paper on noise; two clients, two tasks of one class, a batch of two."""
     setting = tiny(
         split={"clients": 2, "tasks": 2, "classes_per_task": 1},
         training={"batch_size": 2, "buffers": buffers},
         network={"kind": "resnet18", "norm": "batch"},
     ).setting
-    return Workspace(setting, images())
+    return ClientRuntime(setting, images())
 
 
 class Sizes(NamedTuple):
@@ -112,7 +112,7 @@ def first_round(kind: str, buffers: str = "local", **options: Any) -> Sizes:
     """The bytes of a task's only round for the first of two clients."""
     work = workspace(buffers)
     method = registry.get_method(kind)(tiny(kind, **options).params, work)
-    plan = split.make_plan(work.setting.split, work.dataset, seed=0)
+    plan = split.make_plan(runtime.setting.split, runtime.dataset, seed=0)
     server, (state, *_), *setup = method.initial_states(plan)
     sent = method.broadcast(server, 0)
     reply = method.train_client(ClientRound(RoundId(0, 0, 0, 0, last=True), plan, state, sent))

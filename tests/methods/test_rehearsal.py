@@ -10,7 +10,7 @@ from small import kept, plan, run, tiny
 from test_methods import FEW, client_rounds
 from torch import Tensor
 
-from stamp_core.client.workspace import RoundId
+from stamp_core.client.runtime import RoundId
 from stamp_core.coresets.selection.base import Proposal
 from stamp_core.data.split import Plan
 from stamp_core.engine.executor import Worker
@@ -105,10 +105,10 @@ def test_batches_end_with_exemplars_of_other_tasks(ratio: float) -> None:
     for client_round in (each.client_round for each in client_rounds(worker, plan_)):
         memory, task = client_round.state["memory"], client_round.task
         past = memory["tasks"] != task
-        images = as_bytes(worker.work.normalise(memory["images"][past]))
+        images = as_bytes(worker.runtime.normalise(memory["images"][past]))
         known = dict(zip(images, memory["labels"][past].tolist(), strict=True))
         client_round.indices = worker.method.train_indices(client_round)
-        new = worker.work.batches(client_round.round_id, client_round.indices)
+        new = worker.runtime.batches(client_round.round_id, client_round.indices)
         mixed = worker.method.batches(client_round)
         for (x, y), (images_, labels) in zip(new, mixed, strict=True):
             assert torch.equal(images_[: len(x)], x) and torch.equal(labels[: len(y)], y)
@@ -179,7 +179,7 @@ def test_selection_class_by_class_equals_that_among_all_images_of_the_task(
         return hard_label_proposal(images, labels)
 
     def whole_task(self: Method, client_round: ClientRound, labels: Tensor, label: int) -> Proposal:
-        return hard_label_proposal(self.work.dataset.x_train[client_round.indices], labels)
+        return hard_label_proposal(self.runtime.dataset.x_train[client_round.indices], labels)
 
     monkeypatch.setattr(rehearsal, "hard_label_proposal", counted)
     by_class = memories(small.worker(experiment, plan_), plan_, 0)

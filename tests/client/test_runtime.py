@@ -1,0 +1,111 @@
+"""The live model of one process: training mode, evaluation, and the one loop of SGD steps."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from four_classes import images, labelled
+from torch import Tensor
+
+from stamp_core.client import runtime as runtimes
+from stamp_core.client.batches import Batch, StepContext
+from stamp_core.client.runtime import ClientRuntime
+from stamp_core.config.schema import Network, Setting, Split, Training
+
+NORMED = Network("cnn", features=8, channels=(4,), norm="batch")
+SPLIT = Split("classes", clients=2, tasks=2, classes_per_task=2)
+TRAINING = Training(rounds=1, epochs=3, batch_size=16, lr=0.1, momentum=0.9)
+
+
+def batch_normalised(**training: Any) -> tuple[Tensor, ClientRuntime]:
+    """Eight images, and a network with batch normalisation."""
+    x = images(8, 1, 8, 8)
+    dataset = labelled(x, x, torch.zeros(8, dtype=torch.int64))
+    setting = Setting("by hand", {}, SPLIT, NORMED, replace(TRAINING, **training))
+    return x, ClientRuntime(setting, dataset)
+
+
+def test_each_loop_of_steps_has_its_own_optimiser() -> None:
+    """Twice the same steps from the same model, with momentum; each batch is passed on once."""
+    x, runtime = batch_normalised()
+    start = runtime.model.parameters.clone()
+    context, seen = StepContext(), []
+
+    def step(batch: Batch, given: StepContext) -> Tensor:
+        seen.append((len(batch), given is context))
+        return runtime.cross_entropy_step(batch, given)
+
+    found = []
+    for _ in range(2):
+        runtime.model.load(start, runtime.untrained)
+        batches = [Batch(runtime.normalise(x), torch.arange(8) % 4)] * 3
+        losses = runtime.run_steps(step, batches, context)
+        found.append((runtime.model.parameters.clone(), torch.stack(losses)))
+    assert seen == 6 * [(8, True)]
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    assert not torch.equal(found[0][0], start) and found[0][1].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "micro_batch_size", "many"),
+    [
+        ((3, 32, 32), None, 512),
+        ((1, 28, 28), None, 512),  # never more
+        ((3, 64, 64), None, 128),  # four times the pixels, a quarter of the images
+        ((3, 800, 1000), None, 1),
+        ((3, 32, 32), 8, 8),
+        ((3, 224, 224), 64, 10),  # 512 x 1,024 / 50,176 = 10.4
+    ],
+)
+def test_how_many_images_are_evaluated_at_once(
+    shape: tuple[int, int, int], micro_batch_size: int | None, many: int
+) -> None:
+    assert runtimes.evaluation_batch_size(shape, micro_batch_size) == many
+
+
+def test_evaluation_passes_have_no_more_images() -> None:
+    x, runtime = batch_normalised()
+    sizes = list[int]()
+    runtime.chunk = 3
+    encoder = runtime.classifier.encoder
+    encoder.register_forward_pre_hook(lambda module, given: sizes.append(len(given[0])))
+    runtime.outputs(x)
+    assert sizes == [3, 3, 2]
+
+
+@pytest.mark.parametrize("buffers", ["shared", "local", "frozen"])
+def test_frozen_buffers_do_not_change_in_training_and_others_do(buffers: Any) -> None:
+    x, runtime = batch_normalised(buffers=buffers)
+    changes = buffers != "frozen"
+    before = runtime.model.buffers.clone()
+    runtime.outputs(x)
+    assert torch.equal(runtime.model.buffers, before)  # evaluation never changes them
+    runtime.train_mode(8)
+    module = runtime.model.module
+    module(runtime.normalise(x)).sum().backward()
+    assert torch.equal(runtime.model.buffers, before) == (not changes)
+    norm = next(m for m in module.modules() if isinstance(m, torch.nn.BatchNorm2d))
+    assert module.training and norm.training == changes
+    assert norm.weight.grad is not None and norm.weight.grad.any()  # scale and shift still learn
+
+
+def test_a_single_image_is_normalised_by_the_running_statistics() -> None:
+    """It has no variance: torch refuses it, or returns zeros."""
+    x, runtime = batch_normalised()
+    expected = runtime.outputs(x[:1])
+    normal = runtime.normalise(x)
+    runtime.train_mode(1)
+    torch.testing.assert_close(runtime.model.module(normal[:1]).detach(), expected)
+    runtime.train_mode(2)
+    assert not torch.equal(runtime.model.module(normal[:2]).detach()[:1], expected)
+
+
+def test_outputs_do_not_depend_on_the_other_images() -> None:
+    """In evaluation mode, with batch normalisation too."""
+    x, runtime = batch_normalised()
+    runtime.train_mode(8)
+    alone = torch.cat([runtime.outputs(image[None]) for image in x])
+    torch.testing.assert_close(runtime.outputs(x), alone)
+    features = runtime.outputs(x, runtime.model.module.encoder)
+    assert features.shape == (8, 8) and not features.requires_grad
