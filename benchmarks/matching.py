@@ -83,7 +83,7 @@ def exact_solver(count: int) -> Row:
 def both_solvers(name: str, count: int) -> Row:
     """Gap and time of both solvers on the same gradients, kappa 0.5."""
     parts = []
-    for solver in ("exact", "authors"):
+    for solver in ("exact", "softmax_sgd"):
         times, gaps = zip(*solve_times(MatchingParams(solver=solver), name, count), strict=True)
         parts.append(f"{statistics.median(gaps):.0e} in {statistics.median(times):.1f} ms")
     return f"gap exact / public code, {count} gradients, {name}", " / ".join(parts)

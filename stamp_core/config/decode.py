@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 _T = TypeVar("_T")
-RENAMED = {  # keys of version 0.1 and their new names: the first that is valid in the same block
+RENAMED = {  # keys and values of earlier versions and their new names: the first that is valid there
     "align_batch": ("align_batch_size",),
     "align_rate": ("align_lr",),
     "alpha": ("mixstyle_alpha", "fedssi_alpha"),
     "alphas": ("sweeps",),
     "at_once": ("micro_batch_size",),
+    "authors": ("softmax_sgd",),
     "batch": ("batch_size",),
     "beside": ("baselines",),
     "budgets": ("sweeps",),

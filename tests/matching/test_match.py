@@ -341,7 +341,7 @@ def test_identical_gradients_are_their_own_match(count: int) -> None:
         for each, expected, tolerance in (
             (matching, g, 1e-6),
             (longer, factor * g, 1e-6),
-            (replace(longer, solver="authors"), factor * g, 1e-4),
+            (replace(longer, solver="softmax_sgd"), factor * g, 1e-4),
         ):
             assert close(match(g.repeat(count, 1), each)[0], expected, tolerance)
 
@@ -598,7 +598,7 @@ def test_0_on_the_edge_of_the_hull_below_kappa_1() -> None:
 )
 def test_no_result_is_nan(values, kappa, reference, blocks, normalise, length, authors) -> None:
     """Few values, so that gradients are equal, opposite, dependent or 0."""
-    solver = "authors" if authors else "exact"
+    solver = "softmax_sgd" if authors else "exact"
     matching = MatchingParams(kappa, reference, length, normalise, blocks, solver)
     d, result = match(torch.tensor(values), matching, sizes=[1, 2])
     assert torch.isfinite(d).all() and finite(result)
@@ -698,16 +698,16 @@ def authors_by_torch(g: Tensor, kappa: float, softmax: SoftmaxParams) -> Tensor:
 def test_the_solver_of_the_public_code(family: str, softmax: SoftmaxParams) -> None:
     for count, scale in ((1, 1.0), (5, 0.01), (20, 1e-3)):
         g = scale * FAMILIES[family](count, 60, count)
-        matching = MatchingParams(0.25, length="1+kappa^2", solver="authors", softmax=softmax)
+        matching = MatchingParams(0.25, length="1+kappa^2", solver="softmax_sgd", softmax=softmax)
         d, result = match(g, matching)
         assert close(d, authors_by_torch(g, 0.25, softmax), 1e-7)
-        assert result.status == "authors" and result.iterations == softmax.rounds
+        assert result.status == "softmax_sgd" and result.iterations == softmax.rounds
         layered, _ = match(g, replace(matching, blocks="layers"), sizes=[20, 40])
         parts = [authors_by_torch(part, 0.25, softmax) for part in g.split([20, 40], 1)]
         assert close(layered, torch.cat(parts), 1e-7)
 
 
-@pytest.mark.parametrize("solver", ["authors", "exact"])
+@pytest.mark.parametrize("solver", ["softmax_sgd", "exact"])
 def test_only_the_public_code_depends_on_the_scale(solver: Any) -> None:
     """Its 1e-4 exceed the squares of gradients of norm 1e-4: the weights stay uniform."""
     g = normal(6, 40) * torch.arange(1, 7)[:, None]
@@ -717,7 +717,7 @@ def test_only_the_public_code_depends_on_the_scale(solver: Any) -> None:
     )
     away = [float((w - 1 / 6).abs().sum()) for w in (short, long)]
     assert away[1] > 0.1
-    assert away[0] < 0.01 if solver == "authors" else away[0] == pytest.approx(away[1], rel=1e-6)
+    assert away[0] < 0.01 if solver == "softmax_sgd" else away[0] == pytest.approx(away[1], rel=1e-6)
 
 
 def test_the_public_code_is_near_the_optimum_for_similar_gradients_only() -> None:
@@ -727,13 +727,13 @@ def test_the_public_code_is_near_the_optimum_for_similar_gradients_only() -> Non
         match_gram(gram(g), matching)
         for matching in (
             MatchingParams(),
-            MatchingParams(solver="authors"),
-            MatchingParams(solver="authors", softmax=many),
+            MatchingParams(solver="softmax_sgd"),
+            MatchingParams(solver="softmax_sgd", softmax=many),
         )
     )
     assert exact.gap < 1e-9 < long.gap < 1e-4 < short.gap
     assert exact.value <= long.value <= short.value + 1e-12
     assert close(long.coefficients @ g, exact.coefficients @ g, 1e-2)
     wild = gram(FAMILIES["independent"](50, 400, 3) * normal(50, 1, seed=4).exp())
-    assert match_gram(wild, MatchingParams(solver="authors")).gap > 1e-3
+    assert match_gram(wild, MatchingParams(solver="softmax_sgd")).gap > 1e-3
     assert match_gram(wild, FREE).gap < 1e-8
