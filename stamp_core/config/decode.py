@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 _T = TypeVar("_T")
-RENAMED = {  # keys and values of earlier versions and their new names: the first that is valid there
+RENAMED = {  # former keys and values with their new names: the first that is valid in the place
     "align_batch": ("align_batch_size",),
     "align_rate": ("align_lr",),
     "alpha": ("mixstyle_alpha", "fedssi_alpha"),

@@ -37,7 +37,7 @@ class Products:
     squares: Array  # [3], of g0, the shift and g_w
     reference_shift: float
     reference_combined: float
-    rounding: float = 0.0  # of each, relative to the norms of the gradients in both sums
+    rounding: float = 0.0  # of <u, v>, relative to U V with V = sum_i |v_i| |g_i|
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Certified:
     share: float = 0.0  # of the shift that is in the ball: d = g0 + share * shift
     gap: float = 0.0
     value: float = 0.0  # F(w)
-    bound: float = 0.0  # of the gap's rounding, which it contains
+    bound: float = 0.0  # of rounding in the gap, which contains it
 
     def coefficients(self) -> Array:
         """Those of d in the gradients.  # [K]"""
@@ -74,65 +74,46 @@ class Certified:
         return self.gap <= SOLVED * float(self.products.squares[0])
 
     def is_precise(self) -> bool:
-        """Whether rounding changes |g0|^2, |d|^2 and the gap, relative to |g0|^2, by that at most.
-
-        Otherwise the gradients nearly cancel out in a sum.
-        """
-        sizes = np.abs([self.solution.reference, self.coefficients()]) @ self.solution.norms
-        errors = self.products.rounding * sizes**2  # [2]
-        squares = np.array([self.products.squares[0], self.square_d()])
+        """Whether rounding is as small, in the gap and in the squares of all four sums."""
+        sums = np.vstack([self.solution.sums(), self.coefficients()])
+        errors = self.products.rounding * (np.abs(sums) @ self.solution.norms) ** 2  # [4]
+        squares = np.append(self.products.squares, self.square_d())
         return bool(self.bound <= SOLVED * squares[0] and (errors <= SOLVED * squares).all())
 
 
 def certify(solution: Solution, products: Products, kappa: float, softmax: bool) -> Certified:
     """The solution with d pulled back into the ball, which rounding may have led out of.
 
-    The d of softmax_sgd stays where it is; its gap is that of g0 + kappa |g0| g_w / |g_w|.
-
-    With V = sum_i |v_i| |g_i| for a sum v of gradients, <u, v> is known up to rounding U V, |v|^2
-    up to rounding V^2, and |v| up to that over |v|, or up to its root. The bound adds up the errors
-    of F(w) and of the products with d, which is in the smallest ball that g0 may have.
+    The d of softmax_sgd stays where it is; its gap is that of g0 + kappa |g0| g_w / |g_w|. The
+    bound adds up the errors of F(w), where rounding V^2 of |v|^2 is rounding V^2 / |v| of |v|, and
+    of the products with d. It holds where `is_precise`: products of errors are left out.
     """
-    sizes = np.abs(solution.sums()) @ solution.norms  # [3]
-    norms = np.sqrt(np.maximum(products.squares, 0.0))
-    errors = _norm_errors(norms, products.rounding * sizes**2)
-    rho, _, combined = norms.tolist()
-    if not softmax and (rho <= CANCELLED * sizes[0] or not solution.usable.any()):
+    rho, length, combined = np.sqrt(np.maximum(products.squares, 0.0)).tolist()
+    size, moved, mixed = (np.abs(solution.sums()) @ solution.norms).tolist()  # V of the three sums
+    if not softmax and (rho <= CANCELLED * size or not solution.usable.any()):
         return Certified(solution, products, NO_REFERENCE)
-    value = products.reference_combined + kappa * rho * combined
-    moved = 2 if softmax else 1  # the sum that d is moved along
-    longest = norms[moved] + errors[moved]
-    share = float(kappa * (rho - errors[0]) / longest) if longest else 1.0
-    share = share if softmax else min(1.0, share)
-    pair = (products.with_shift, products.with_reference)
-    factors = [share, 1.0]
+    radius = kappa * rho
+    value = products.reference_combined + radius * combined
     if softmax:
-        pair = (products.with_reference, products.with_combined)
-        factors = [1.0, share]
-    with_d = np.stack(pair, 1) @ factors
-    worst = float(with_d[solution.usable].min())
-    bound = sizes[0] * sizes[2] + solution.norms.max() * (sizes[0] + abs(share) * sizes[moved])
-    lengths = errors[0] * combined + (rho + errors[0]) * errors[2]
-    bound = float(products.rounding * bound + kappa * lengths)
-    gap = max(value - worst + bound, 0.0)
-    status = "softmax_sgd" if softmax else _status(solution, norms, kappa, gap, value)
-    return Certified(solution, products, status, 1.0 if softmax else share, gap, value, bound)
-
-
-def _norm_errors(norms: Array, errors: Array) -> Array:
-    """The errors of norms from those of their squares.  # [3]"""
-    largest = np.maximum(norms, np.sqrt(errors))
-    return errors / np.where(largest > 0, largest, 1.0)
-
-
-def _status(solution: Solution, norms: Array, kappa: float, gap: float, value: float) -> str:
-    """What kind of solution it is; `norms` are those of g0, the shift and g_w."""
-    radius = kappa * float(norms[0])
-    tolerance = DEGENERATE * (float(norms[0]) + radius) * float(solution.norms.max())
+        moved = mixed
+        share = radius / combined if combined else 0.0
+        with_d = np.stack([products.with_reference, products.with_combined], 1) @ [1.0, share]
+    else:
+        share = radius / length if length > radius else 1.0
+        with_d = np.stack([products.with_shift, products.with_reference], 1) @ [share, 1.0]
+    bound = float(solution.norms.max()) * (2 * size + share * moved)
+    if rho and combined:
+        bound += kappa * (rho * mixed**2 / combined + combined * size**2 / rho)
+    bound *= products.rounding
+    gap = max(value - float(with_d[solution.usable].min()) + bound, 0.0)
+    if softmax:
+        return Certified(solution, products, "softmax_sgd", 1.0, gap, value, bound)
+    tolerance = DEGENERATE * (rho + radius) * float(solution.norms.max())
+    status = "exact"
     if gap > tolerance:
-        return "not solved to the end"
-    if solution.usable.sum() == 1:
-        return "one gradient"
-    if norms[1] < radius * (1 - 1e-6) and abs(value) <= tolerance:
-        return "pareto: projected on the cone"
-    return "exact"
+        status = "not solved to the end"
+    elif solution.usable.sum() == 1:
+        status = "one gradient"
+    elif length < radius * (1 - 1e-6) and abs(value) <= tolerance:
+        status = "pareto: projected on the cone"
+    return Certified(solution, products, status, share, gap, value, bound)

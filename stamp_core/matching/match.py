@@ -93,6 +93,7 @@ class MatchResult:
 class _Inputs:
     """The gradients that take part, their scales and the reference."""
 
+    matching: MatchingParams
     finite: Mask  # [all gradients]; the other fields are about the K finite ones
     large: Mask  # [K], those long enough to take part
     normalisation: Array  # [K], the factor of each gradient
@@ -120,7 +121,7 @@ def match(
     if isinstance(inputs, str):
         result = _no_match(inputs, grams)
     else:
-        result = _result(_solve(gradients, grams, sizes, inputs, matching), inputs, matching)
+        result = _result(_solve(gradients, grams, sizes, inputs), inputs)
     return combine(gradients, result.coefficients, sizes), result
 
 
@@ -135,9 +136,8 @@ def match_gram(
     inputs = _prepare(grams, matching, weights)
     if isinstance(inputs, str):
         return _no_match(inputs, grams)
-    solutions = [_solve_gram(each, inputs, matching) for each in grams]
-    exact = [0.0] * len(grams)
-    return _result(_certify_by_gram(solutions, grams, exact, inputs, matching), inputs, matching)
+    solutions = [_solve_gram(each, inputs) for each in grams]
+    return _result(_certify_by_gram(solutions, grams, [0.0] * len(grams), inputs), inputs)
 
 
 def _no_match(status: str, grams: Array) -> MatchResult:
@@ -165,7 +165,7 @@ def _prepare(grams: Array, matching: MatchingParams, weights: Tensor | None) -> 
         normalisation[large] = target / norms[large]  # for the others it would amplify noise
     reference = _reference_weights(finite, matching, weights)
     dropped = len(finite) - int(large.sum())
-    return _Inputs(finite, large, normalisation, reference, float(norms[-1]), dropped)
+    return _Inputs(matching, finite, large, normalisation, reference, float(norms[-1]), dropped)
 
 
 def _reference_weights(finite: Mask, matching: MatchingParams, weights: Tensor | None) -> Array:
@@ -187,11 +187,7 @@ def _reference_weights(finite: Mask, matching: MatchingParams, weights: Tensor |
 
 
 def _solve(
-    gradients: Vectors,
-    grams: Array,
-    sizes: Sequence[int] | None,
-    inputs: _Inputs,
-    matching: MatchingParams,
+    gradients: Vectors, grams: Array, sizes: Sequence[int] | None, inputs: _Inputs
 ) -> list[Certified]:
     """The certified solution of each block.
 
@@ -200,40 +196,34 @@ def _solve(
     matrix cannot tell nearly opposite gradients from opposite ones: if the gap shows this, the
     problem is solved again in an orthonormal basis.
     """
-    solutions = [_solve_gram(each, inputs, matching) for each in grams]
-    exact = matching.solver == "exact"
+    solutions = [_solve_gram(each, inputs) for each in grams]
+    exact = inputs.matching.solver == "exact"
     if len(gradients) * len(gradients[0]) >= _LARGE:
-        rounding = gram_rounding(gradients, sizes)
-        blocks = _certify_by_gram(solutions, grams, rounding, inputs, matching)
+        blocks = _certify_by_gram(solutions, grams, gram_rounding(gradients, sizes), inputs)
         if all(each.is_precise() and (each.is_solved() or not exact) for each in blocks):
             return blocks
     finite = [each for each, one in zip(gradients, inputs.finite, strict=True) if one]
-    blocks = _certify_by_gradients(solutions, finite, sizes, inputs, matching)
+    blocks = _certify_by_gradients(solutions, finite, sizes, inputs)
     if exact and not all(each.is_solved() for each in blocks):
         bases = orthonormal_coordinates(finite, sizes)
-        solutions = [_solve_exactly(each.numpy(), _FROM_BASIS, inputs, matching) for each in bases]
-        blocks = _certify_by_gradients(solutions, finite, sizes, inputs, matching)
+        solutions = [_solve_exactly(each.numpy(), _FROM_BASIS, inputs) for each in bases]
+        blocks = _certify_by_gradients(solutions, finite, sizes, inputs)
     return blocks
 
 
-def _solve_gram(gram: Array, inputs: _Inputs, matching: MatchingParams) -> Solution:
+def _solve_gram(gram: Array, inputs: _Inputs) -> Solution:
     """The solution from the Gram matrix of all gradients as given."""
     scale = np.outer(inputs.normalisation, inputs.normalisation)
     gram = gram[np.ix_(inputs.finite, inputs.finite)] * scale
+    if inputs.matching.solver == "softmax_sgd":
+        return _solve_as_published(gram, inputs)
     norms = np.sqrt(gram.diagonal())
-    if matching.solver == "softmax_sgd":
-        weights, shift = _solve_as_published(gram, inputs, matching)
-        usable = np.ones(len(norms), bool)
-        iterations = matching.softmax.rounds
-        return Solution(inputs.reference, weights, shift, norms, usable, iterations)
     units = np.where(norms > 0, norms, 1.0)
     rows = norms[:, None] * coordinates(gram / np.outer(units, units), _FROM_GRAM)
-    return _solve_exactly(rows, _FROM_GRAM, inputs, matching)
+    return _solve_exactly(rows, _FROM_GRAM, inputs)
 
 
-def _solve_exactly(
-    rows: Array, resolution: float, inputs: _Inputs, matching: MatchingParams
-) -> Solution:
+def _solve_exactly(rows: Array, resolution: float, inputs: _Inputs) -> Solution:
     """The exact solution from coordinates of the gradients."""
     reference = inputs.reference @ rows
     norms = np.linalg.norm(rows, axis=1)
@@ -242,31 +232,28 @@ def _solve_exactly(
     shift = np.zeros_like(norms)
     if not usable.any():
         return Solution(inputs.reference, weights, shift, norms, usable)
-    radius = matching.kappa * float(np.linalg.norm(reference))
+    radius = inputs.matching.kappa * float(np.linalg.norm(reference))
     optimum = solve(Problem(rows[usable], reference, radius, resolution))
     weights[usable] = optimum.weights
     shift[usable] = optimum.shift
     return Solution(inputs.reference, weights, shift, norms, usable, optimum.iterations)
 
 
-def _solve_as_published(
-    gram: Array, inputs: _Inputs, matching: MatchingParams
-) -> tuple[Array, Array]:
-    """Weights and shift of the public code, whose terms of 1e-4 dominate for short gradients."""
+def _solve_as_published(gram: Array, inputs: _Inputs) -> Solution:
+    """The solution of the public code, whose absolute terms 1e-4 dominate for short gradients."""
+    softmax = inputs.matching.softmax
     linear = gram @ inputs.reference
     square = max(float(linear @ inputs.reference), 0.0)
     unit = float(np.sqrt(gram.diagonal() + 1e-4).mean()) ** 2
-    radius = matching.kappa * math.sqrt(square / unit + 1e-4)
-    w = softmax_descent(gram / unit, linear / unit, radius, matching.softmax)
-    return w, radius / (math.sqrt(w @ gram @ w / unit + 1e-4) + 1e-4) * w
+    radius = inputs.matching.kappa * math.sqrt(square / unit + 1e-4)
+    w = softmax_descent(gram / unit, linear / unit, radius, softmax)
+    shift = radius / (math.sqrt(w @ gram @ w / unit + 1e-4) + 1e-4) * w
+    norms = np.sqrt(gram.diagonal())
+    return Solution(inputs.reference, w, shift, norms, np.ones(len(w), bool), softmax.rounds)
 
 
 def _certify_by_gram(
-    solutions: Sequence[Solution],
-    grams: Array,
-    rounding: Sequence[float],
-    inputs: _Inputs,
-    matching: MatchingParams,
+    solutions: Sequence[Solution], grams: Array, rounding: Sequence[float], inputs: _Inputs
 ) -> list[Certified]:
     """The solutions with their certificates, from Gram matrices with this relative rounding."""
     blocks = []
@@ -274,45 +261,40 @@ def _certify_by_gram(
         sums = inputs.normalisation * solution.sums()
         finite = each[np.ix_(inputs.finite, inputs.finite)]
         products = np.concatenate([finite, sums @ finite]) @ sums.T
-        blocks.append(_certify(solution, products, error, inputs, matching))
+        blocks.append(_certify(solution, products, error, inputs))
     return blocks
 
 
 def _certify_by_gradients(
-    solutions: Sequence[Solution],
-    gradients: Vectors,
-    sizes: Sequence[int] | None,
-    inputs: _Inputs,
-    matching: MatchingParams,
+    solutions: Sequence[Solution], gradients: Vectors, sizes: Sequence[int] | None, inputs: _Inputs
 ) -> list[Certified]:
     """The solutions with their certificates, from products of the finite gradients themselves."""
     sums = torch.from_numpy(np.stack([inputs.normalisation * each.sums() for each in solutions]))
     products = products_with_sums(gradients, sums, sizes).numpy()
     pairs = zip(solutions, products, strict=True)
-    return [_certify(each, block, 0.0, inputs, matching) for each, block in pairs]
+    return [_certify(solution, block, 0.0, inputs) for solution, block in pairs]
 
 
-def _certify(
-    solution: Solution, products: Array, rounding: float, inputs: _Inputs, matching: MatchingParams
-) -> Certified:
+def _certify(solution: Solution, products: Array, rounding: float, inputs: _Inputs) -> Certified:
     """One certificate; `products` [K + 3, 3] are those of the gradients and sums with the sums."""
     reference, shift, combined = (products[:-3] * inputs.normalisation[:, None]).T
     sums = products[-3:]
     pairs = float(sums[1, 0]), float(sums[2, 0])
     named = Products(reference, shift, combined, sums.diagonal(), *pairs, rounding)
-    return certify(solution, named, matching.kappa, matching.solver == "softmax_sgd")
+    return certify(solution, named, inputs.matching.kappa, inputs.matching.solver == "softmax_sgd")
 
 
 # --- the record
 
 
-def _result(blocks: Sequence[Certified], inputs: _Inputs, matching: MatchingParams) -> MatchResult:
+def _result(blocks: Sequence[Certified], inputs: _Inputs) -> MatchResult:
     """The coefficients of the gradients as given, and the numbers of the record."""
     status = "; ".join(dict.fromkeys(each.status for each in blocks))
     factor = 1.0
     numbers = dict[str, float]()
-    if status != NO_REFERENCE and sum(float(each.products.squares[0]) for each in blocks) > 0:
-        factor, numbers = _summarise(blocks, inputs, matching)
+    square = sum(float(each.products.squares[0]) for each in blocks)
+    if status != NO_REFERENCE and square > 0:
+        factor, numbers = _summarise(blocks, square, inputs)
     coefficients = np.stack([each.coefficients() for each in blocks])
     weights = np.stack([each.solution.weights for each in blocks])
     logs = np.log(np.where(weights > 0, weights, 1.0))
@@ -336,18 +318,16 @@ def _expand(values: Array, finite: Mask) -> Tensor:
 
 
 def _summarise(
-    blocks: Sequence[Certified], inputs: _Inputs, matching: MatchingParams
+    blocks: Sequence[Certified], square: float, inputs: _Inputs
 ) -> tuple[float, dict[str, float]]:
-    """The factor that gives d its length, and numbers of the record, over all blocks."""
-    square = sum(float(each.products.squares[0]) for each in blocks)
+    """The factor that gives d its length, and numbers of the record; `square` is |g0|^2."""
+    kappa = inputs.matching.kappa
+    length = inputs.matching.length
     rho = math.sqrt(square)
     norm = math.sqrt(max(sum(each.square_d() for each in blocks), 0.0))
-    if matching.length in ("1+kappa", "1+kappa^2"):
-        factor = 1 / (1 + matching.kappa ** (2 if matching.length.endswith("2") else 1))
-    elif matching.length == "free" or norm <= CANCELLED * rho:  # d may be rounding error
-        factor = 1.0
-    else:
-        factor = (rho if matching.length == "reference" else inputs.current_norm) / norm
+    factor = {"1+kappa": 1 / (1 + kappa), "1+kappa^2": 1 / (1 + kappa**2)}.get(length, 1.0)
+    if length in ("reference", "current") and norm > CANCELLED * rho:  # or d is rounding error
+        factor = (rho if length == "reference" else inputs.current_norm) / norm
     with_d = np.sum([each.with_d() for each in blocks], 0)
     with_reference = np.sum([each.products.with_reference for each in blocks], 0)
     cosine = sum(each.reference_d() for each in blocks) / (norm * rho) if norm else 0.0

@@ -717,7 +717,9 @@ def test_only_the_public_code_depends_on_the_scale(solver: Any) -> None:
     )
     away = [float((w - 1 / 6).abs().sum()) for w in (short, long)]
     assert away[1] > 0.1
-    assert away[0] < 0.01 if solver == "softmax_sgd" else away[0] == pytest.approx(away[1], rel=1e-6)
+    assert (
+        away[0] < 0.01 if solver == "softmax_sgd" else away[0] == pytest.approx(away[1], rel=1e-6)
+    )
 
 
 def test_the_public_code_is_near_the_optimum_for_similar_gradients_only() -> None:
