@@ -3,7 +3,6 @@
 In all tests g are the gradients [K, P] and g0 is the reference [P].
 """
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,13 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import minimize
 from torch import Tensor
 
 from stamp_core.config.decode import ParameterError, build
 from stamp_core.matching.gram import gram
 from stamp_core.matching.match import MatchingParams, MatchResult, match, match_gram
-from stamp_core.matching.simplex import Problem, SoftmaxParams, solve
+from stamp_core.matching.simplex import SoftmaxParams
 
 quick = settings(deadline=None, max_examples=40, derandomize=True)
 FREE = MatchingParams(length="free")
@@ -116,23 +114,6 @@ def test_the_duality_gap_certifies_the_result(instance, kappa, reference) -> Non
 
 
 @quick
-@given(instances, any_kappa, any_reference, st.integers(0, 10**6))
-def test_no_weights_and_no_direction_are_better(instance, kappa, reference, seed) -> None:
-    """F* <= F(w) for any w, and min_i <g_i, x> <= F* for any x of the ball. As g0 is one of them,
-    matching is never worse than g0 for the worst-served gradient."""
-    g, g0, _, result = matched(instance, kappa, reference)
-    count, square = len(g), float(g0 @ g0)
-    random = normal(count, seed=seed).abs()
-    uniform = torch.full_like(random, 1 / count)
-    for w in [*torch.eye(count, dtype=torch.float64), uniform, random / random.sum()]:
-        assert result.value * square <= dual(g, g0, kappa, w) + 1e-7 * square
-    x = normal(len(g0), seed=seed)
-    for inside in (g0, g0 + kappa * g0.norm() * x / x.norm()):
-        assert float((g @ inside).min()) <= (result.worst_product + 2e-7) * square
-    assert result.worst_product >= result.worst_product_reference - 2e-7
-
-
-@quick
 @given(instances, any_kappa, any_reference)
 def test_d_lies_on_the_ball(instance, kappa, reference) -> None:
     """|d - g0| = kappa rho, so 2 <g0, d> = |d|^2 + (1 - kappa^2) rho^2 and |d| within
@@ -157,20 +138,6 @@ def test_from_kappa_1_on_no_inner_product_is_negative(instance, kappa, reference
     """0 is in the ball, so the worst-served gradient gets at least <g_i, 0> = 0."""
     g, g0, d, _ = matched(instance, kappa, reference)
     assert ((g @ d) / (g.norm(dim=1) * float(g0.norm())) >= -1e-6 * kappa).all()
-
-
-def test_below_kappa_1_an_inner_product_may_be_negative() -> None:
-    """g0 = (-0.5, 0.05), and no d within half its length of it has <(1, 0), d> >= 0."""
-    d, result = match(torch.tensor([[1.0, 0.0], [-2.0, 0.1]]), FREE)
-    assert d[0] < -0.2 and 0 > result.worst_product > result.worst_product_reference
-
-
-@quick
-@given(instances, any_reference)
-def test_a_larger_kappa_is_no_worse(instance, reference) -> None:
-    """The larger ball contains the smaller one."""
-    values = [matched(instance, kappa, reference)[-1].value for kappa in (0.0, *KAPPAS)]
-    assert all(b >= a - 3e-8 for a, b in itertools.pairwise(values))
 
 
 @quick
@@ -216,85 +183,11 @@ def test_symmetries(instance, kappa, seed) -> None:
         assert close(match(changed, matching)[0], expected, 1e-4)
 
 
-def test_one_gradient_repeated_is_another_problem() -> None:
-    """It moves the mean."""
-    g = normal(3, 20)
-    repeated = match(g[[0, 1, 2, 2]], MatchingParams())[0]
-    assert not close(repeated, match(g, MatchingParams())[0], 1e-2)
-
-
 # --- the optimum itself
 
 
-def problem_of(g: Tensor, kappa: float) -> Problem:
-    """The problem with the mean as reference."""
-    g0 = g.mean(0)
-    return Problem(g.numpy(), g0.numpy(), kappa * float(g0.norm()), resolution=1e-7)
-
-
-@quick
-@given(instances, any_kappa)
-def test_a_scaled_reference_has_the_same_weights(instance, kappa) -> None:
-    """With the sum in place of the mean F is K times as large, so its minimiser is the same."""
-    mean = problem_of(drawn(instance)[0], kappa)
-    count, square = len(mean.gradients), float(mean.reference @ mean.reference)
-    total = replace(mean, reference=count * mean.reference, radius=count * mean.radius)
-    one, other = (mean.value(solve(each).weights) for each in (mean, total))
-    assert one == pytest.approx(other, abs=1e-7 * square)
-
-
-def slsqp(problem: Problem) -> float:
-    """The minimum of F by SLSQP with the gradient, started from uniform weights."""
-    g, count = problem.gradients, len(problem.gradients)
-
-    def value_and_slope(w: Any) -> tuple[float, Any]:
-        combined = w @ g
-        unit = combined / max(float(np.linalg.norm(combined)), 1e-300)
-        return problem.value(w), g @ (problem.reference + problem.radius * unit)
-
-    found = minimize(
-        value_and_slope,
-        np.full(count, 1 / count),
-        jac=True,
-        method="SLSQP",
-        bounds=[(0, 1)] * count,
-        constraints={"type": "eq", "fun": lambda w: w.sum() - 1, "jac": np.ones_like},
-        options={"ftol": 1e-14, "maxiter": 100},
-    )
-    w = np.maximum(found.x, 0)
-    return problem.value(w / w.sum())
-
-
-def adversarial(seed: int) -> tuple[Tensor, float]:
-    """Gradients of a family, some nearly equal, opposite or much shorter than others, and kappa."""
-    draw = np.random.default_rng(seed)
-    family, count = draw.choice(sorted(FAMILIES)), int(draw.integers(2, 7))
-    g = FAMILIES[family](count, int(draw.integers(2, 30)), seed)
-    change = draw.integers(5)
-    if change == 1:
-        g[0] = g[-1] * (1 + 1e-6)
-    if change == 2:
-        g[0] = -g[-1] + 1e-3 * g[0]
-    if change == 3:
-        g[0] *= 1e-3
-    return g, float(draw.choice(KAPPAS))
-
-
-@pytest.mark.parametrize("block", range(4))
-def test_slsqp_finds_no_smaller_value_in_1000_instances(block: int) -> None:
-    """F is compared, not w: several w may be optimal."""
-    near = 0
-    for seed in range(250 * block, 250 * block + 250):
-        problem = problem_of(*adversarial(seed))
-        square = float(problem.reference @ problem.reference)
-        value, best = problem.value(solve(problem).weights), slsqp(problem)
-        assert value <= best + 1e-8 * square, seed
-        near += value >= best - 1e-6 * square
-    assert near > 240  # SLSQP nearly always reached the same value, so it was a fair comparison
-
-
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-@pytest.mark.parametrize("count", [2, 3, 5, 10, 24, 25, 100, 300])
+@pytest.mark.parametrize("count", [2, 5, 25, 300])
 def test_every_size_is_solved(family: str, count: int) -> None:
     """A small problem by a few faces of the simplex."""
     a = gram(FAMILIES[family](count, 700, count))
@@ -344,36 +237,6 @@ def test_identical_gradients_are_their_own_match(count: int) -> None:
             (replace(longer, solver="softmax_sgd"), factor * g, 1e-4),
         ):
             assert close(match(g.repeat(count, 1), each)[0], expected, tolerance)
-
-
-@quick
-@given(st.integers(0, 10**6), st.sampled_from(KAPPAS))
-def test_two_gradients_of_one_norm(seed, kappa) -> None:
-    """F is symmetric and convex: w = (1/2, 1/2), d = (1 + kappa) g0."""
-    g = normal(2, 10, seed=seed)
-    d, result = match(g, MatchingParams(kappa=kappa, normalise="mean"))
-    normalised = g / g.norm(dim=1, keepdim=True) * g.norm(dim=1).mean()
-    assert close(d, normalised.mean(0))
-    assert result.weights[0].tolist() == pytest.approx([0.5, 0.5])
-
-
-@quick
-@given(st.integers(0, 10**6), st.sampled_from(KAPPAS), any_reference)
-def test_two_gradients_have_one_weight_to_search_for(seed, kappa, reference) -> None:
-    """A ternary search over the single weight, F being convex, finds the same F."""
-    g, weights = normal(2, 4, seed=seed) * normal(2, 1, seed=seed + 1).exp(), torch.ones(2)
-    _, result = match(g, replace(FREE, kappa=kappa, reference=reference), weights)
-    g0 = reference_of(g, reference, weights)
-
-    def value(x: float) -> float:
-        return dual(g, g0, kappa, torch.tensor([x, 1 - x], dtype=torch.float64))
-
-    low, high = 0.0, 1.0
-    for _ in range(80):
-        a, b = low + (high - low) / 3, high - (high - low) / 3
-        low, high = (low, b) if value(a) < value(b) else (a, high)
-    assert result.value * float(g0 @ g0) == pytest.approx(value(low), abs=1e-9 * float(g0 @ g0))
-    assert result.gap < 1e-11
 
 
 @pytest.mark.parametrize("count", [3, 5, 30])
@@ -526,21 +389,6 @@ def test_tiny_gradients_are_in_the_reference_only() -> None:
     assert match(g, FREE)[1].dropped == 0
 
 
-@pytest.mark.parametrize("normalise", ["mean", "current"])
-def test_normalising_does_not_amplify_noise(normalise: Any) -> None:
-    g = normal(3, 30)
-    g[0] = 1e-20 * g[0]
-    d, result = match(g, MatchingParams(normalise=normalise))
-    assert result.dropped == 1 and result.coefficients[0, 0] < 1 and torch.isfinite(d).all()
-
-
-def test_one_usable_gradient_has_a_closed_form() -> None:
-    """g0 = g / 2, d = g0 + kappa |g0| g / |g|."""
-    g = normal(10)
-    d, result = match(torch.stack([g, torch.zeros(10)]), FREE)
-    assert close(d, 0.75 * g) and result.status == "one gradient" and result.dropped == 1
-
-
 def test_where_the_reference_is_zero_d_is_the_reference() -> None:
     """g - g = 0 leaves no ball; three gradients that add up to 0 leave rounding."""
     one, two = normal(1, 30), normal(2, 30).float()
@@ -574,12 +422,6 @@ def test_where_0_is_in_the_hull_g0_is_projected_on_the_cone(name: str, kappa: fl
     assert (result.coefficients[0] >= 1 / len(g) - 1e-9).all()
     assert result.gap <= 1e-8 and result.value == pytest.approx(0, abs=1e-12)
     assert torch.isfinite(match(g, MatchingParams(kappa=kappa))[0]).all()
-
-
-def test_0_on_the_edge_of_the_hull_below_kappa_1() -> None:
-    """(1, 0), (-1, 0), (0, 1): g0 = (0, 1/3) is in conflict with none, F* = 0: d is g0 itself."""
-    d, result = match(PARETO["0 between opposite gradients"].double(), FREE)
-    assert result.status == PARETO_STATUS and close(d, d.new_tensor([0, 1 / 3]))
 
 
 @quick
