@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from stamp_core.config.schema import Network
 from stamp_core.coresets.learner import Learner
-from stamp_core.coresets.memory import MemoryParams
 from stamp_core.coresets.selection import base, sre2l
 from stamp_core.coresets.selection.base import TaskData
 from stamp_core.models.networks import Classifier, set_train_mode
@@ -233,14 +232,6 @@ def test_soft_labels_are_the_teachers_logits_on_the_stored_images() -> None:
     assert proposal.soft.dtype == torch.float32 and proposal.soft.shape == (9, CLASSES)
     torch.testing.assert_close(proposal.soft, expected)
     assert not proposal.soft.requires_grad
-
-
-def test_without_soft_labels_only_hard_ones_are_stored() -> None:
-    hard, soft = (sre2l.propose(make_task(5, 4, soft=soft)) for soft in (False, True))
-    assert hard.soft.shape == (4, 0)
-    assert torch.equal(hard.images, soft.images) and torch.equal(hard.labels, soft.labels)
-    params = (MemoryParams(selection="sre2l", options={"soft": soft}) for soft in (False, True))
-    assert [each.soft for each in params] == [False, True]
 
 
 def test_the_teacher_recognises_the_images_after_enough_iterations() -> None:
