@@ -57,12 +57,15 @@ class ClassSamples:
 
     def __getitem__(self, index: Tensor | slice) -> "ClassSamples":
         """The samples at an index."""
-        return ClassSamples(*(part[index] for part in vars(self).values()))
+        soft = self.soft[index]
+        return ClassSamples(self.images[index], self.tasks[index], soft, self.features[index])
 
     def __add__(self, other: "ClassSamples") -> "ClassSamples":
         """These samples followed by the others."""
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return ClassSamples(*(torch.cat(pair) for pair in pairs))
+        images = torch.cat([self.images, other.images])
+        tasks = torch.cat([self.tasks, other.tasks])
+        soft = torch.cat([self.soft, other.soft])
+        return ClassSamples(images, tasks, soft, torch.cat([self.features, other.features]))
 
 
 def empty_memory(like_images: Tensor, classes: int, soft: bool = False) -> Memory:
@@ -120,16 +123,21 @@ def update_memory(
     """
     if not len(new):
         return memory
-    of_class = memory["labels"] == label
-    images, tasks, soft = (memory[name][of_class] for name in ("images", "tasks", "soft"))
-    old = ClassSamples(images, tasks, soft, old_features)
+    own = memory["labels"] == label
+    old = ClassSamples(
+        memory["images"][own], memory["tasks"][own], memory["soft"][own], old_features
+    )
     merged = _merge(old, new, int(memory["seen"][label]), met, params, generator)
-    exemplars = {**vars(merged), "labels": torch.full_like(merged.tasks, label)}
-    names = ("images", "labels", "tasks", "soft")
-    updated = {name: torch.cat([memory[name][~of_class], exemplars[name]]) for name in names}
+    labels = torch.full_like(merged.tasks, label)
     seen = memory["seen"].clone()
     seen[label] += met
-    return {**updated, "seen": seen}
+    return {
+        "images": torch.cat([memory["images"][~own], merged.images]),
+        "labels": torch.cat([memory["labels"][~own], labels]),
+        "tasks": torch.cat([memory["tasks"][~own], merged.tasks]),
+        "soft": torch.cat([memory["soft"][~own], merged.soft]),
+        "seen": seen,
+    }
 
 
 def _merge(
@@ -141,7 +149,8 @@ def _merge(
     generator: Generator,
 ) -> ClassSamples:
     """At most `exemplars_per_class` exemplars from a class's old exemplars and new candidates."""
-    count, zero = params.exemplars_per_class, torch.zeros(new.features.shape[1]).double()
+    count = params.exemplars_per_class
+    zero = torch.zeros(new.features.shape[1]).double()
     old_mean = class_prototype(old.features, zero, 0)
     prototype = class_prototype(new.features, old_mean, seen if len(old) else 0)
 
@@ -169,8 +178,9 @@ def _draw_remaining(
     which is hypergeometric. So a random memory stays a uniform sample of all images. Synthetic
     exemplars can be more than the images that they represent; then each counts as one.
     """
-    seen, met, places = max(seen, old), max(met, new), min(count, old + new)
-    sample = torch.randperm(seen + met, generator=generator)[:places]
+    seen = max(seen, old)
+    places = min(count, old + new)
+    sample = torch.randperm(seen + max(met, new), generator=generator)[:places]
     number = int((sample < seen).sum())
     number = min(max(number, places - new), old)  # a rule may propose fewer than all images
     return torch.randperm(old, generator=generator)[:number].sort().values

@@ -1,5 +1,6 @@
 """Inner products and weighted sums of vectors as long as the model, in float64 without copies."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -39,6 +40,20 @@ def gram(vectors: Vectors, sizes: Sequence[int] | None = None) -> Tensor:
             total += columns @ columns.T
         blocks.append((total + total.T) / 2)  # rounding may break the symmetry
     return torch.stack(blocks).cpu()
+
+
+def gram_rounding(vectors: Vectors, sizes: Sequence[int] | None = None) -> list[float]:
+    """Bound of the error of products of weighted sums by `gram`, in each block.  # [L]
+
+    Relative to sum_i |a_i| |x_i| and sum_i |b_i| |x_i|. A sum of n products, in whatever order, has
+    an error of at most n u sum_p |x_p y_p|, u = 2^-53 (Higham, 2002, 3.1), and that sum is at most
+    |x| |y|. The products of float32 numbers are exact; those of float64 numbers are rounded once
+    more, as are sums and coefficients. The products a'Gb add 2 K terms.
+    """
+    width = _chunk_width(vectors)
+    blocks = [size for _, size in _spans(vectors, sizes)]
+    terms = [min(width, size) + math.ceil(size / width) + 2 * len(vectors) for size in blocks]
+    return [1.01 * (count + 10) * 2.0**-53 for count in terms]
 
 
 def products_with_sums(
@@ -97,14 +112,20 @@ def combine(
 
 
 def _column_chunks(vectors: Vectors, start: int, size: int) -> Iterator[Tensor]:
-    """Columns start .. start + size in float64, as many as the cache holds.  # [K, few]"""
+    """Columns start .. start + size in float64, each time in the same memory.  # [K, few]"""
     device = vectors[0].device
-    width = max(2 * len(vectors), cache_size(device) // (8 * len(vectors)))
+    width = _chunk_width(vectors)
+    buffer = torch.empty(len(vectors) * min(width, size), dtype=torch.float64, device=device)
     for first, length in _pieces(start, size, width):
-        columns = torch.empty(len(vectors), length, dtype=torch.float64, device=device)
+        columns = buffer[: len(vectors) * length].view(len(vectors), length)
         for row, vector in zip(columns, vectors, strict=True):
             row.copy_(vector.narrow(0, first, length))
         yield columns
+
+
+def _chunk_width(vectors: Vectors) -> int:
+    """The number of columns that the cache holds in float64."""
+    return max(2 * len(vectors), cache_size(vectors[0].device) // (8 * len(vectors)))
 
 
 def _spans(vectors: Vectors, sizes: Sequence[int] | None) -> list[tuple[int, int]]:

@@ -9,28 +9,44 @@ F(w) = <g_w, g0> + kappa |g0| |g_w| over the simplex (CAGrad; Liu et al., 2021).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from stamp_core.config.decode import invalid, require_at_least
+from stamp_core.matching.certificate import (
+    CANCELLED,
+    NO_REFERENCE,
+    Certified,
+    Products,
+    Solution,
+    certify,
+)
 from stamp_core.matching.gram import (
     Vectors,
     combine,
     gram,
+    gram_rounding,
     orthonormal_coordinates,
     products_with_sums,
 )
-from stamp_core.matching.least_distance import Array, Mask, coordinates
-from stamp_core.matching.simplex import SOLVED, Problem, SoftmaxParams, softmax_descent, solve
+from stamp_core.matching.simplex import (
+    Array,
+    Mask,
+    Problem,
+    SoftmaxParams,
+    coordinates,
+    softmax_descent,
+    solve,
+)
 
 _TINY = 1e-8  # gradients no longer than this share of the longest one take no part
-_CANCELLED = 1e-7  # a sum of vectors shorter than this share of their norms is rounding error
 _FROM_GRAM, _FROM_BASIS = 1e-6, 3e-7  # relative precision of coordinates
-_DEGENERATE = 1e-7  # largest gap of a solved problem, relative to max_i |g_i| max |d|
-_NO_REFERENCE = "reference is zero"
+# Numbers in all gradients from which on the Gram matrix certifies what it can. One more pass over
+# fewer takes a few milliseconds, and then every result has the digits of products of gradients.
+_LARGE = 2**23
 
 
 @dataclass(frozen=True)
@@ -42,11 +58,11 @@ class MatchingParams:
     length: Literal["free", "1+kappa", "1+kappa^2", "reference", "current"] = "1+kappa"
     normalise: Literal["none", "mean", "current"] = "none"  # the norm that all gradients get
     blocks: Literal["model", "layers"] = "model"
-    solver: Literal["exact", "authors"] = "exact"
-    softmax: SoftmaxParams = field(default_factory=SoftmaxParams)  # of the solver "authors"
+    solver: Literal["exact", "softmax_sgd"] = "exact"  # softmax_sgd: that of the public code
+    softmax: SoftmaxParams = field(default_factory=SoftmaxParams)
 
     def __post_init__(self) -> None:
-        """Refuse a radius below 0."""
+        """Check the radius."""
         require_at_least(self, 0, "kappa")
 
 
@@ -54,8 +70,8 @@ class MatchingParams:
 class MatchResult:
     """The coefficients of d and what is recorded about it.
 
-    gap, value and products are relative to |g0|^2, length to |g0|. The gap of the solver "authors",
-    whose d may be outside the ball, is that of g0 + kappa |g0| g_w / |g_w|.
+    gap, value and products are relative to |g0|^2, length to |g0|. The gap of softmax_sgd, whose d
+    may be outside the ball, is that of g0 + kappa |g0| g_w / |g_w|.
     """
 
     coefficients: Tensor  # float64 [L, K]: d = sum_i coefficients[block, i] gradients[i]
@@ -77,36 +93,13 @@ class MatchResult:
 class _Inputs:
     """The gradients that take part, their scales and the reference."""
 
+    matching: MatchingParams
     finite: Mask  # [all gradients]; the other fields are about the K finite ones
     large: Mask  # [K], those long enough to take part
     normalisation: Array  # [K], the factor of each gradient
     reference: Array  # [K], g0 = sum_i reference_i normalisation_i g_i
     current_norm: float  # of the last gradient, before normalisation
     dropped: int  # the number of gradients that take no part
-
-
-@dataclass(frozen=True)
-class _Solution:
-    """The solution of one block, in normalised gradients."""
-
-    weights: Array  # [K]
-    shift: Array  # [K], d = g0 + sum_i shift_i g_i
-    norms: Array  # [K]
-    usable: Mask  # [K], the gradients that take part in this block
-    iterations: int = 0
-
-
-@dataclass(frozen=True)
-class _Certified:
-    """A solution whose d is in the ball, and what it is worth."""
-
-    weights: Array  # [K]
-    coefficients: Array  # [K], of d
-    iterations: int
-    status: str
-    gap: float
-    value: float
-    pairs: Array  # [K + 2, 2], inner products of the gradients, d and g0 with d and g0
 
 
 def match(
@@ -117,9 +110,7 @@ def match(
 ) -> tuple[Tensor, MatchResult]:
     """The direction d [P] and what is recorded about it.
 
-    `weights` belong to the reference "weighted", `sizes` to the blocks "layers". The record is
-    measured on the gradients themselves. A Gram matrix cannot tell nearly opposite gradients from
-    opposite ones: if the gap shows this, the problem is solved again in an orthonormal basis.
+    `weights` belong to the reference "weighted", `sizes` to the blocks "layers".
     """
     if matching.blocks == "model":
         sizes = None
@@ -129,16 +120,8 @@ def match(
     inputs = _prepare(grams, matching, weights)
     if isinstance(inputs, str):
         result = _no_match(inputs, grams)
-        return combine(gradients, result.coefficients, sizes), result
-    finite = [each for each, one in zip(gradients, inputs.finite, strict=True) if one]
-    solutions = [_solve_gram(each, inputs, matching) for each in grams]
-    blocks = _certify(solutions, finite, sizes, inputs, matching)
-    unsolved = any(each.gap > SOLVED * each.pairs[-1, -1] for each in blocks)
-    if unsolved and matching.solver == "exact":
-        bases = orthonormal_coordinates(finite, sizes)
-        solutions = [_solve_exactly(each.numpy(), _FROM_BASIS, inputs, matching) for each in bases]
-        blocks = _certify(solutions, finite, sizes, inputs, matching)
-    result = _result(blocks, inputs, matching)
+    else:
+        result = _result(_solve(gradients, grams, sizes, inputs), inputs)
     return combine(gradients, result.coefficients, sizes), result
 
 
@@ -153,13 +136,8 @@ def match_gram(
     inputs = _prepare(grams, matching, weights)
     if isinstance(inputs, str):
         return _no_match(inputs, grams)
-    blocks = []
-    for each in grams:
-        solution = _solve_gram(each, inputs, matching)
-        rows, finite = _sums(solution, inputs), each[np.ix_(inputs.finite, inputs.finite)]
-        products = np.concatenate([finite, rows @ finite]) @ rows.T
-        blocks.append(_certify_block(solution, products, inputs, matching))
-    return _result(blocks, inputs, matching)
+    solutions = [_solve_gram(each, inputs) for each in grams]
+    return _result(_certify_by_gram(solutions, grams, [0.0] * len(grams), inputs), inputs)
 
 
 def _no_match(status: str, grams: Array) -> MatchResult:
@@ -187,7 +165,7 @@ def _prepare(grams: Array, matching: MatchingParams, weights: Tensor | None) -> 
         normalisation[large] = target / norms[large]  # for the others it would amplify noise
     reference = _reference_weights(finite, matching, weights)
     dropped = len(finite) - int(large.sum())
-    return _Inputs(finite, large, normalisation, reference, float(norms[-1]), dropped)
+    return _Inputs(matching, finite, large, normalisation, reference, float(norms[-1]), dropped)
 
 
 def _reference_weights(finite: Mask, matching: MatchingParams, weights: Tensor | None) -> Array:
@@ -205,140 +183,120 @@ def _reference_weights(finite: Mask, matching: MatchingParams, weights: Tensor |
     return np.asarray(values / values.sum())
 
 
-# --- one block
+# --- the solutions and their certificates
 
 
-def _solve_gram(gram: Array, inputs: _Inputs, matching: MatchingParams) -> _Solution:
+def _solve(
+    gradients: Vectors, grams: Array, sizes: Sequence[int] | None, inputs: _Inputs
+) -> list[Certified]:
+    """The certified solution of each block.
+
+    The certificate of large gradients comes from the Gram matrix where it is precise enough: a
+    further pass would take as long as all the rest. Otherwise it comes from the gradients. A Gram
+    matrix cannot tell nearly opposite gradients from opposite ones: if the gap shows this, the
+    problem is solved again in an orthonormal basis.
+    """
+    solutions = [_solve_gram(each, inputs) for each in grams]
+    exact = inputs.matching.solver == "exact"
+    if len(gradients) * len(gradients[0]) >= _LARGE:
+        blocks = _certify_by_gram(solutions, grams, gram_rounding(gradients, sizes), inputs)
+        if all(each.is_precise() and (each.is_solved() or not exact) for each in blocks):
+            return blocks
+    finite = [each for each, one in zip(gradients, inputs.finite, strict=True) if one]
+    blocks = _certify_by_gradients(solutions, finite, sizes, inputs)
+    if exact and not all(each.is_solved() for each in blocks):
+        bases = orthonormal_coordinates(finite, sizes)
+        solutions = [_solve_exactly(each.numpy(), _FROM_BASIS, inputs) for each in bases]
+        blocks = _certify_by_gradients(solutions, finite, sizes, inputs)
+    return blocks
+
+
+def _solve_gram(gram: Array, inputs: _Inputs) -> Solution:
     """The solution from the Gram matrix of all gradients as given."""
     scale = np.outer(inputs.normalisation, inputs.normalisation)
     gram = gram[np.ix_(inputs.finite, inputs.finite)] * scale
-    if matching.solver == "authors":
-        return _solve_as_authors(gram, inputs, matching)
+    if inputs.matching.solver == "softmax_sgd":
+        return _solve_as_published(gram, inputs)
     norms = np.sqrt(gram.diagonal())
     units = np.where(norms > 0, norms, 1.0)
     rows = norms[:, None] * coordinates(gram / np.outer(units, units), _FROM_GRAM)
-    return _solve_exactly(rows, _FROM_GRAM, inputs, matching)
+    return _solve_exactly(rows, _FROM_GRAM, inputs)
 
 
-def _solve_exactly(
-    rows: Array, resolution: float, inputs: _Inputs, matching: MatchingParams
-) -> _Solution:
+def _solve_exactly(rows: Array, resolution: float, inputs: _Inputs) -> Solution:
     """The exact solution from coordinates of the gradients."""
-    reference, norms = inputs.reference @ rows, np.linalg.norm(rows, axis=1)
+    reference = inputs.reference @ rows
+    norms = np.linalg.norm(rows, axis=1)
     usable = inputs.large & (norms > _TINY * norms.max())
-    weights, shift = np.zeros_like(norms), np.zeros_like(norms)
+    weights = np.zeros_like(norms)
+    shift = np.zeros_like(norms)
     if not usable.any():
-        return _Solution(weights, shift, norms, usable)
-    radius = matching.kappa * float(np.linalg.norm(reference))
+        return Solution(inputs.reference, weights, shift, norms, usable)
+    radius = inputs.matching.kappa * float(np.linalg.norm(reference))
     optimum = solve(Problem(rows[usable], reference, radius, resolution))
-    weights[usable], shift[usable] = optimum.weights, optimum.shift
-    return _Solution(weights, shift, norms, usable, optimum.iterations)
+    weights[usable] = optimum.weights
+    shift[usable] = optimum.shift
+    return Solution(inputs.reference, weights, shift, norms, usable, optimum.iterations)
 
 
-def _solve_as_authors(gram: Array, inputs: _Inputs, matching: MatchingParams) -> _Solution:
+def _solve_as_published(gram: Array, inputs: _Inputs) -> Solution:
     """The solution of the public code, whose absolute terms 1e-4 dominate for short gradients."""
+    softmax = inputs.matching.softmax
     linear = gram @ inputs.reference
     square = max(float(linear @ inputs.reference), 0.0)
     unit = float(np.sqrt(gram.diagonal() + 1e-4).mean()) ** 2
-    radius = matching.kappa * math.sqrt(square / unit + 1e-4)
-    w = softmax_descent(gram / unit, linear / unit, radius, matching.softmax)
+    radius = inputs.matching.kappa * math.sqrt(square / unit + 1e-4)
+    w = softmax_descent(gram / unit, linear / unit, radius, softmax)
     shift = radius / (math.sqrt(w @ gram @ w / unit + 1e-4) + 1e-4) * w
     norms = np.sqrt(gram.diagonal())
-    return _Solution(w, shift, norms, np.ones(len(w), bool), matching.softmax.rounds)
+    return Solution(inputs.reference, w, shift, norms, np.ones(len(w), bool), softmax.rounds)
 
 
-# --- the certificate
+def _certify_by_gram(
+    solutions: Sequence[Solution], grams: Array, rounding: Sequence[float], inputs: _Inputs
+) -> list[Certified]:
+    """The solutions with their certificates, from Gram matrices with this relative rounding."""
+    blocks = []
+    for solution, each, error in zip(solutions, grams, rounding, strict=True):
+        sums = inputs.normalisation * solution.sums()
+        finite = each[np.ix_(inputs.finite, inputs.finite)]
+        products = np.concatenate([finite, sums @ finite]) @ sums.T
+        blocks.append(_certify(solution, products, error, inputs))
+    return blocks
 
 
-def _certify(
-    solutions: Sequence[_Solution],
-    gradients: Vectors,
-    sizes: Sequence[int] | None,
-    inputs: _Inputs,
-    matching: MatchingParams,
-) -> list[_Certified]:
-    """The solutions with their certificates, from inner products of the gradients themselves."""
-    sums = torch.from_numpy(np.stack([_sums(each, inputs) for each in solutions]))
+def _certify_by_gradients(
+    solutions: Sequence[Solution], gradients: Vectors, sizes: Sequence[int] | None, inputs: _Inputs
+) -> list[Certified]:
+    """The solutions with their certificates, from products of the finite gradients themselves."""
+    sums = torch.from_numpy(np.stack([inputs.normalisation * each.sums() for each in solutions]))
     products = products_with_sums(gradients, sums, sizes).numpy()
     pairs = zip(solutions, products, strict=True)
-    return [_certify_block(each, part, inputs, matching) for each, part in pairs]
+    return [_certify(solution, block, 0.0, inputs) for solution, block in pairs]
 
 
-def _sums(solution: _Solution, inputs: _Inputs) -> Array:
-    """The coefficients of d - g0, g0 and g_w in the finite gradients as given.  # [3, K]"""
-    return inputs.normalisation * np.stack([solution.shift, inputs.reference, solution.weights])
-
-
-def _certify_block(
-    solution: _Solution, products: Array, inputs: _Inputs, matching: MatchingParams
-) -> _Certified:
-    """The solution with d pulled back into the ball, which rounding may have led out of.
-
-    `products` [K + 3, 3] are those of the gradients, d - g0, g0 and g_w with the last three.
-    """
-    products = products * np.append(inputs.normalisation, np.ones(3))[:, None]
-    if matching.solver == "authors":
-        share, gap, value, status = 1.0, *_judge_authors(products, matching), "authors"
-    else:
-        share, gap, value, status = _judge(solution, products, inputs, matching)
-    transform = np.array([[share, 0.0], [1.0, 1.0], [0.0, 0.0]])  # from d - g0 and g0 to d and g0
-    pairs = products @ transform
-    return _Certified(
-        solution.weights,
-        inputs.reference + share * solution.shift,
-        solution.iterations,
-        status,
-        max(gap, 0.0),
-        value,
-        np.concatenate([pairs[:-3], transform.T @ pairs[-3:]]),
-    )
-
-
-def _judge(
-    solution: _Solution, products: Array, inputs: _Inputs, matching: MatchingParams
-) -> tuple[float, float, float, str]:
-    """The share of d - g0 that is in the ball, the gap of this d, F(w) and the status."""
-    away, rho, combined = np.sqrt(np.maximum(products[-3:].diagonal(), 0.0)).tolist()
-    usable, norms = solution.usable, solution.norms
-    if rho <= _CANCELLED * (inputs.reference @ norms) or not usable.any():
-        return 0.0, 0.0, 0.0, _NO_REFERENCE
-    radius = matching.kappa * rho
-    share = radius / away if away > radius else 1.0
-    value = float(products[-1, 1]) + radius * combined
-    gap = value - float((products[:-3, :2] @ [share, 1.0])[usable].min())
-    tolerance, status = _DEGENERATE * (rho + radius) * float(norms.max()), "exact"
-    if gap > tolerance:
-        status = "not solved to the end"
-    elif usable.sum() == 1:
-        status = "one gradient"
-    elif away < radius * (1 - 1e-6) and abs(value) <= tolerance:
-        status = "pareto: projected on the cone"
-    return share, gap, value, status
-
-
-def _judge_authors(products: Array, matching: MatchingParams) -> tuple[float, float]:
-    """The gap of g0 + radius g_w / |g_w|, as the authors' d may be outside the ball, and F(w)."""
-    _, rho, combined = np.sqrt(np.maximum(products[-3:].diagonal(), 0.0)).tolist()
-    radius = matching.kappa * rho
-    value = float(products[-1, 1]) + radius * combined
-    step = radius / combined if combined else 0.0
-    return value - float((products[:-3, 1:] @ [1.0, step]).min()), value
+def _certify(solution: Solution, products: Array, rounding: float, inputs: _Inputs) -> Certified:
+    """One certificate; `products` [K + 3, 3] are those of the gradients and sums with the sums."""
+    reference, shift, combined = (products[:-3] * inputs.normalisation[:, None]).T
+    sums = products[-3:]
+    pairs = float(sums[1, 0]), float(sums[2, 0])
+    named = Products(reference, shift, combined, sums.diagonal(), *pairs, rounding)
+    return certify(solution, named, inputs.matching.kappa, inputs.matching.solver == "softmax_sgd")
 
 
 # --- the record
 
 
-def _result(blocks: Sequence[_Certified], inputs: _Inputs, matching: MatchingParams) -> MatchResult:
+def _result(blocks: Sequence[Certified], inputs: _Inputs) -> MatchResult:
     """The coefficients of the gradients as given, and the numbers of the record."""
     status = "; ".join(dict.fromkeys(each.status for each in blocks))
-    factor, numbers = 1.0, dict[str, Any]()
-    pairs = np.sum([each.pairs for each in blocks], 0)
-    if status != _NO_REFERENCE and pairs[-1, -1] > 0:
-        factor, numbers = _summarise(pairs, inputs, matching)
-        numbers["gap"] = sum(each.gap for each in blocks) / float(pairs[-1, -1])
-        numbers["value"] = sum(each.value for each in blocks) / float(pairs[-1, -1])
-    coefficients = np.stack([each.coefficients for each in blocks])
-    weights = np.stack([each.weights for each in blocks])
+    factor = 1.0
+    numbers = dict[str, float]()
+    square = sum(float(each.products.squares[0]) for each in blocks)
+    if status != NO_REFERENCE and square > 0:
+        factor, numbers = _summarise(blocks, square, inputs)
+    coefficients = np.stack([each.coefficients() for each in blocks])
+    weights = np.stack([each.solution.weights for each in blocks])
     logs = np.log(np.where(weights > 0, weights, 1.0))
     return MatchResult(
         _expand(factor * coefficients * inputs.normalisation, inputs.finite),
@@ -347,7 +305,7 @@ def _result(blocks: Sequence[_Certified], inputs: _Inputs, matching: MatchingPar
         inputs.dropped,
         support=int((weights > 1e-6).any(0).sum()),
         entropy=abs(float((weights * logs).sum(1).mean())),
-        iterations=sum(each.iterations for each in blocks),
+        iterations=sum(each.solution.iterations for each in blocks),
         **numbers,
     )
 
@@ -360,24 +318,24 @@ def _expand(values: Array, finite: Mask) -> Tensor:
 
 
 def _summarise(
-    pairs: Array, inputs: _Inputs, matching: MatchingParams
-) -> tuple[float, dict[str, Any]]:
-    """The factor that gives d its length, and numbers of the record.
-
-    `pairs` [K + 2, 2] are the inner products of the K gradients, d and g0 with d and g0.
-    """
-    (square, both), (_, reference) = pairs[-2:].tolist()
-    norm, rho = math.sqrt(max(square, 0.0)), math.sqrt(reference)
-    if matching.length in ("1+kappa", "1+kappa^2"):
-        factor = 1 / (1 + matching.kappa ** (2 if matching.length.endswith("2") else 1))
-    elif matching.length == "free" or norm <= _CANCELLED * rho:  # d may be rounding error
-        factor = 1.0
-    else:
-        factor = (rho if matching.length == "reference" else inputs.current_norm) / norm
-    worst_product, worst_reference = (pairs[:-2][inputs.large].min(0) / reference).tolist()
+    blocks: Sequence[Certified], square: float, inputs: _Inputs
+) -> tuple[float, dict[str, float]]:
+    """The factor that gives d its length, and numbers of the record; `square` is |g0|^2."""
+    kappa = inputs.matching.kappa
+    length = inputs.matching.length
+    rho = math.sqrt(square)
+    norm = math.sqrt(max(sum(each.square_d() for each in blocks), 0.0))
+    factor = {"1+kappa": 1 / (1 + kappa), "1+kappa^2": 1 / (1 + kappa**2)}.get(length, 1.0)
+    if length in ("reference", "current") and norm > CANCELLED * rho:  # or d is rounding error
+        factor = (rho if length == "reference" else inputs.current_norm) / norm
+    with_d = np.sum([each.with_d() for each in blocks], 0)
+    with_reference = np.sum([each.products.with_reference for each in blocks], 0)
+    cosine = sum(each.reference_d() for each in blocks) / (norm * rho) if norm else 0.0
     return factor, {
-        "worst_product": worst_product,
-        "worst_product_reference": worst_reference,
+        "gap": sum(each.gap for each in blocks) / square,
+        "value": sum(each.value for each in blocks) / square,
+        "worst_product": float(with_d[inputs.large].min() / square),
+        "worst_product_reference": float(with_reference[inputs.large].min() / square),
         "length": factor * norm / rho,
-        "cosine": min(max(both / (norm * rho), -1.0), 1.0) if norm else 0.0,
+        "cosine": min(max(cosine, -1.0), 1.0),
     }

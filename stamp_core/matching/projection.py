@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stamp_core.matching.gram import Vector, combine, gram
-from stamp_core.matching.least_distance import Array, coordinates, least_distance
+from stamp_core.matching.simplex import Array, coordinates, least_distance
 
 RESIDUAL = 1e-6  # up to which a program counts as solved; of vectors of norm 1
 NOT_FINITE, NOT_SOLVED = "not finite", "not solved"

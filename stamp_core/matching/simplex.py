@@ -1,14 +1,21 @@
-"""Gradient matching as a problem over the simplex: the exact solver and the public code's."""
+"""Gradient matching over the simplex: the exact solver and the public code's.
+
+The exact one solves problems of least distance: the shortest vector within linear bounds.
+"""
 
 import math
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
 
 from stamp_core.config.decode import require_above, require_at_least, require_fraction
-from stamp_core.matching.least_distance import Array, least_distance
 
+Array = NDArray[np.float64]
+Mask = NDArray[np.bool_]
 SOLVED = 1e-8  # duality gap, relative to |g0|^2, up to which a problem counts as solved
+_UNREACHABLE = 1e-10  # squared residual up to which no vector is within the bounds
 _ROUNDING = 1e-14  # of F, relative to its terms
 _ITERATIONS = 100
 
@@ -61,7 +68,7 @@ class SoftmaxParams:
     decay: float = 0.5  # by this factor
 
     def __post_init__(self) -> None:
-        """Refuse values with which SGD cannot descend."""
+        """Check that SGD can descend."""
         require_at_least(self, 0, "rounds")
         require_at_least(self, 1, "schedule")
         require_above(self, 0, "lr", "decay")
@@ -107,6 +114,32 @@ def _nearest(problem: Problem, t: float) -> tuple[Array, Array]:
     share = exists / max(1.0, float(np.linalg.norm(v @ directions)))
     v = v / norms
     return v / (v.sum() or 1.0), problem.radius * share * v
+
+
+def least_distance(rows: Array, bounds: Array, resolution: float) -> tuple[Array, bool]:
+    """Multipliers v >= 0 of the shortest u with rows @ u >= bounds, and whether there is one.
+
+    It is u = v @ rows; without one, v @ rows = 0 and v @ bounds > 0. Rows have norm 1 and are known
+    up to `resolution`. With E = (rows, bounds)', the last unit vector e and the minimiser x >= 0 of
+    |E x - e|, v = x / (1 - x @ bounds). A ridge limits the multipliers of nearly opposite rows.
+    """
+    count, width = rows.shape
+    size = max(1.0, float(np.abs(bounds).max()))
+    target = np.zeros(width + 1 + count)
+    target[width] = 1.0
+    system = np.vstack([rows.T, bounds / size, 0.1 * resolution * np.eye(count)])
+    x = nnls(system, target, maxiter=max(100, 20 * count))[0]
+    residual = 1 - float(x @ bounds) / size
+    if residual <= _UNREACHABLE:
+        return x, False
+    return x * (size / residual), True
+
+
+def coordinates(gram: Array, resolution: float) -> Array:
+    """Vectors with that Gram matrix, without axes below this share of the longest.  # [K, k]"""
+    values, axes = np.linalg.eigh(gram)
+    large = values > resolution**2 * values[-1]
+    return np.asarray(axes[:, large] * np.sqrt(values[large]))
 
 
 def project_simplex(v: Array) -> Array:

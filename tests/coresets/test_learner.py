@@ -132,15 +132,6 @@ def test_weighted_training_is_that_on_batches_with_repeated_images() -> None:
     assert not learner.network.training
 
 
-def test_a_batch_of_one_is_normalised_by_the_running_statistics() -> None:
-    learner = make_learner(BATCH_NORM)
-    before = learner.model.buffers.clone()
-    learner.train(*examples(4), [torch.tensor([2])], lr=0.1)
-    assert torch.equal(learner.model.buffers, before) and learner.model.parameters.isfinite().all()
-    learner.train(*examples(4), [torch.tensor([2, 3])], lr=0.1)
-    assert not torch.equal(learner.model.buffers, before)
-
-
 def test_losses_are_those_of_single_images_in_evaluation_mode() -> None:
     learner, (images, labels) = make_learner(BATCH_NORM), examples(5)
     before = learner.model.buffers.clone()

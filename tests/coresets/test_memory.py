@@ -2,30 +2,31 @@
 
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import small
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rule_tasks import candidates_of, generator, normal, zeros
+from numpy.typing import NDArray
 from rule_tasks import colour_images as images
+from rule_tasks import generator, zeros
 from torch import Tensor
 
 from stamp_core.coresets import memory
 from stamp_core.coresets.memory import Memory, MemoryParams, class_prototype
-from stamp_core.coresets.mixstyle import mixstyle_images
-from stamp_core.coresets.selection import base, herding
-from stamp_core.coresets.selection.base import Candidates
+from stamp_core.coresets.mixstyle import mixing_weights, mixstyle_images
+from stamp_core.coresets.selection import base
 from stamp_core.engine import trees
 from stamp_core.results.records import tree_bytes
 
+Array = NDArray[np.float64]
 RULES = [rule for rule in base.selection_rules() if not base.proposes(rule)]
 MERGES = ("mixstyle", "reservoir")
 quick = settings(deadline=None, max_examples=50, derandomize=True)
@@ -34,32 +35,11 @@ quick = settings(deadline=None, max_examples=50, derandomize=True)
 # -------------------------------------------------------------------------------------- prototypes
 
 
-def test_the_prototype_by_hand() -> None:
-    """(3 * [1, 2] + [2, 0] + [3, 6]) / 5 = [8/5, 12/5]."""
-    features = torch.tensor([[2.0, 0.0], [3.0, 6.0]])
-    prototype = class_prototype(features, torch.tensor([1.0, 2.0]).double(), 3)
-    assert prototype.dtype == torch.float64
-    assert prototype.tolist() == [8 / 5, 12 / 5]
-    assert class_prototype(features, zeros(2), 0).tolist() == [2.5, 3]
-
-
 def test_the_prototype_without_features_and_without_finite_ones() -> None:
     assert class_prototype(torch.empty(0, 2), zeros(2), 0).tolist() == [0, 0]
     assert class_prototype(torch.empty(0, 1), zeros(1) + 7, 5).tolist() == [7]
     features = torch.tensor([[1.0, 2.0], [torch.nan, 0.0], [3.0, torch.inf], [5.0, 4.0]])
     assert class_prototype(features, zeros(2), 0).tolist() == [3, 3]
-
-
-@quick
-@given(seed=st.integers(0, 10**6), parts=st.lists(st.integers(0, 9), min_size=1, max_size=6))
-def test_the_running_prototype_is_the_mean_of_all_features(seed: int, parts: list[int]) -> None:
-    """When each mean is exactly that of all earlier features."""
-    features = normal(sum(parts), 3, seed=seed)
-    running, seen = zeros(3), 0
-    for part in features.split(parts):
-        running, seen = class_prototype(part, running, seen), seen + len(part)
-    expected = features.double().mean(0) if seen else zeros(3)
-    torch.testing.assert_close(running, expected, rtol=0, atol=1e-12)
 
 
 # ------------------------------------------------------------------------------------------ memory
@@ -89,35 +69,8 @@ def memory_of(params: MemoryParams, *tasks: tuple[int, Tensor]) -> Memory:
     return after
 
 
-def herded(among: Tensor, count: int, new: Tensor, old: Tensor, seen: int) -> Tensor:
-    """Indices by herding among some images, for the prototype of new and old ones."""
-    prototype = class_prototype(encode(new), encode(old).double().mean(0), seen)
-    return herding.choose(replace(candidates_of(encode(among), count), prototype=prototype))
-
-
-@pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Candidates]:
-    """The candidates of every choice; the first images are chosen."""
-    every: list[Candidates] = []
-
-    def choose(rule: str, candidates: Candidates) -> Tensor:
-        every.append(candidates)
-        return torch.arange(candidates.count)
-
-    monkeypatch.setattr(memory, "choose_exemplars", choose)
-    return every
-
-
 def as_bytes(several: Tensor) -> list[bytes]:
     return [image.contiguous().numpy().tobytes() for image in several]
-
-
-def test_an_empty_memory() -> None:
-    empty = memory.empty_memory(images(5), classes=4)
-    assert empty["images"].shape == (0, 3, 4, 4) and empty["images"].dtype == torch.uint8
-    assert empty["seen"].tolist() == [0, 0, 0, 0]
-    assert all(empty[name].dtype == torch.int64 for name in ("labels", "tasks", "seen"))
-    assert memory.past_tasks(empty, 0) == []
 
 
 def test_tasks_and_bytes_of_a_memory() -> None:
@@ -177,103 +130,67 @@ def of_class(whole: Memory, label: int) -> Memory:
     return {**fields, "seen": whole["seen"][label]}
 
 
+def chosen(rule: str, features: Array, prototype: Array, exemplar_mean: Array) -> list[int]:
+    """All images in the order of their choice: by herding, or by the coefficients as printed."""
+    if rule == "least_squares":
+        a = np.linalg.pinv(features.T / len(features), 1e-6) @ (prototype - exemplar_mean)
+        return np.argsort(-a.round(6), kind="stable").tolist()
+    order: list[int] = []
+    while len(order) < len(features):
+        means = (features[order].sum(0) + features) / (len(order) + 1)
+        errors = np.linalg.norm(means - prototype, axis=1)
+        order.append(min(set(range(len(features))) - set(order), key=lambda i: (errors[i], i)))
+    return order
+
+
+def defined_update(
+    before: Memory, task: int, new: Tensor, params: MemoryParams, seed: int
+) -> tuple[Tensor, list[int]]:
+    """Images and tasks of class 0 after images of one more task, one step at a time.
+
+    The prototype is a running mean: old exemplars stand for all images seen. Their style, or which
+    of them stay, is drawn; free places go to the rule's first choices among the new images.
+    """
+    draws, count = generator(seed), params.exemplars_per_class
+    old, tasks = before["images"], before["tasks"].tolist()
+    seen, width = int(before["seen"][0]), encode(new).shape[1]
+    x, y = encode(old).double().numpy(), encode(new).double().numpy()
+    if not len(old):
+        first = chosen(params.selection, y, y.mean(0), np.zeros(width))[:count]
+        return new[first], len(first) * [task]
+    prototype = (seen * x.mean(0) + y.sum(0)) / (seen + len(new))
+    if params.merge == "reservoir":
+        sample = torch.randperm(seen + len(new), generator=draws)[: min(count, len(old) + len(new))]
+        number = min(max(int((sample < seen).sum()), len(sample) - len(new)), len(old))
+        stay = sorted(torch.randperm(len(old), generator=draws)[:number].tolist())
+        mean = x[stay].mean(0) if stay else np.zeros(width)
+        first = chosen(params.selection, y, prototype, mean)
+        every, origins = torch.cat([old[stay], new[first]]), [tasks[i] for i in stay]
+    else:
+        first = chosen(params.selection, y, prototype, x.mean(0))[:count]
+        order = torch.randperm(len(first), generator=draws)
+        styles = new[first][[int(order[i % len(order)]) for i in range(len(old))]]
+        weights = mixing_weights(len(old), draws, params.mixstyle_alpha)
+        restyled = mixstyle_images(old, styles, weights)
+        every, origins = torch.cat([restyled, new[first]]), list(tasks)
+        if task in tasks:
+            return restyled, tasks
+    return every[:count], (origins + len(first) * [task])[:count]
+
+
+@pytest.mark.parametrize("rule", ["herding", "least_squares"])
 @pytest.mark.parametrize("merge", MERGES)
-def test_an_update_depends_on_its_arguments_and_its_generator(merge: Any) -> None:
-    params = MemoryParams(selection="uniform", exemplars_per_class=4, merge=merge)
-    args = (memory_of(params, (0, images(9))), 0, 1, images(9, seed=1), params)
-    small.assert_equal_trees(updated(*args, seed=3), updated(*args, seed=3))
-    assert not torch.equal(updated(*args, seed=3)["images"], updated(*args, seed=4)["images"])
-
-
-@pytest.mark.parametrize("merge", MERGES)
-def test_a_new_class_keeps_what_the_rule_chooses(merge: Any) -> None:
-    several = images(30)
-    after = memory_of(MemoryParams(exemplars_per_class=5, merge=merge), (3, several))
-    expected = several[herding.choose(candidates_of(encode(several), 5))]
-    assert torch.equal(after["images"], expected)
-    assert after["tasks"].tolist() == [3] * 5 and after["labels"].tolist() == [0] * 5
-    assert after["seen"].tolist() == [30, 0]
-
-
-@pytest.mark.parametrize("merge", MERGES)
-def test_the_candidates_that_a_rule_is_given(merge: Any, recorded: list[Candidates]) -> None:
-    """The memory holds the whole class and the encoder is frozen, so p is the mean of all."""
-    one, two = images(3), images(5, seed=1)
-    both, old_mean = torch.cat([one, two]), encode(one).double().mean(0)
-    after = memory_of(MemoryParams(exemplars_per_class=4, merge=merge), (0, one), (1, two))
-    first, second = recorded
-    torch.testing.assert_close(first.prototype, old_mean)
-    assert not first.exemplar_mean.any() and torch.equal(first.images, one)
-    torch.testing.assert_close(second.prototype, encode(both).double().mean(0))
-    stay = after["images"][after["tasks"] == 0]
-    assert len(stay) == (3 if merge == "mixstyle" else 1)
-    expected = old_mean if merge == "mixstyle" else encode(stay).double().mean(0)
-    torch.testing.assert_close(second.exemplar_mean, expected)
-    assert torch.equal(second.images, two) and torch.equal(second.features, encode(two))
-    assert second.count == 4
-
-
-def test_without_exemplars_the_prototype_is_the_mean_of_new_features(
-    recorded: list[Candidates],
-) -> None:
-    two = images(5, seed=1)
-    after = memory_of(MemoryParams(exemplars_per_class=0), (0, images(3)), (1, two))
-    torch.testing.assert_close(recorded[-1].prototype, encode(two).double().mean(0))
-    assert not len(after["images"]) and after["seen"].tolist() == [8, 0]
-
-
-def test_old_exemplars_take_the_style_of_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of the new ones lends its style to one old exemplar, whose label and task stay."""
-    one, two = images(9), images(30, 60, 120, seed=1)
-    params = MemoryParams(exemplars_per_class=6)
-    before, calls = memory_of(params, (0, one)), []
-
-    def recording(content: Tensor, style: Tensor, weights: Tensor) -> Tensor:
-        calls.append((content, style, weights))
-        return mixstyle_images(content, style, weights)
-
-    monkeypatch.setattr(memory, "mixstyle_images", recording)
-    after = updated(before, 0, 1, two, params)
-    ((content, style, weights),) = calls
-    assert torch.equal(content, before["images"])
-    selected = two[herded(two, 6, two, content, 9)]
-    assert sorted(as_bytes(style)) == sorted(as_bytes(selected))
-    assert as_bytes(style) != as_bytes(selected), "the pairs are not random"
-    assert len(weights.unique()) == 6
-    assert torch.equal(after["images"], mixstyle_images(content, style, weights))
-    assert after["tasks"].tolist() == [0] * 6 and after["seen"].tolist() == [39, 0]
-
-
-@pytest.mark.parametrize(("alpha", "levels"), [(1e-6, {30, 210}), (1e6, {120})])
-def test_mixstyle_uses_alpha(alpha: float, levels: set[int]) -> None:
-    """Near 0 an image keeps its style or takes the other's whole; near infinity, half."""
-    one, two = images(6, 0, 60), images(6, 180, 240, seed=1)
-    after = memory_of(MemoryParams(exemplars_per_class=6, mixstyle_alpha=alpha), (0, one), (1, two))
-    for mean in after["images"].double().mean((1, 2, 3)).tolist():
-        assert min(abs(mean - level) for level in levels) < 10
-
-
-def test_few_new_exemplars_lend_their_style_several_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    styles: list[bytes] = []
-
-    def recording(content: Tensor, style: Tensor, weights: Tensor) -> Tensor:
-        styles.extend(as_bytes(style))
-        return content
-
-    monkeypatch.setattr(memory, "mixstyle_images", recording)
-    memory_of(MemoryParams(exemplars_per_class=7), (0, images(7)), (1, images(3, seed=1)))
-    assert sorted(Counter(styles).values()) == [2, 2, 3]
-
-
-def test_with_mixstyle_a_later_task_fills_up_a_class() -> None:
-    """With its first choices unchanged; the same task again has nothing to add."""
-    one, two = images(3), images(9, seed=1)
-    params = MemoryParams(exemplars_per_class=5)
-    before = memory_of(params, (0, one), (0, one))
-    assert before["tasks"].tolist() == [0, 0, 0]
-    after = updated(before, 0, 1, two, params)
-    assert after["tasks"].tolist() == [0, 0, 0, 1, 1]
-    assert torch.equal(after["images"][3:], two[herded(two, 2, two, before["images"], 6)])
+def test_a_class_is_merged_by_its_definition(merge: Any, rule: str) -> None:
+    """A task may be met again; a class may have fewer images than places, or more."""
+    for seed in range(12):
+        params = MemoryParams(selection=rule, exemplars_per_class=2 + 3 * (seed % 3), merge=merge)
+        now = memory.empty_memory(images(1), classes=2)
+        for number, task in enumerate((4, 0, 0, 7) if merge == "mixstyle" else (4, 0, 7)):
+            new = images(1 + (seed * 5 + number * 3) % 9, seed=10 * seed + number)
+            expected, tasks = defined_update(now, task, new, params, seed)
+            now = updated(now, 0, task, new, params, seed)
+            assert torch.equal(now["images"], expected)
+            assert now["tasks"].tolist() == tasks and now["labels"].tolist() == len(tasks) * [0]
 
 
 # --------------------------------------------------------------------------------- the reservoir
@@ -339,56 +256,6 @@ def test_a_random_reservoir_is_a_uniform_sample_of_all_images(
         found[frozenset(kept)] += probability
     subsets = [frozenset(each) for each in itertools.combinations(range(sum(sizes)), count)]
     assert found == dict.fromkeys(subsets, Fraction(1, len(subsets)))
-
-
-@pytest.mark.parametrize(("sizes", "count"), [((30, 4, 1, 45), 7), ((3, 2, 9), 5), ((8, 8, 8), 2)])
-def test_early_and_late_images_are_kept_equally_often(sizes: tuple[int, ...], count: int) -> None:
-    """A number of times that is binomial with p = count / all, up to 5 deviations."""
-    params = MemoryParams(selection="uniform", exemplars_per_class=count, merge="reservoir")
-    runs, p = 200, count / sum(sizes)
-    times = Counter(image for seed in range(runs) for image in reservoir_of(sizes, params, seed))
-    deviation = math.sqrt(runs * p * (1 - p))
-    assert times.total() == runs * count
-    assert all(abs(times[image] - runs * p) < 5 * deviation for image in range(sum(sizes)))
-
-
-@pytest.mark.parametrize("rule", [rule for rule in RULES if base.needs_features(rule)])
-def test_how_many_exemplars_stay_is_hypergeometric_for_every_rule(
-    rule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of 3 old and 2 new images 2 are kept: j old ones with probability C(3, j) C(2, 2 - j) / 10.
-
-    Every old exemplar stays equally often.
-    """
-    params = MemoryParams(selection=rule, exemplars_per_class=2, merge="reservoir")
-    first = reservoir_of((3,), params)
-    staying, times = defaultdict[int, Fraction](Fraction), defaultdict[int, Fraction](Fraction)
-    for probability, kept in every_outcome(lambda: reservoir_of((3, 2), params), monkeypatch):
-        old = [image for image in kept if image < 3]
-        staying[len(old)] += probability
-        for image in old:
-            times[image] += probability
-    assert staying == {j: Fraction(math.comb(3, j) * math.comb(2, 2 - j), 10) for j in (0, 1, 2)}
-    assert times == dict.fromkeys(first, Fraction(3, 5))
-
-
-def test_free_places_go_to_the_first_choices_of_the_rule() -> None:
-    """The exemplars that stay keep their order and come first."""
-    one, two = images(9), images(7, seed=1)
-    params = MemoryParams(exemplars_per_class=5, merge="reservoir")
-    before, numbers = memory_of(params, (0, one)), set()
-    chosen = two[herded(two, 5, two, before["images"], 9)]
-    for seed in range(20):
-        after = updated(before, 0, 1, two, params, seed)
-        stay = int((after["tasks"] == 0).sum())
-        assert after["tasks"].tolist() == stay * [0] + (5 - stay) * [1]
-        assert torch.equal(after["images"][stay:], chosen[: 5 - stay])
-        old = as_bytes(before["images"])
-        places = [old.index(image) for image in as_bytes(after["images"][:stay])]
-        assert places == sorted(set(places))
-        assert after["seen"].tolist() == [16, 0]
-        numbers.add(stay)
-    assert len(numbers) > 2
 
 
 @settings(quick, max_examples=200)

@@ -33,40 +33,11 @@ def test_mixstyle_is_its_formula_and_mixes_the_statistics(seed: int) -> None:
             np.testing.assert_allclose(found[n, c].std(), deviation, rtol=1e-4)
 
 
-def test_mixstyle_by_hand() -> None:
-    """100 and 150 have mean 125, deviation 25; 10 and 110 have 60, 50; halfway are 92.5, 37.5."""
-    content = torch.tensor([100, 150], dtype=torch.uint8).view(1, 1, 1, 2)
-    style = torch.tensor([10, 110], dtype=torch.uint8).view(1, 1, 1, 2)
-    for weight, expected in ((1.0, [100, 150]), (0.5, [55, 130]), (0.0, [10, 110])):
-        found = mixstyle_images(content, style, torch.tensor([weight]))
-        assert found.dtype == torch.uint8 and found.flatten().tolist() == expected
-    bright = torch.tensor([90, 90, 90, 190], dtype=torch.uint8).view(1, 1, 2, 2)
-    harsh = torch.tensor([0, 0, 255, 255], dtype=torch.uint8).view(1, 1, 2, 2)
-    # Mean 127.5, deviation 127.5: the three below the mean by 1 / sqrt(3), the other by sqrt(3).
-    assert mixstyle_images(bright, harsh, torch.zeros(1)).flatten().tolist() == [54, 54, 54, 255]
-    assert mixstyle_images(255 - bright, harsh, torch.zeros(1)).flatten().tolist() == [
-        201,
-        201,
-        201,
-        0,
-    ]
-
-
 @quick
 @given(seed=seeds, side=st.sampled_from([1, 2, 5]), spread=st.sampled_from([1, 2, 256]))
 def test_a_weight_of_one_is_the_identity_bit_for_bit(seed: int, side: int, spread: int) -> None:
     content, style = images(4, 0, spread, seed, side), images(4, seed=seed + 1, side=side)
     assert torch.equal(mixstyle_images(content, style, torch.ones(4)), content)
-
-
-@quick
-@given(seed=seeds)
-def test_a_weight_of_zero_takes_all_statistics(seed: int) -> None:
-    """Up to rounding, by 0.5 in the mean and 1 in the deviation; nothing is clipped here."""
-    content, style = images(4, 80, 176, seed, 8), images(4, 100, 140, seed + 1, 8)
-    found = mixstyle_images(content, style, torch.zeros(4)).double()
-    assert (found.mean((2, 3)) - style.double().mean((2, 3))).abs().max() <= 0.5
-    assert (found.std((2, 3)) - style.double().std((2, 3))).abs().max() <= 1
 
 
 @pytest.mark.parametrize("side", [1, 4])
@@ -94,11 +65,3 @@ def test_mixing_weights_are_finite_for_tiny_alpha(alpha: float) -> None:
     found = mixing_weights(20000, generator(), alpha)
     assert ((found >= 0) & (found <= 1)).all()
     assert abs(float(found.mean()) - 0.5) < 0.02
-
-
-def test_mixing_weights_depend_on_the_generator_alone() -> None:
-    draw = generator(1)
-    first, second = mixing_weights(9, draw), mixing_weights(9, draw)
-    assert torch.equal(first, mixing_weights(9, generator(1))) and not torch.equal(first, second)
-    assert torch.equal(first, mixing_weights(9, generator(1), alpha=0.1))
-    assert len(mixing_weights(0, draw)) == 0

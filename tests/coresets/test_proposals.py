@@ -1,8 +1,7 @@
 """Rules that propose from whole tasks: what they are given, and what becomes of proposals."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,16 +13,14 @@ import torch.nn.functional as F
 from small import plan, run, tiny
 from torch import Tensor
 
-from stamp_core.client.workspace import RoundId, Workspace
-from stamp_core.config.decode import build, to_plain
+from stamp_core.client.workspace import RoundId
+from stamp_core.config.decode import ParameterError, build
 from stamp_core.core.seeding import generator
 from stamp_core.coresets import memory
 from stamp_core.coresets.memory import MemoryParams
 from stamp_core.coresets.selection import base
 from stamp_core.coresets.selection.base import Proposal, TaskData
-from stamp_core.engine import trees
-from stamp_core.methods.base.rehearsal import Rehearsal
-from stamp_core.results.records import SCORINGS
+from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalParams
 
 CLASSES = 10
 FACES = {"source": "glyphs", "classes": 10, "train_per_class": 32, "test_per_class": 16}
@@ -97,16 +94,24 @@ def content_order(images: Tensor, labels: Tensor) -> list[int]:
 # ---------------------------------------------------------------------------------- parameters
 
 
-def test_options_are_those_of_the_rule() -> None:
+def test_options_are_those_of_the_rule_and_checked() -> None:
     assert base.rule_options("synthetic", {"height": 3}) == Options(height=3)
     assert base.rule_options("herding", {}) == base.NoOptions()
+    with pytest.raises(ParameterError, match=r"here.options: 'tau' is unknown; known: "):
+        build(MemoryParams, {"selection": "herding", "options": {"tau": 1}}, "here")
+    with pytest.raises(ParameterError, match=r"here.options.height is 'x'; it must be a wh"):
+        build(MemoryParams, {"selection": "synthetic", "options": {"height": "x"}}, "here")
 
 
-def test_all_options_are_part_of_a_runs_parameters() -> None:
-    params = build(MemoryParams, {"selection": "synthetic", "options": {"height": 3}}, "here")
-    assert to_plain(params)["options"] == {"soft": True, "height": 3}
-    assert replace(params, exemplars_per_class=1).options == params.options
-    assert to_plain(MemoryParams())["options"] == {}
+def test_soft_labels_need_a_weight_of_their_own() -> None:
+    soft = MemoryParams(selection="synthetic")
+    with pytest.raises(ParameterError, match="weight is None; it must be a number: synthetic"):
+        RehearsalParams(memory=soft)
+    RehearsalParams(memory=soft, weight=0.5)
+    RehearsalParams(memory=soft, ratio=0.0)  # as with STAMP: exemplars are not mixed in
+    RehearsalParams(memory=MemoryParams(selection="synthetic", options={"soft": False}))
+    with pytest.raises(ParameterError, match=r"weight is -1\.0; it must be at least 0"):
+        RehearsalParams(weight=-1.0)
 
 
 def test_a_rule_is_given_images_sorted_by_content() -> None:
@@ -203,35 +208,9 @@ def test_synthetic_images_are_kept_with_their_soft_labels() -> None:
     )
 
 
-def test_soft_labels_survive_a_checkpoint(tmp_path: Path) -> None:
-    experiment = replaying("synthetic")
-    kept = arrived(experiment, 2)[1].state["memory"]
-    assert kept["soft"].shape == (12, 10)
-    trees.write_tree(tmp_path / "a.safetensors", {"memory": kept}, {})
-    loaded, _ = trees.read_tree(tmp_path / "a.safetensors")
-    assert loaded is not None
-    small.assert_equal_trees(loaded["memory"], kept)
-    whole = run(experiment, resume=tmp_path)
-    small.assert_same_weights(whole, run(experiment, resume=tmp_path))
-
-
 def test_events_of_a_rule_are_in_the_history() -> None:
     history = run(replaying("synthetic")).history
     assert [row["events"] for row in history] == 3 * [{}, {"synthetic: an event": 4}]
-
-
-def test_a_rule_on_whole_tasks_needs_no_features(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_outputs(self: Workspace, images: Tensor, layer: object = None) -> Tensor:
-        raise AssertionError("a forward pass for a rule that needs none")
-
-    def no_scores(*_: object, **__: object) -> Tensor:
-        return torch.full((len(SCORINGS), 1, 3), torch.nan)
-
-    monkeypatch.setattr(Workspace, "outputs", no_outputs)
-    for module in ("engine.executor", "methods.base.method"):
-        monkeypatch.setattr(f"stamp_core.{module}.score", no_scores)
-    _, client_round = arrived(replaying("recording"), 1)
-    assert len(client_round.state["memory"]["labels"]) == 6
 
 
 @pytest.mark.parametrize("merge", ["mixstyle", "reservoir"])
@@ -260,33 +239,6 @@ def test_soft_labels_stay_with_their_images_when_classes_are_merged(merge: Any) 
         levels.add(tuple(soft_levels))
     pairs = {(a, b, 20, 21) for a, b in ((10, 11), (10, 12), (11, 12))}
     assert levels == {(10, 11, 12, 20)} | (pairs if merge == "reservoir" else set())
-
-
-@pytest.mark.parametrize("rule", ["synthetic", "recording"])
-def test_a_class_in_another_domain_takes_its_share_of_the_memory(rule: str) -> None:
-    """Of each task the first exemplars that the rule proposes are kept, with their soft labels.
-
-    A second cycle has no new images, and the rule is not asked again.
-    """
-    experiment = replaying(rule, exemplars_per_class=4, source=FACES, split=DOMAINS)
-    plan_ = plan(experiment)
-    worker = small.worker(experiment, plan_)
-    three, six = (small.arrived(worker, plan_, e).state["memory"] for e in (3, 5))
-    assert three["labels"].bincount().tolist() == 10 * [4]
-    assert three["tasks"].unique().tolist() == [0, 1, 2]
-    last = three["tasks"] == 2
-    for label in range(10):
-        own = three["images"][last & (three["labels"] == label)]
-        if rule == "synthetic":
-            assert own[:, 0, 0, 0].tolist() == [*range(5 * label, 5 * label + len(own))]
-        else:
-            proposed = GIVEN[2].images[GIVEN[2].labels == label]
-            assert torch.equal(own, proposed[: len(own)])
-    if rule == "synthetic":
-        levels = three["images"][:, 0, 0, 0].float()
-        assert torch.equal(three["soft"], 10 * levels[:, None] + torch.arange(10.0))
-    small.assert_equal_trees(six, three)
-    assert len(GIVEN) == (0 if rule == "synthetic" else 2 * 3)
 
 
 # --------------------------------------------------------------------------------- the training

@@ -15,6 +15,7 @@ from stamp_core.matching.gram import (
     Difference,
     combine,
     gram,
+    gram_rounding,
     layer_blocks,
     orthonormal_coordinates,
     products_with_sums,
@@ -44,6 +45,21 @@ def test_inner_products_of_float32_vectors_are_exact_to_float64(width: int) -> N
         assert products.shape == (1, 4, 4) and products.dtype == torch.float64
         assert ((products[0] - expected).abs() <= 1e-12 * norms[:, None] * norms).all()
         assert (products == products.mT).all()
+
+
+@pytest.mark.parametrize("width", [1, 40, 200_000])
+def test_the_rounding_of_the_gram_matrix_is_bounded(width: int) -> None:
+    """Even of sums of equal numbers, in which all roundings go the same way."""
+    alike = torch.tensor([[0.1], [0.7], [-0.3]]).expand(3, width)
+    for vectors in (alike, normal(3, width).float()):
+        pairs = itertools.product(vectors.double(), repeat=2)
+        sums = [math.fsum((one * other).tolist()) for one, other in pairs]
+        exact = torch.tensor(sums, dtype=torch.float64).view(3, 3)
+        norms = exact.diagonal().sqrt()
+        (rounding,) = gram_rounding(vectors)
+        assert ((gram(vectors)[0] - exact).abs() <= rounding * norms[:, None] * norms).all()
+        assert rounding <= 3e-11
+    assert gram_rounding(vectors, [width - width // 2, width // 2])[0] <= rounding
 
 
 def test_products_and_sums_of_blocks() -> None:

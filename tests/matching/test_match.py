@@ -3,7 +3,6 @@
 In all tests g are the gradients [K, P] and g0 is the reference [P].
 """
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,13 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import minimize
 from torch import Tensor
 
 from stamp_core.config.decode import ParameterError
 from stamp_core.matching.gram import gram
 from stamp_core.matching.match import MatchingParams, MatchResult, match, match_gram
-from stamp_core.matching.simplex import Problem, SoftmaxParams, solve
+from stamp_core.matching.simplex import SoftmaxParams
 
 quick = settings(deadline=None, max_examples=40, derandomize=True)
 FREE = MatchingParams(length="free")
@@ -116,23 +114,6 @@ def test_the_duality_gap_certifies_the_result(instance, kappa, reference) -> Non
 
 
 @quick
-@given(instances, any_kappa, any_reference, st.integers(0, 10**6))
-def test_no_weights_and_no_direction_are_better(instance, kappa, reference, seed) -> None:
-    """F* <= F(w) for any w, and min_i <g_i, x> <= F* for any x of the ball. As g0 is one of them,
-    matching is never worse than g0 for the worst-served gradient."""
-    g, g0, _, result = matched(instance, kappa, reference)
-    count, square = len(g), float(g0 @ g0)
-    random = normal(count, seed=seed).abs()
-    uniform = torch.full_like(random, 1 / count)
-    for w in [*torch.eye(count, dtype=torch.float64), uniform, random / random.sum()]:
-        assert result.value * square <= dual(g, g0, kappa, w) + 1e-7 * square
-    x = normal(len(g0), seed=seed)
-    for inside in (g0, g0 + kappa * g0.norm() * x / x.norm()):
-        assert float((g @ inside).min()) <= (result.worst_product + 2e-7) * square
-    assert result.worst_product >= result.worst_product_reference - 2e-7
-
-
-@quick
 @given(instances, any_kappa, any_reference)
 def test_d_lies_on_the_ball(instance, kappa, reference) -> None:
     """|d - g0| = kappa rho, so 2 <g0, d> = |d|^2 + (1 - kappa^2) rho^2 and |d| within
@@ -149,50 +130,6 @@ def test_d_lies_on_the_ball(instance, kappa, reference) -> None:
     if kappa < 1:
         assert result.cosine >= (1 - kappa**2) ** 0.5 - 1e-6
         assert result.cosine == pytest.approx(float(d @ g0 / d.norm() / rho), abs=1e-6)
-
-
-@quick
-@given(instances, st.sampled_from([1.0, 1.5, 2.0, 10.0]), any_reference)
-def test_from_kappa_1_on_no_inner_product_is_negative(instance, kappa, reference) -> None:
-    """0 is in the ball, so the worst-served gradient gets at least <g_i, 0> = 0."""
-    g, g0, d, _ = matched(instance, kappa, reference)
-    assert ((g @ d) / (g.norm(dim=1) * float(g0.norm())) >= -1e-6 * kappa).all()
-
-
-def test_below_kappa_1_an_inner_product_may_be_negative() -> None:
-    """g0 = (-0.5, 0.05), and no d within half its length of it has <(1, 0), d> >= 0."""
-    d, result = match(torch.tensor([[1.0, 0.0], [-2.0, 0.1]]), FREE)
-    assert d[0] < -0.2 and 0 > result.worst_product > result.worst_product_reference
-
-
-@quick
-@given(instances, any_reference)
-def test_a_larger_kappa_is_no_worse(instance, reference) -> None:
-    """The larger ball contains the smaller one."""
-    values = [matched(instance, kappa, reference)[-1].value for kappa in (0.0, *KAPPAS)]
-    assert all(b >= a - 3e-8 for a, b in itertools.pairwise(values))
-
-
-@quick
-@given(instances)
-def test_kappa_0_is_the_reference(instance) -> None:
-    g, _ = drawn(instance)
-    for reference, expected in {"mean": g.mean(0), "current": g[-1]}.items():
-        d, result = match(g, MatchingParams(kappa=0.0, reference=reference))
-        assert close(d, expected, 1e-13)
-        assert result.value == pytest.approx(result.worst_product_reference)
-        assert result.gap == pytest.approx(0, abs=1e-12)
-    assert (match_gram(gram(g), MatchingParams(kappa=0.0)).coefficients == 1 / len(g)).all()
-
-
-def test_a_large_kappa_is_the_shortest_vector_of_the_hull() -> None:
-    """(d - g0) / r -> g_w / |g_w| of the shortest g_w, which has <g_i, g_w> >= |g_w|^2. Of two
-    gradients: the foot of the perpendicular from 0 to the line through them."""
-    g = torch.tensor([[2.0, 0.0], [0.0, 1.0]], dtype=torch.float64)  # the foot is (0.4, 0.8)
-    d, _ = match(g, replace(FREE, kappa=1e6))
-    unit = (d - g.mean(0)) / (1e6 * g.mean(0).norm())
-    assert close(unit, torch.tensor([0.4, 0.8], dtype=torch.float64) / 0.8**0.5, 1e-5)
-    assert (g @ unit >= 0.8**0.5 - 1e-5).all()
 
 
 @quick
@@ -216,85 +153,11 @@ def test_symmetries(instance, kappa, seed) -> None:
         assert close(match(changed, matching)[0], expected, 1e-4)
 
 
-def test_one_gradient_repeated_is_another_problem() -> None:
-    """It moves the mean."""
-    g = normal(3, 20)
-    repeated = match(g[[0, 1, 2, 2]], MatchingParams())[0]
-    assert not close(repeated, match(g, MatchingParams())[0], 1e-2)
-
-
 # --- the optimum itself
 
 
-def problem_of(g: Tensor, kappa: float) -> Problem:
-    """The problem with the mean as reference."""
-    g0 = g.mean(0)
-    return Problem(g.numpy(), g0.numpy(), kappa * float(g0.norm()), resolution=1e-7)
-
-
-@quick
-@given(instances, any_kappa)
-def test_a_scaled_reference_has_the_same_weights(instance, kappa) -> None:
-    """With the sum in place of the mean F is K times as large, so its minimiser is the same."""
-    mean = problem_of(drawn(instance)[0], kappa)
-    count, square = len(mean.gradients), float(mean.reference @ mean.reference)
-    total = replace(mean, reference=count * mean.reference, radius=count * mean.radius)
-    one, other = (mean.value(solve(each).weights) for each in (mean, total))
-    assert one == pytest.approx(other, abs=1e-7 * square)
-
-
-def slsqp(problem: Problem) -> float:
-    """The minimum of F by SLSQP with the gradient, started from uniform weights."""
-    g, count = problem.gradients, len(problem.gradients)
-
-    def value_and_slope(w: Any) -> tuple[float, Any]:
-        combined = w @ g
-        unit = combined / max(float(np.linalg.norm(combined)), 1e-300)
-        return problem.value(w), g @ (problem.reference + problem.radius * unit)
-
-    found = minimize(
-        value_and_slope,
-        np.full(count, 1 / count),
-        jac=True,
-        method="SLSQP",
-        bounds=[(0, 1)] * count,
-        constraints={"type": "eq", "fun": lambda w: w.sum() - 1, "jac": np.ones_like},
-        options={"ftol": 1e-14, "maxiter": 100},
-    )
-    w = np.maximum(found.x, 0)
-    return problem.value(w / w.sum())
-
-
-def adversarial(seed: int) -> tuple[Tensor, float]:
-    """Gradients of a family, some nearly equal, opposite or much shorter than others, and kappa."""
-    draw = np.random.default_rng(seed)
-    family, count = draw.choice(sorted(FAMILIES)), int(draw.integers(2, 7))
-    g = FAMILIES[family](count, int(draw.integers(2, 30)), seed)
-    change = draw.integers(5)
-    if change == 1:
-        g[0] = g[-1] * (1 + 1e-6)
-    if change == 2:
-        g[0] = -g[-1] + 1e-3 * g[0]
-    if change == 3:
-        g[0] *= 1e-3
-    return g, float(draw.choice(KAPPAS))
-
-
-@pytest.mark.parametrize("block", range(4))
-def test_slsqp_finds_no_smaller_value_in_1000_instances(block: int) -> None:
-    """F is compared, not w: several w may be optimal."""
-    near = 0
-    for seed in range(250 * block, 250 * block + 250):
-        problem = problem_of(*adversarial(seed))
-        square = float(problem.reference @ problem.reference)
-        value, best = problem.value(solve(problem).weights), slsqp(problem)
-        assert value <= best + 1e-8 * square, seed
-        near += value >= best - 1e-6 * square
-    assert near > 240  # SLSQP nearly always reached the same value, so it was a fair comparison
-
-
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-@pytest.mark.parametrize("count", [2, 3, 5, 10, 24, 25, 100, 300])
+@pytest.mark.parametrize("count", [2, 5, 25, 300])
 def test_every_size_is_solved(family: str, count: int) -> None:
     """A small problem by a few faces of the simplex."""
     a = gram(FAMILIES[family](count, 700, count))
@@ -330,22 +193,6 @@ def test_one_gradient(seed, kappa, reference) -> None:
     assert result.weights.tolist() == [[1.0]] and result.value == pytest.approx(1 + kappa)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 10, 40])
-def test_identical_gradients_are_their_own_match(count: int) -> None:
-    """With "1+kappa" at their length; with the authors' 1 + kappa^2 longer: 1.25 / 1.0625 at kappa
-    0.25 and 1.5 / 1.25 at 0.5."""
-    g = normal(50)
-    for kappa, factor in ((0.25, 1.25 / 1.0625), (0.5, 1.2)):
-        matching = MatchingParams(kappa=kappa)
-        longer = replace(matching, length="1+kappa^2")
-        for each, expected, tolerance in (
-            (matching, g, 1e-6),
-            (longer, factor * g, 1e-6),
-            (replace(longer, solver="authors"), factor * g, 1e-4),
-        ):
-            assert close(match(g.repeat(count, 1), each)[0], expected, tolerance)
-
-
 @quick
 @given(st.integers(0, 10**6), st.sampled_from(KAPPAS))
 def test_two_gradients_of_one_norm(seed, kappa) -> None:
@@ -357,23 +204,25 @@ def test_two_gradients_of_one_norm(seed, kappa) -> None:
     assert result.weights[0].tolist() == pytest.approx([0.5, 0.5])
 
 
-@quick
-@given(st.integers(0, 10**6), st.sampled_from(KAPPAS), any_reference)
-def test_two_gradients_have_one_weight_to_search_for(seed, kappa, reference) -> None:
-    """A ternary search over the single weight, F being convex, finds the same F."""
-    g, weights = normal(2, 4, seed=seed) * normal(2, 1, seed=seed + 1).exp(), torch.ones(2)
-    _, result = match(g, replace(FREE, kappa=kappa, reference=reference), weights)
-    g0 = reference_of(g, reference, weights)
+def test_the_former_name_of_a_solver_is_refused_with_the_new_one() -> None:
+    with pytest.raises(ParameterError, match="'authors' is unknown; it is now 'softmax_sgd'"):
+        build(MatchingParams, {"solver": "authors"}, "matching")
 
-    def value(x: float) -> float:
-        return dual(g, g0, kappa, torch.tensor([x, 1 - x], dtype=torch.float64))
 
-    low, high = 0.0, 1.0
-    for _ in range(80):
-        a, b = low + (high - low) / 3, high - (high - low) / 3
-        low, high = (low, b) if value(a) < value(b) else (a, high)
-    assert result.value * float(g0 @ g0) == pytest.approx(value(low), abs=1e-9 * float(g0 @ g0))
-    assert result.gap < 1e-11
+@pytest.mark.parametrize("count", [1, 2, 40])
+def test_identical_gradients_are_their_own_match(count: int) -> None:
+    """With "1+kappa" at their length; with the authors' 1 + kappa^2 longer: 1.25 / 1.0625 at kappa
+    0.25 and 1.5 / 1.25 at 0.5."""
+    g = normal(50)
+    for kappa, factor in ((0.25, 1.25 / 1.0625), (0.5, 1.2)):
+        matching = MatchingParams(kappa=kappa)
+        longer = replace(matching, length="1+kappa^2")
+        for each, expected, tolerance in (
+            (matching, g, 1e-6),
+            (longer, factor * g, 1e-6),
+            (replace(longer, solver="softmax_sgd"), factor * g, 1e-4),
+        ):
+            assert close(match(g.repeat(count, 1), each)[0], expected, tolerance)
 
 
 @pytest.mark.parametrize("count", [3, 5, 30])
@@ -508,21 +357,6 @@ def test_tiny_gradients_are_in_the_reference_only() -> None:
     assert match(g, FREE)[1].dropped == 0
 
 
-@pytest.mark.parametrize("normalise", ["mean", "current"])
-def test_normalising_does_not_amplify_noise(normalise: Any) -> None:
-    g = normal(3, 30)
-    g[0] = 1e-20 * g[0]
-    d, result = match(g, MatchingParams(normalise=normalise))
-    assert result.dropped == 1 and result.coefficients[0, 0] < 1 and torch.isfinite(d).all()
-
-
-def test_one_usable_gradient_has_a_closed_form() -> None:
-    """g0 = g / 2, d = g0 + kappa |g0| g / |g|."""
-    g = normal(10)
-    d, result = match(torch.stack([g, torch.zeros(10)]), FREE)
-    assert close(d, 0.75 * g) and result.status == "one gradient" and result.dropped == 1
-
-
 def test_where_the_reference_is_zero_d_is_the_reference() -> None:
     """g - g = 0 leaves no ball; three gradients that add up to 0 leave rounding."""
     one, two = normal(1, 30), normal(2, 30).float()
@@ -558,12 +392,6 @@ def test_where_0_is_in_the_hull_g0_is_projected_on_the_cone(name: str, kappa: fl
     assert torch.isfinite(match(g, MatchingParams(kappa=kappa))[0]).all()
 
 
-def test_0_on_the_edge_of_the_hull_below_kappa_1() -> None:
-    """(1, 0), (-1, 0), (0, 1): g0 = (0, 1/3) is in conflict with none, F* = 0: d is g0 itself."""
-    d, result = match(PARETO["0 between opposite gradients"].double(), FREE)
-    assert result.status == PARETO_STATUS and close(d, d.new_tensor([0, 1 / 3]))
-
-
 @quick
 @given(
     st.lists(
@@ -580,22 +408,11 @@ def test_0_on_the_edge_of_the_hull_below_kappa_1() -> None:
 )
 def test_no_result_is_nan(values, kappa, reference, blocks, normalise, length, authors) -> None:
     """Few values, so that gradients are equal, opposite, dependent or 0."""
-    solver = "authors" if authors else "exact"
+    solver = "softmax_sgd" if authors else "exact"
     matching = MatchingParams(kappa, reference, length, normalise, blocks, solver)
     d, result = match(torch.tensor(values), matching, sizes=[1, 2])
     assert torch.isfinite(d).all() and finite(result)
     assert "not solved" not in result.status
-
-
-def test_float32_and_float64_agree_for_equal_gradients_too() -> None:
-    """Rounding makes the smallest eigenvalues negative, which must not be taken for descent."""
-    for seed in range(6):
-        base, noise = normal(1, 2000, seed=seed), normal(12, 2000, seed=seed + 1)
-        for g in (base + 1e-4 * noise, base.repeat(12, 1), (base + noise)[[0, 0, 0, 1, 1, 2]]):
-            for kappa in (0.5, 0.9):
-                d, _ = match(g, MatchingParams(kappa=kappa))
-                single, result = match(g.float(), MatchingParams(kappa=kappa))
-                assert result.gap <= 1e-6 and close(single.double(), d, 1e-3)
 
 
 def test_the_direction_of_gradients_in_bfloat16_is_in_float32() -> None:
@@ -638,14 +455,6 @@ def test_layers_are_separate_problems() -> None:
     assert close(together, torch.cat(alone)) and result.coefficients.shape == (3, 4)
 
 
-def test_one_layer_is_the_model_and_a_layer_of_zeros_changes_nothing() -> None:
-    g, matching = normal(4, 20), MatchingParams(blocks="layers")
-    d, _ = match(g, MatchingParams())
-    assert close(match(g, matching, sizes=[20])[0], d, 1e-5)
-    whole, result = match(torch.cat([g, torch.zeros(4, 5)], 1), matching, sizes=[20, 5])
-    assert close(whole[:20], d, 1e-5) and not whole[20:].any() and finite(result)
-
-
 # --- the public code
 
 
@@ -680,16 +489,16 @@ def authors_by_torch(g: Tensor, kappa: float, softmax: SoftmaxParams) -> Tensor:
 def test_the_solver_of_the_public_code(family: str, softmax: SoftmaxParams) -> None:
     for count, scale in ((1, 1.0), (5, 0.01), (20, 1e-3)):
         g = scale * FAMILIES[family](count, 60, count)
-        matching = MatchingParams(0.25, length="1+kappa^2", solver="authors", softmax=softmax)
+        matching = MatchingParams(0.25, length="1+kappa^2", solver="softmax_sgd", softmax=softmax)
         d, result = match(g, matching)
         assert close(d, authors_by_torch(g, 0.25, softmax), 1e-7)
-        assert result.status == "authors" and result.iterations == softmax.rounds
+        assert result.status == "softmax_sgd" and result.iterations == softmax.rounds
         layered, _ = match(g, replace(matching, blocks="layers"), sizes=[20, 40])
         parts = [authors_by_torch(part, 0.25, softmax) for part in g.split([20, 40], 1)]
         assert close(layered, torch.cat(parts), 1e-7)
 
 
-@pytest.mark.parametrize("solver", ["authors", "exact"])
+@pytest.mark.parametrize("solver", ["softmax_sgd", "exact"])
 def test_only_the_public_code_depends_on_the_scale(solver: Any) -> None:
     """Its 1e-4 exceed the squares of gradients of norm 1e-4: the weights stay uniform."""
     g = normal(6, 40) * torch.arange(1, 7)[:, None]
@@ -699,23 +508,6 @@ def test_only_the_public_code_depends_on_the_scale(solver: Any) -> None:
     )
     away = [float((w - 1 / 6).abs().sum()) for w in (short, long)]
     assert away[1] > 0.1
-    assert away[0] < 0.01 if solver == "authors" else away[0] == pytest.approx(away[1], rel=1e-6)
-
-
-def test_the_public_code_is_near_the_optimum_for_similar_gradients_only() -> None:
-    g = FAMILIES["cosine 0.99"](6, 400, 3)
-    many = SoftmaxParams(3000, schedule=1000)
-    exact, short, long = (
-        match_gram(gram(g), matching)
-        for matching in (
-            MatchingParams(),
-            MatchingParams(solver="authors"),
-            MatchingParams(solver="authors", softmax=many),
-        )
+    assert (
+        away[0] < 0.01 if solver == "softmax_sgd" else away[0] == pytest.approx(away[1], rel=1e-6)
     )
-    assert exact.gap < 1e-9 < long.gap < 1e-4 < short.gap
-    assert exact.value <= long.value <= short.value + 1e-12
-    assert close(long.coefficients @ g, exact.coefficients @ g, 1e-2)
-    wild = gram(FAMILIES["independent"](50, 400, 3) * normal(50, 1, seed=4).exp())
-    assert match_gram(wild, MatchingParams(solver="authors")).gap > 1e-3
-    assert match_gram(wild, FREE).gap < 1e-8

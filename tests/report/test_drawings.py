@@ -163,7 +163,7 @@ def test_degenerate_gradients_are_drawn_too(gradients):
 
 def test_products_are_the_numbers_of_each_match():
     gradients = [[1.6, 0.4], [-1.1, 0.6]]
-    choices = {"exact": MatchingParams(), "public code": MatchingParams(solver="authors")}
+    choices = {"exact": MatchingParams(), "public code": MatchingParams(solver="softmax_sgd")}
     table = figures.products(gradients, choices)
     for name, params in choices.items():
         d, result = match(torch.tensor(gradients, dtype=torch.float64), params)

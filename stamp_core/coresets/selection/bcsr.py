@@ -33,13 +33,12 @@ class Options:
     # are 0.1 and 1. At 1 all weights stay equal: the network was trained on the images already.
     proxy_lr: float = 0.1
     weights_lr: float = 10.0  # for weights in units of their mean, 1 / n
-    beta: float = 0.1  # of the regulariser, which concentrates weight on as many images as selected
+    # Of the regulariser, which concentrates weight on as many images as selected. In the released
+    # code it has no effect: 0.
+    beta: float = 0.1
     smoothing: float = 1e-3  # deviation of the noise that smooths the regulariser
     past_weight: float = 0.1  # of past exemplars' loss in the outer loss
-    direct_term: bool = True  # False: without the regulariser's gradient, as in the released code
-    softmax: bool = False  # True: softmax(p) in the hypergradient, p in training, as released
     space: Literal["all", "head"] = "all"  # the proxy's parameters; "head" is far cheaper
-    choice: Literal["sample", "top"] = "sample"  # with the weights as probabilities | the largest
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -61,17 +60,15 @@ def propose(task: TaskData) -> Proposal:
     for batch in valid.tensor_split(parts) if parts else ():
         weights[batch] = len(batch) * _optimise_weights(task, batch)  # mean 1 in every batch
     order = torch.cat([valid, invalid])
-    return task.proposal(order[_rank(weights[order], task)])
+    return task.proposal(order[_sample(weights[order], task.generator)])
 
 
-def _rank(weights: Tensor, task: TaskData) -> Tensor:
-    """Indices by weight: the largest first, or sampled without replacement; weight 0 last.  # [N]
+def _sample(weights: Tensor, generator: Generator) -> Tensor:
+    """Indices sampled without replacement, with the weights as probabilities; 0 comes last.  # [N]
 
-    Sampling by exponential times with the weights as rates: the shortest time is the first draw.
+    By exponential times with the weights as rates: the shortest time is the first draw.
     """
-    if task.options.choice == "top":
-        return weights.argsort(descending=True, stable=True)
-    times = torch.empty_like(weights).exponential_(generator=task.generator)
+    times = torch.empty_like(weights).exponential_(generator=generator)
     return (times / weights).argsort(stable=True)
 
 
@@ -82,8 +79,8 @@ class _Proxy:
     """
 
     def __init__(self, learner: Learner, space: Literal["all", "head"]) -> None:
-        learner.load_client_weights()
-        self.learner, self.head_only = learner, space == "head"
+        self.learner = learner
+        self.head_only = space == "head"
         self.module = learner.network.head if self.head_only else learner.network
         self.parameters = list(self.module.parameters())
 
@@ -113,10 +110,11 @@ class _Proxy:
 def _optimise_weights(task: TaskData, batch: Tensor) -> Tensor:
     """Weights on the simplex; equal ones if the proxy always diverges.  # float64 [n]
 
-    The proxy's learning rate is halved until no step of the optimisation diverges. Every attempt
-    has the same random draws.
+    The proxy's learning rate is halved until no step diverges. All attempts have the same draws.
     """
-    options, proxy = task.options, _Proxy(task.learner, task.options.space)
+    options = task.options
+    task.learner.load_client_weights()
+    proxy = _Proxy(task.learner, options.space)
     inputs = proxy.inputs(task.images[batch], task.labels[batch])
     sample = torch.randperm(len(task.past[1]), generator=task.generator)[: options.batch_size]
     past = proxy.inputs(*(part[sample] for part in task.past))
@@ -129,7 +127,7 @@ def _optimise_weights(task: TaskData, batch: Tensor) -> Tensor:
                 task.events.append("bcsr: the proxy's learning rate was lowered")
             return weights
     task.events.append("bcsr: the proxy diverged")
-    return _equal_weights(len(batch))
+    return torch.full((len(batch),), 1 / len(batch), dtype=torch.float64)
 
 
 def _descend(
@@ -141,23 +139,18 @@ def _descend(
     share = min(count, math.ceil(total * count / len(task.labels)))  # how many will be selected
     proxy.learner.load_client_weights()
     max_loss = DIVERGENCE * float(proxy.losses(inputs).detach().mean())
-    weights = _equal_weights(count)
+    weights = torch.full((count,), 1 / count, dtype=torch.float64)
     for _ in range(options.outer_steps):
         losses = [proxy.train(inputs, weights, lr) for _ in range(options.inner_steps)]
         loss, gradient = _hypergradient(proxy, inputs, past, weights, lr, options)
         stable = all(each <= max_loss for each in (*losses, loss))  # not if one is nan
         if not (stable and gradient.isfinite().all()):
             return None
-        if options.direct_term:
-            inclusion = _inclusion_probabilities(weights, share, options.smoothing, task.generator)
-            gradient -= options.beta * inclusion
+        inclusion = _inclusion_probabilities(weights, share, options.smoothing, task.generator)
+        gradient -= options.beta * inclusion
         moved = weights - options.weights_lr / count * gradient
         weights = torch.from_numpy(project_simplex(moved.numpy()))
     return weights
-
-
-def _equal_weights(count: int) -> Tensor:  # float64 [n]
-    return torch.full((count,), 1 / count, dtype=torch.float64)
 
 
 def _hypergradient(
@@ -166,11 +159,10 @@ def _hypergradient(
     """The proxy's mean loss, and the outer loss's gradient w.r.t. the weights.  # float64 [n]"""
     losses = proxy.losses(inputs)
     p = weights.to(losses, copy=True).requires_grad_()
-    inner = (p.softmax(0) if options.softmax else p) @ losses
     outer = mean = losses.mean()
     if len(past[1]) and options.past_weight:
         outer = mean + options.past_weight * proxy.losses(past).mean()
-    gradient = _implicit_gradient(inner, outer, p, proxy.parameters, lr, NEUMANN_TERMS)
+    gradient = _implicit_gradient(p @ losses, outer, p, proxy.parameters, lr, NEUMANN_TERMS)
     return float(mean.detach()), gradient.cpu().double()
 
 

@@ -1,7 +1,6 @@
 """CSReL: coreset selection by reducible loss (Tong et al., 2025)."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +17,7 @@ NOT_FINITE = "csrel: losses that are not finite"
 class Options:
     """How the reference model and the selection model are trained, as published for CIFAR-100."""
 
-    # The model of the irreducible loss: an untrained network trained on the whole task, as
-    # published | the client's model, which needs no training.
-    reference: Literal["fresh", "client"] = "fresh"
-    reference_epochs: int = 10
+    reference_epochs: int = 10  # of an untrained network on the whole task
     reference_lr: float = 3e-3
     selection_steps: int = 40  # in which the coreset grows to its size
     train_steps: int = 7  # SGD steps on the coreset after each of them, from initial weights
@@ -44,7 +40,8 @@ def propose(task: TaskData) -> Proposal:
     A score is the loss after training on the coreset minus the loss after training on the whole
     task. Unlike in the paper, past tasks are not selected again: quotas never shrink.
     """
-    options, learner = task.options, task.learner
+    options = task.options
+    learner = task.learner
     inputs, labels = task.inputs()
     reference = _reference_losses(task)
     total = int(task.labels.bincount().clamp(max=task.exemplars_per_class).sum())
@@ -62,14 +59,12 @@ def propose(task: TaskData) -> Proposal:
 
 def _reference_losses(task: TaskData) -> Tensor:
     """The loss of each image under the reference model.  # [N]"""
-    options, learner, (inputs, labels) = task.options, task.learner, task.inputs()
-    if options.reference == "client":
-        learner.load_client_weights()
-    else:
-        learner.load_initial_weights()
-        schedule = options.reference_epochs, options.batch_size, options.reference_lr
-        learner.train_epochs(inputs, labels, *schedule, task.generator)
-    return learner.losses(inputs, labels).cpu()
+    options = task.options
+    inputs, labels = task.inputs()
+    task.learner.load_initial_weights()
+    schedule = options.reference_epochs, options.batch_size, options.reference_lr
+    task.learner.train_epochs(inputs, labels, *schedule, task.generator)
+    return task.learner.losses(inputs, labels).cpu()
 
 
 def _train_from_scratch(images: Tensor, labels: Tensor, task: TaskData) -> None:
@@ -78,7 +73,9 @@ def _train_from_scratch(images: Tensor, labels: Tensor, task: TaskData) -> None:
     A single image is not repeated: copies have no variance for batch normalisation. Without it,
     each image of a coreset that is smaller than a batch is computed once, weighted by its draws.
     """
-    options, learner, count = task.options, task.learner, len(labels)
+    options = task.options
+    learner = task.learner
+    count = len(labels)
     size = options.batch_size if count > 1 else 1
     draws = torch.randint(count, (options.train_steps, size), generator=task.generator)
     learner.load_initial_weights()

@@ -17,13 +17,12 @@ PAST_BATCH = 256  # past exemplars in a forward pass
 
 @dataclass(frozen=True)
 class Options:
-    """How images are compared, and which of them are selected first."""
+    """How images are compared."""
 
     batch_size: int = 20  # images compared with each other
     batch_candidates: int = 10  # candidates selected from each batch
     tau: float = 1000.0  # weight of the similarity with the past tasks' gradient
     gradients: Literal["head", "all"] = "all"  # of which parameters
-    order: Literal["score", "random"] = "score"  # of the candidates
 
     def __post_init__(self) -> None:
         """Check sizes and weight."""
@@ -38,16 +37,14 @@ def propose(task: TaskData) -> Proposal:
     """The candidates of all batches by their score, then the other images by theirs.
 
     As published, the network is trained on a batch's candidates before the next batch is scored;
-    here the method trains, and all batches are scored afterwards. The released code shuffles the
-    candidates at the end: order "random".
+    here the method trains, and all batches are scored afterwards.
     """
     stream = torch.randperm(len(task.labels), generator=task.generator)
     scores = _stream_scores(task, stream)
     is_candidate = _select_candidates(scores, task.options)
     ranked = scores.argsort(descending=True, stable=True)
-    candidates, others = ranked[is_candidate[ranked]], ranked[~is_candidate[ranked]]
-    if task.options.order == "random":
-        candidates = candidates[torch.randperm(len(candidates), generator=task.generator)]
+    candidates = ranked[is_candidate[ranked]]
+    others = ranked[~is_candidate[ranked]]
     quotas = task.labels.bincount().clamp(max=task.exemplars_per_class)
     counts = task.labels[stream[candidates]].bincount(minlength=len(quotas))
     if (counts < quotas).any():

@@ -53,5 +53,5 @@ def log_match(log: Log, place: str, result: MatchResult) -> None:
     log.numbers[f"{place} gradient count"] = float(result.coefficients.shape[1])
     if result.dropped:
         log.events.append(f"{place} matching: a gradient was dropped")
-    if result.status not in ("exact", "authors"):
+    if result.status not in ("exact", "softmax_sgd"):
         log.events.append(f"{place} matching: {result.status}")

@@ -32,8 +32,11 @@ FLOOR = 1e-17  # below the rounding of float64; a logarithmic axis has no zero
 
 SOLVERS: dict[str, dict[str, Any]] = {  # the public code's: of its server, and of its clients
     "exact": {"solver": "exact"},
-    "softmax, 100 rounds": {"solver": "authors", "softmax": SoftmaxParams()},
-    "softmax, 25 rounds": {"solver": "authors", "softmax": SoftmaxParams(rounds=25, momentum=0.1)},
+    "softmax, 100 rounds": {"solver": "softmax_sgd", "softmax": SoftmaxParams()},
+    "softmax, 25 rounds": {
+        "solver": "softmax_sgd",
+        "softmax": SoftmaxParams(rounds=25, momentum=0.1),
+    },
 }
 _HOLLOW = {"markerfacecolor": "none", "markeredgewidth": 1.8}  # equal ends stay visible
 _MARKS: dict[str, dict[str, Any]] = {
