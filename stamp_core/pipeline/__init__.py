@@ -1,2 +1,4 @@
-"""What DVC and make call: grids and sweeps of experiments, estimates, fingerprints, notebooks,
-parallel reproduction. May import everything."""
+"""What DVC and make call: grids and sweeps of experiments, fingerprints, notebooks, reproduction.
+
+May import everything.
+"""

@@ -20,13 +20,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from stamp_core.core.paths import ROOT
-from stamp_core.pipeline.clusters import Cluster, ClusterError, chosen_cluster, stage_workers
+from stamp_ops.clusters import Cluster, ClusterError, chosen_cluster, stage_workers
 
 SUBMITTED = ROOT / ".dvc/tmp/submitted"  # a folder for each stage, one in it for each job
 DRIVER = "STAMP_DRIVER"  # the environment variable with the file that the driver holds locked
 PAUSE = 0.5  # seconds between two looks at a job
 DELAY = 3  # seconds until a shared file system shows what another node has written
-SCRIPT = "#!/bin/sh\nexec {} -c 'from stamp_core.pipeline.submit import main; main()' \"$@\"\n"
+SCRIPT = "#!/bin/sh\nexec {} -c 'from stamp_ops.submit import main; main()' \"$@\"\n"
 
 
 @contextmanager

@@ -81,7 +81,7 @@ class RayExecutor:
             try:
                 result: bytes = _result(actor.run.remote(packed))
             except RayActorError:
-                self.bury()
+                self.mark_dead()
                 continue
             except Exception:
                 self.free.put(actor)
@@ -91,7 +91,7 @@ class RayExecutor:
         self.free.put(None)  # for the next thread that waits
         raise RuntimeError(_LOST)
 
-    def bury(self) -> None:
+    def mark_dead(self) -> None:
         """Count an actor that has ended; after the last one nobody waits any more."""
         with self.lock:
             self.living -= 1

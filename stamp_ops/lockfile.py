@@ -24,7 +24,7 @@ NAMES = ("dvc.lock", "pipelines/paper/dvc.lock")
 
 
 @contextmanager
-def sole_driver() -> Iterator[None]:
+def driver_lock() -> Iterator[None]:
     """A context in which no other driver works on this copy of the project: the second waits.
 
     DVC inherits the lock, so that it waits for what a killed driver has left as well.
