@@ -259,8 +259,10 @@ def start_executor(
     of_worker = experiment, plans, device, resume
     worker, name = Worker(*of_worker), os.environ.get("STAMP_EXECUTOR", "")
     if name:  # by name: its code changes no result, so no run's identity depends on it
-        found = importlib.util.find_spec("stamp_ops")
-        folders = found.submodule_search_locations or () if found else ()
+        package = importlib.util.find_spec("stamp_ops")
+        if package is None:
+            raise RuntimeError(f"STAMP_EXECUTOR={name} needs stamp_ops: run `pip install -e .`")
+        folders = package.submodule_search_locations or ()
         modules = [path for folder in folders for path in Path(folder).glob("*_executor.py")]
         known = [path.stem.removesuffix("_executor") for path in modules]
         if name not in known:
