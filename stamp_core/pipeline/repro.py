@@ -167,12 +167,12 @@ def dvc(*arguments: str, environment: dict[str, str] | None = None) -> int:
 
 
 def outdated(stages: Sequence[str]) -> list[str]:
-    """Those of some stages that are out of date."""
+    """The stages among these that are out of date."""
     return list(json.loads(dvc_answer("status", "--json", *stages)))
 
 
 def dvc_answer(*arguments: str) -> str:
-    """What a DVC command prints; RuntimeError with its own message if it fails."""
+    """The output of a DVC command; RuntimeError with its own message if it fails."""
     command = ["dvc", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
