@@ -49,10 +49,10 @@ paper: $(READY) .dvc/config.local  ## one of the paper's settings: SETTING=cifar
 	$(VENV)/bin/python -m stamp_core.pipeline.repro $(SETTING)
 
 cancel: $(READY)  ## end the stages that run on a cluster (RAY=address or SLURM=partition)
-	$(VENV)/bin/python -m stamp_core.pipeline.submit
+	$(VENV)/bin/python -m stamp_ops.submit
 
 estimate: $(READY)  ## what `make paper SETTING=...` takes on this machine
-	$(VENV)/bin/python -m stamp_core.pipeline.repro $(SETTING) --estimate
+	$(VENV)/bin/python -m stamp_ops.estimate $(SETTING)
 
 lab: $(READY)  ## explore in JupyterLab
 	$(VENV)/bin/jupyter lab --LabApp.default_url=/lab/tree/notebooks

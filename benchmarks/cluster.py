@@ -13,13 +13,12 @@ from typing import Any
 import torch
 
 from benchmarks import Row, section
-from stamp_core.core.seeding import generator
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.split import make_plan
 from stamp_core.engine.executor import Call, Worker, _dumps
 from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.engine.train import Run
-from stamp_core.pipeline.stand_in import expected_dataset
+from stamp_ops.synthetic import published_dataset, synthetic_data
 
 MB = 1e6
 
@@ -49,13 +48,8 @@ class Short(Experiment):
 
     def dataset(self) -> ImageDataset:
         """The images, for training and tests."""
-        whole = expected_dataset(self.setting.data)
-        labels = torch.arange(4 * len(whole.classes)) % len(whole.classes)
-        shape = (len(labels), *whole.x_train.shape[1:])
-        x = torch.randint(256, shape, dtype=torch.uint8, generator=generator("cluster"))
-        domains = torch.zeros_like(labels)
-        train = {"x_train": x, "y_train": labels, "domain_train": domains}
-        return replace(whole, **train, x_test=x, y_test=labels, domain_test=domains, digest="short")
+        whole = published_dataset(self.setting.data)
+        return synthetic_data(whole, len(whole.classes), 4 * len(whole.classes))
 
 
 def two_clients(method: str) -> Experiment:

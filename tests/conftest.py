@@ -9,21 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from stamp_core.pipeline.kernels import serve_kernels
+from stamp_core.pipeline.repro import find_driver
 
-NEEDED = {"cluster": "ray", "federation": "flwr"}  # `make test-cluster`, `make test-federation`
+# `make test-cluster`, `make test-federation`, and a copy of the project without its operations
+NEEDED = {"cluster": "ray", "federation": "flwr", "ops": "stamp_ops"}
 collect_ignore = [folder for folder, package in NEEDED.items() if not find_spec(package)]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Serve warm kernels, as `make repro` does, from the process that starts the others.
 
+    They are the driver's environment: Jupyter's own kernels where there is no stamp_ops.
+
     A shell's `&` has interrupts ignored, also by children: those that tests interrupt would go on.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if not hasattr(config, "workerinput"):
         server = ExitStack()
-        os.environ.update(server.enter_context(serve_kernels()))
+        os.environ.update(server.enter_context(find_driver().environment()))
         config.add_cleanup(server.close)
 
 
@@ -42,5 +45,5 @@ def _turn(path: Path) -> int:
     """When a file's tests run, counted from 0."""
     if path.name == "test_pipeline.py":
         return 0
-    early = path.parent.name in ("pipeline", "notebooks") or path.name == "test_methods.py"
+    early = path.parent.name in ("pipeline", "ops", "notebooks") or path.name == "test_methods.py"
     return 1 if early else 2

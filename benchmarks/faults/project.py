@@ -22,7 +22,7 @@ from benchmarks.faults import Outcome, judge_error
 from stamp_core.core.paths import ROOT
 
 COPIED = (
-    *("stamp_core", "benchmarks", "notebooks", "params", "pipelines"),
+    *("stamp_core", "stamp_ops", "benchmarks", "notebooks", "params", "pipelines"),
     *(".dvc", ".dvcignore", ".gitignore", "dvc.yaml", "pyproject.toml"),
 )
 PAPER = {  # the paper's images are on few machines

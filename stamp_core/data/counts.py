@@ -1,4 +1,4 @@
-"""How many images a data set has, as published: known before any file of it is there."""
+"""The published numbers of images of a data set: known before any file of it is there."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Shape = tuple[int, int, int]  # channels, height, width
 
 @dataclass(frozen=True, eq=False)
 class Counts:
-    """What `expected(options)` of a source returns."""
+    """The result of `expected(options)` of a source."""
 
     shape: Shape  # of an image
     train: Numbers  # [D, C], training images by domain and class

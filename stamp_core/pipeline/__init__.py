@@ -1,2 +1,1 @@
-"""What DVC and make call: grids and sweeps of experiments, estimates, fingerprints, notebooks,
-parallel reproduction. May import everything."""
+"""Commands of DVC and make, on grids and sweeps of experiments. May import everything."""

@@ -77,7 +77,8 @@ def load_grid(page: str = "comparison", profile: str = QUICK) -> list[Record]:
 
 def load_runs(runs: Iterable[tuple[str, str, str]], profile: str) -> list[Record]:
     """The records of settings with methods and seeds; missing ones as in `load_grid`."""
-    params, records = read_params(profile), list[Record]()
+    params = read_params(profile)
+    records: list[Record] = []
     for setting, method, seeds in runs:
         experiment = load_experiment(setting, method, params)
         loaded = load_records(experiment, seeds, profile, outdated=profile != QUICK)
@@ -94,11 +95,11 @@ def load_sound_record(folder: Path) -> Record | None:
     """The record in a folder, if there is one; a damaged one is set aside, to be made again."""
     if not folder.exists():
         return None
-    found = folder.stat().st_ino
+    inode = folder.stat().st_ino
     try:
         return load_record(folder)
     except ValueError as error:
-        if not folder.exists() or folder.stat().st_ino != found:  # another process replaced it
+        if not folder.exists() or folder.stat().st_ino != inode:  # another process replaced it
             return load_sound_record(folder)
         aside = quarantine(folder, RESUME / f"{folder.parent.name}-{folder.name}.aside")
         warnings.warn(f"{error}; kept as {aside.relative_to(ROOT)}", stacklevel=2)

@@ -1,10 +1,11 @@
-"""`dvc repro` with several stages at a time and warm kernels: small stages use cores better so.
+"""`dvc repro` with several stages at a time: small stages use cores better so.
 
 The results are those of a plain `dvc repro`, which runs one stage after the other. Given a setting
-of the paper, it runs that setting's stages in pipelines/paper/dvc.yaml, after an estimate.
+of the paper, it runs that setting's stages in pipelines/paper/dvc.yaml.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -15,119 +16,148 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
-from functools import cache
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from threading import Event
 
 from stamp_core.config.decode import ParameterError
 from stamp_core.config.params import DEFAULT, PAPER, check_names, expand_grid, read_params
 from stamp_core.core.paths import ROOT
-from stamp_core.pipeline.clusters import chosen_cluster, sends_stages
-from stamp_core.pipeline.kernels import serve_kernels
-from stamp_core.pipeline.lockfile import (
-    clear_rwlock,
-    copy_sound_files,
-    drop_gone_stages,
-    restore_damaged_files,
-    sole_driver,
-)
-from stamp_core.pipeline.submit import send_stages
 
 # stages of dvc.yaml
 SPLIT_STAGES = ("split", "split_more_seeds", "split_returning_classes")
 TRAIN_STAGES = ("train", "train_more_seeds", "train_returning_classes", "sweep")
 PAGE_STAGES = ("heterogeneity", "related", "coresets", "ablation", "analyses", "compare", "tour")
 PAPER_FILE = "pipelines/paper/dvc.yaml"
+OPERATIONS = "stamp_ops"  # a package beside this one, without which everything runs as well
 
 
-def reproduce() -> int:
-    """Run what is out of date in dvc.yaml; the exit status is that of the worst stage."""
-    if status := dvc("repro", "source"):
-        return status
-    with ThreadPoolExecutor(default_jobs()) as pool, stage_environment() as environment:
-        for stages in (SPLIT_STAGES, TRAIN_STAGES, PAGE_STAGES):
-            if status := run_stages(outdated(stages), pool, environment):
-                break
-        # After a failure DVC makes what does not depend on it, and tries once more what failed.
-        status = max(status, dvc("repro", "-k", environment=environment))
-    if not status:
-        drop_gone_stages(stage_names())
-    return status
+class Driver:
+    """Calls DVC. stamp_ops adds warm kernels, clusters, estimates and the care of lock files."""
+
+    def run(self, setting: str | None, tour: bool) -> int:
+        """Run what is out of date, of everything, of one of the paper's settings or of the tour."""
+        if tour:
+            return self.reproduce_tour()
+        return self.reproduce_paper(setting) if setting else self.reproduce()
+
+    def environment(self) -> AbstractContextManager[dict[str, str]]:
+        """The environment of the stages."""
+        return nullcontext({**os.environ})
+
+    @cached_property
+    def jobs(self) -> int:
+        """The number of stages at a time: $JOBS, or one per core, or one where there is a GPU."""
+        if os.environ.get("JOBS"):
+            return max(1, int(os.environ["JOBS"]))
+        return 1 if shutil.which("nvidia-smi") else os.cpu_count() or 1
+
+    def reproduce(self) -> int:
+        """Run what is out of date in dvc.yaml; the exit status is that of the worst stage."""
+        if status := dvc("repro", "source"):
+            return status
+        with ThreadPoolExecutor(self.jobs) as pool, self.environment() as environment:
+            for stages in (SPLIT_STAGES, TRAIN_STAGES, PAGE_STAGES):
+                if status := self.run_stages(outdated(stages), pool, environment):
+                    break
+            # After a failure DVC makes what does not depend on it, and tries again what failed.
+            return max(status, dvc("repro", "-k", environment=environment))
+
+    def reproduce_tour(self) -> int:
+        """Run what the first table and figures need; the exit status."""
+        with self.environment() as environment:
+            return dvc("repro", "tour", environment=environment)
+
+    def reproduce_paper(self, setting: str) -> int:
+        """Run what is out of date of one of the paper's settings; the exit status."""
+        params = read_params(PAPER)
+        runs = [f"{s}-{m}-{r}" for s, m, r in expand_grid(f"grid.{setting}", params)]
+        seeds = [f"{setting}-{seeds}" for seeds in params["grid"]["seeds"]]
+        sweeps = [name for name, block in params["sweeps"].items() if setting in block["setting"]]
+        if status := dvc("repro", "source"):
+            return status
+        with ThreadPoolExecutor(self.jobs) as pool, self.environment() as environment:
+            for stages in (
+                paper_stages("split", seeds),
+                [*paper_stages("train", runs), *paper_stages("sweep", sweeps)],
+                [*paper_stages("compare", [setting]), f"{PAPER_FILE}:tables"],
+            ):
+                if status := self.run_stages(outdated(stages), pool, environment):
+                    return status
+        return 0
+
+    def run_stages(self, stages: list[str], pool: ThreadPoolExecutor, where: dict[str, str]) -> int:
+        """Run several stages at a time, the last first; 1 if one failed, whose traceback is named.
+
+        `where` is the environment of the stages. Whoever interrupts has to leave its context.
+        """
+        cores = os.cpu_count() or 1
+        workers = str(max(1, cores // max(1, min(self.jobs, len(stages)))))
+        size = max(1, min(4, len(stages) // (8 * self.jobs)))  # DVC takes half a second to start
+        stages = stages[::-1]  # so that a long one does not run alone at the end
+        stop = Event()
+        chunks = [stages[i : i + size] for i in range(0, len(stages), size)]
+        environment = {"STAMP_WORKERS": workers, **where, "PYTHONUNBUFFERED": "1"}
+        futures = [pool.submit(self.run_chunk, chunk, environment, stop) for chunk in chunks]
+        try:
+            statuses = [future.result() for future in futures]
+        except KeyboardInterrupt:
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        if not any(statuses):
+            return 0
+        failed = outdated(stages)
+        names = [stage.replace(f"{PAPER_FILE}:", "paper-").replace("@", "-") for stage in failed]
+        print(f"failed: {', '.join(failed)}; the tracebacks are in", end=" ")
+        print(", ".join(f"data/executed/{name}.ipynb" for name in names))
+        return 1
+
+    def run_chunk(self, stages: Sequence[str], environment: dict[str, str], stop: Event) -> int:
+        """Run stages one after the other, each line of output under its stage; the exit status.
+
+        After `stop` no further one begins: DVC is ended there, where it writes no lock file.
+        """
+        process = subprocess.Popen(
+            # Stages wait for DVC's lock, and `-s` leaves the shared upstream stages to the others.
+            ["dvc", "--wait-for-lock", "repro", "-k", "-s", *stages],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # else Ctrl-C would reach it at any moment
+            close_fds=False,  # it inherits the driver's lock
+        )
+        assert process.stdout
+        stage = ""
+        start = 0.0
+        for line in process.stdout:
+            if found := re.match("Running stage '(.+)'", line):
+                if stop.is_set():
+                    os.killpg(process.pid, signal.SIGKILL)
+                    break
+                stage = found[1]
+                start = time.perf_counter()
+            elif line.startswith("Updating lock file"):
+                print(f"{stage}  done after {time.perf_counter() - start:.0f} s")
+                stage = ""
+            elif stage or line.startswith("ERROR"):
+                print(f"{stage}  {line}", end="", flush=True)
+        return process.wait()
 
 
-def reproduce_tour() -> int:
-    """Run what the first table and figures need; the exit status."""
-    with serve_kernels() as environment:
-        return dvc("repro", "tour", environment=environment)
-
-
-def reproduce_paper(setting: str) -> int:
-    """Run what is out of date of one of the paper's settings; the exit status."""
-    params = read_params(PAPER)
-    runs = [f"{s}-{m}-{r}" for s, m, r in expand_grid(f"grid.{setting}", params)]
-    seeds = [f"{setting}-{seeds}" for seeds in params["grid"]["seeds"]]
-    sweeps = [name for name, block in params["sweeps"].items() if setting in block["setting"]]
-    if status := dvc("repro", "source"):
-        return status
-    with ThreadPoolExecutor(default_jobs()) as pool, stage_environment() as environment:
-        for stages in (
-            paper_stages("split", seeds),
-            [*paper_stages("train", runs), *paper_stages("sweep", sweeps)],
-            [*paper_stages("compare", [setting]), f"{PAPER_FILE}:tables"],
-        ):
-            if status := run_stages(outdated(stages), pool, environment):
-                return status
-    return 0
+def find_driver() -> Driver:
+    """The driver of stamp_ops where it is installed, else the plain one."""
+    if importlib.util.find_spec(OPERATIONS) is None:
+        return Driver()
+    driver: Driver = importlib.import_module(f"{OPERATIONS}.driver").OperationsDriver()
+    return driver
 
 
 def paper_stages(stage: str, items: Sequence[str]) -> list[str]:
     """The names of a stage's items in the paper's pipeline."""
     return [f"{PAPER_FILE}:{stage}@{item}" for item in items]
-
-
-def run_stages(stages: list[str], pool: ThreadPoolExecutor, where: dict[str, str]) -> int:
-    """Run several stages at a time, the last first; 1 if one failed, whose traceback is named.
-
-    `where` is the environment of the stages. Whoever interrupts has to leave its context.
-    """
-    jobs, cores = default_jobs(), os.cpu_count() or 1
-    workers = str(max(1, cores // max(1, min(jobs, len(stages)))))
-    size = max(1, min(4, len(stages) // (8 * jobs)))  # DVC takes two seconds to start
-    stages, stop = stages[::-1], Event()  # so that a long one does not run alone at the end
-    chunks = [stages[i : i + size] for i in range(0, len(stages), size)]
-    environment = {"STAMP_WORKERS": workers, **where, "PYTHONUNBUFFERED": "1"}
-    futures = [pool.submit(run_chunk, chunk, environment, stop) for chunk in chunks]
-    try:
-        statuses = [future.result() for future in futures]
-    except KeyboardInterrupt:
-        stop.set()
-        pool.shutdown(wait=False, cancel_futures=True)
-        raise
-    if not any(statuses):
-        return 0
-    failed = outdated(stages)
-    names = [stage.replace(f"{PAPER_FILE}:", "paper-").replace("@", "-") for stage in failed]
-    print(f"failed: {', '.join(failed)}; the tracebacks are in", end=" ")
-    print(", ".join(f"data/executed/{name}.ipynb" for name in names))
-    return 1
-
-
-def stage_environment() -> AbstractContextManager[dict[str, str]]:
-    """The environment of the stages: with warm kernels here, or one that sends them away."""
-    return send_stages() if sends_stages() else serve_kernels()
-
-
-@cache
-def default_jobs() -> int:
-    """The number of stages at a time: $JOBS, or what fits the cluster, or one per core.
-
-    One where they would share a GPU.
-    """
-    if os.environ.get("JOBS"):
-        return max(1, int(os.environ["JOBS"]))
-    if sends_stages():
-        return chosen_cluster().room()
-    return 1 if shutil.which("nvidia-smi") else os.cpu_count() or 1
 
 
 def dvc(*arguments: str, environment: dict[str, str] | None = None) -> int:
@@ -137,17 +167,12 @@ def dvc(*arguments: str, environment: dict[str, str] | None = None) -> int:
 
 
 def outdated(stages: Sequence[str]) -> list[str]:
-    """Those of some stages that are out of date."""
+    """The stages among these that are out of date."""
     return list(json.loads(dvc_answer("status", "--json", *stages)))
 
 
-def stage_names() -> set[str]:
-    """The names of all stages of dvc.yaml."""
-    return set(dvc_answer("stage", "list", "--name-only").split())
-
-
 def dvc_answer(*arguments: str) -> str:
-    """What a DVC command prints; RuntimeError with its own message if it fails."""
+    """The output of a DVC command; RuntimeError with its own message if it fails."""
     command = ["dvc", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
@@ -158,78 +183,21 @@ def dvc_answer(*arguments: str) -> str:
     return done.stdout
 
 
-def run_chunk(stages: Sequence[str], environment: dict[str, str], stop: Event) -> int:
-    """Run some stages one after the other, each line of output under its stage; the exit status.
-
-    After `stop` no further one begins: DVC is ended there, where it does not write its lock file.
-    """
-    process = subprocess.Popen(
-        # Stages wait for DVC's lock, and `-s` leaves the shared upstream stages to the others.
-        ["dvc", "--wait-for-lock", "repro", "-k", "-s", *stages],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,  # else Ctrl-C would reach it at any moment
-        close_fds=False,  # it inherits the driver's lock
-    )
-    assert process.stdout
-    stage, start = "", 0.0
-    for line in process.stdout:
-        if found := re.match("Running stage '(.+)'", line):
-            if stop.is_set():
-                os.killpg(process.pid, signal.SIGKILL)
-                break
-            stage, start = found[1], time.perf_counter()
-        elif line.startswith("Updating lock file"):
-            print(f"{stage}  done after {time.perf_counter() - start:.0f} s")
-            stage = ""
-        elif stage or line.startswith("ERROR"):
-            print(f"{stage}  {line}", end="", flush=True)
-    status = process.wait()
-    copy_sound_files()
-    return status
-
-
 def main() -> int:
     """The exit status of the command line."""
     parser = argparse.ArgumentParser(description="Regenerate what is out of date.")
     parser.add_argument("setting", nargs="?", help="one of the paper's settings; default: dvc.yaml")
-    parser.add_argument("--estimate", action="store_true", help="only say what the setting takes")
     parser.add_argument("--tour", action="store_true", help="only the first table and figures")
     arguments = parser.parse_args()
     try:
         check_names(read_params(PAPER if arguments.setting else DEFAULT))
-        with sole_driver():
-            clear_rwlock()
-            restore_damaged_files()
-            if arguments.tour:
-                return reproduce_tour()
-            return drive(arguments.setting, arguments.estimate)
-    except (ParameterError, RuntimeError) as error:
+        return find_driver().run(arguments.setting, arguments.tour)
+    except (ParameterError, OSError, RuntimeError, MemoryError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        restore_damaged_files()
         print("interrupted: finished stages and rounds are kept, the next call goes on")
         return 130
-
-
-def drive(setting: str | None, only_estimate: bool) -> int:
-    """Run the default pipeline, or estimate and run one of the paper's settings."""
-    if not setting:
-        return reproduce()
-    from stamp_core.pipeline.estimate import estimate_setting, refuse_shortage  # imports torch
-
-    try:
-        needs = estimate_setting(setting)
-        if not sends_stages():
-            refuse_shortage(needs, setting)
-    except (ParameterError, OSError, MemoryError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    return 0 if only_estimate else reproduce_paper(setting)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,10 @@ from stamp_core.pipeline.sweeps import read_sweep, sweep_experiments
 
 def write_source() -> None:
     """Write data/source: notebooks without outputs, and the fingerprint of every stage's code."""
-    params, paper = read_params(DEFAULT), read_params(PAPER)
-    count, _ = check_params(params), check_params(paper)
+    params = read_params(DEFAULT)
+    paper = read_params(PAPER)
+    count = check_params(params)
+    check_params(paper)
     swept = sum(len(sweep_experiments(name, params)) for name in params["sweeps"])
     for setting in used_settings(params):  # the paper's images are on few machines
         check_setting(setting, params)
@@ -33,6 +35,7 @@ def write_source() -> None:
     SOURCE.mkdir(parents=True, exist_ok=True)
     for path in all_notebooks():
         write_notebook(strip_outputs(read_notebook(path)), SOURCE / path.name)
+    write_parameters(params)
     write_fingerprints(params, paper)
 
 
@@ -44,19 +47,29 @@ def used_settings(params: Params) -> list[str]:
     )
 
 
+def write_parameters(params: Params) -> None:
+    """Write each setting, and of it what plans are drawn from, and the blocks that pages show."""
+    method = next(iter(params["methods"]))
+    for name in params["settings"]:
+        setting = load_experiment(name, method, params).resolved()["setting"]
+        write_json(f"settings/{name}", setting)
+        write_json(f"splits/{name}", {key: setting[key] for key in ("data", "split")})
+    for name in params.keys() - {"file", "settings", "methods"}:
+        write_json(f"parameters/{name}", params[name])
+
+
 def write_fingerprints(params: dict[str, Any], paper: dict[str, Any]) -> None:
     """Write the fingerprint of each stage's code, with the parameters of methods and sweeps."""
-    data, report = PACKAGE / "data", PACKAGE / "report"
+    data = PACKAGE / "data"
+    report = PACKAGE / "report"
     write_fingerprint("split", data / "split.py", *sorted((data / "sources").glob("*.py")))
     pages = [report / name / "__init__.py" for name in ("figures", "tables")]
     texts = [*sorted((report / "tables").glob("*.csv")), report / "tables" / "definitions.md"]
     digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in texts}
     sweeps_file = PACKAGE / "pipeline" / "sweeps.py"
     write_fingerprint("report", sweeps_file, *pages, parameters=digests)
-    setting, trained = (
-        next(iter(params["settings"])),
-        (m for _, m, _ in expand_grid("grid", params)),
-    )
+    setting = next(iter(params["settings"]))
+    trained = (m for _, m, _ in expand_grid("grid", params))
     for method in dict.fromkeys([*params["methods"], *trained]):
         experiment = load_experiment(setting, method, params)
         resolved = experiment.resolved()["method"]
@@ -72,9 +85,13 @@ def write_fingerprints(params: dict[str, Any], paper: dict[str, Any]) -> None:
 
 def write_fingerprint(name: str, *files: Path, parameters: object = None) -> None:
     """Write the fingerprint of all code that a stage uses, and resolved parameters."""
-    path = SOURCE / "code" / f"{name}.json"
+    write_json(f"code/{name}", {"code": fingerprint_files(*files), "parameters": parameters})
+
+
+def write_json(name: str, content: object) -> None:
+    """Write a file of data/source."""
+    path = SOURCE / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
-    content = {"code": fingerprint_files(*files), "parameters": parameters}
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 

@@ -47,7 +47,7 @@ class Sweep:
     ] = "sensitivity"
 
     def __post_init__(self) -> None:
-        """Refuse keys that would change nothing, and empty lists."""
+        """Validate that keys are of the settings and methods, and that no list is empty."""
         parse_seeds(self.seeds)
         for name in ("setting", "method", "keys", "values"):
             if not getattr(self, name):
@@ -57,13 +57,13 @@ class Sweep:
                 raise invalid("values", value, "a number, a word or true, false or null")
         for key, setting, method in itertools.product(self.keys, self.setting, self.method):
             places = (f"settings.{setting}.", f"methods.{method}.")
-            if not fill(key, setting, method).startswith(places):
+            if not expand_placeholders(key, setting, method).startswith(places):
                 raise invalid(
                     "keys", list(self.keys), f"a list of keys under {' or '.join(places)}"
                 )
 
 
-def fill(key: str, setting: str, method: str) -> str:
+def expand_placeholders(key: str, setting: str, method: str) -> str:
     """A key with {setting} and {method} replaced by these names."""
     return key.replace("{setting}", setting).replace("{method}", method)
 
@@ -80,20 +80,21 @@ def sweep_names(figure: str, params: Mapping[str, Any]) -> list[str]:
 
 def sweep_experiments(name: str, params: dict[str, Any]) -> list[Experiment]:
     """The experiments of a sweep: settings x methods x values."""
-    sweep, experiments = read_sweep(name, params), []
+    sweep = read_sweep(name, params)
+    experiments = []
     for setting, method in itertools.product(sweep.setting, sweep.method):
         load_experiment(setting, method, params)  # else a wrong name would make a new block
         for value in sweep.values:
             changed = copy.deepcopy(params)
             for key in sweep.keys:
-                set_value(changed, fill(key, setting, method).split("."), value)
+                set_value(changed, expand_placeholders(key, setting, method).split("."), value)
             try:
                 experiment = load_experiment(setting, method, changed)
             except ParameterError as error:
                 where = f"{params['file']}: sweeps.{name} with {value!r}"
                 raise ParameterError(f"{where}: {error}") from None
-            setting_ = without_diagnostics(experiment.setting)
-            experiments.append(replace(experiment, setting=setting_, sweep=(name, str(value))))
+            light = without_diagnostics(experiment.setting)
+            experiments.append(replace(experiment, setting=light, sweep=(name, str(value))))
     return experiments
 
 
@@ -115,7 +116,9 @@ def set_value(block: dict[str, Any], key: list[str], value: object) -> None:
 def run_sweep(name: str, profile: str, workers: int = 1, device: str = "auto") -> list[Record]:
     """The records of a sweep; experiments without current ones are trained, stale ones deleted."""
     params = read_params(profile)
-    sweep, records, folders = read_sweep(name, params), list[Record](), set()
+    sweep = read_sweep(name, params)
+    records: list[Record] = []
+    folders = set()
     for experiment in sweep_experiments(name, params):
         loaded = load_records(experiment, sweep.seeds, profile, outdated=False)
         records += loaded or train_and_save(experiment, sweep.seeds, profile, workers, device)
@@ -132,7 +135,8 @@ def load_sweeps(figure: str, profile: str = QUICK) -> list[Record]:
     Missing ones are trained with the quick profile, an error with the default one, and left out
     with the paper's.
     """
-    params, records = read_params(profile), list[Record]()
+    params = read_params(profile)
+    records: list[Record] = []
     for name in sweep_names(figure, params):
         if profile == QUICK:
             records += run_sweep(name, profile)
@@ -151,19 +155,15 @@ def _coreset_baselines(params: Mapping[str, Any], profile: str) -> list[Record]:
     """The baselines' records (no memory, every image), in the settings that the grid trains."""
     sweeps = [read_sweep(name, params) for name in sweep_names("coresets", params)]
     settings = {setting for sweep in sweeps for setting in sweep.setting}
-    return load_runs(
-        (
-            run
-            for run in expand_grid("grid", params)
-            if run[0] in settings and run[1] in CORESET_BASELINES
-        ),
-        profile,
-    )
+    runs = expand_grid("grid", params)
+    baselines = (run for run in runs if run[0] in settings and run[1] in CORESET_BASELINES)
+    return load_runs(baselines, profile)
 
 
 def sweep_captions(profile: str = QUICK, figure: str = "sensitivity") -> dict[str, tuple[str, str]]:
     """The label of every sweep of a figure, and the preset's own value, "" if not among them."""
-    params, captions = read_params(profile), {}
+    params = read_params(profile)
+    captions = {}
     for name in sweep_names(figure, params):
         sweep = read_sweep(name, params)
         preset = load_experiment(sweep.setting[0], sweep.method[0], params)

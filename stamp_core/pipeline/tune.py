@@ -39,7 +39,7 @@ class Tuning:
     explored: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse reporting seeds, and methods with more candidates than others."""
+        """Validate that seeds are for choosing, and all methods have as many candidates."""
         if max(parse_seeds(self.seeds)) >= REPORTING:
             raise invalid("seeds", self.seeds, f"below {REPORTING}: the others are for reporting")
         counts = {name: len(values) for name, values in self.candidates.items()}
@@ -88,7 +88,8 @@ def tune(jobs: int, only: Sequence[str] = ()) -> None:
 
     With `only` some methods are tuned, and the results of the others stay.
     """
-    tuning, records = read_tuning(), list[Record]()
+    tuning = read_tuning()
+    records: list[Record] = []
     known = {(kind, m) for kind in KINDS for m in tuning.methods(kind)}
     if unknown := set(only) - {method for _, method in known}:
         raise unknown_name(f"{FILE}: candidates", unknown.pop(), tuning.candidates)

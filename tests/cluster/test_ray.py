@@ -14,11 +14,11 @@ from processes import wait_until
 from ray.cluster_utils import Cluster
 from small import plans, whole
 
-from stamp_core.engine import ray_executor
 from stamp_core.engine import train as engine
 from stamp_core.engine.executor import resolve_workers
 from stamp_core.engine.trees import read_tree
 from stamp_core.methods.base.method import DivergedError
+from stamp_ops import ray_executor
 
 SEEDS = (0, 1)
 

@@ -21,10 +21,10 @@ from processes import gone, wait_until
 from ray.cluster_utils import Cluster
 
 from stamp_core.core.paths import ROOT
-from stamp_core.pipeline.clusters import Cluster as AnyCluster
-from stamp_core.pipeline.clusters import ClusterError, RayCluster, SlurmCluster
-from stamp_core.pipeline.submit import wait_for_job
 from stamp_core.results.records import load_record
+from stamp_ops.clusters import Cluster as AnyCluster
+from stamp_ops.clusters import ClusterError, RayCluster, SlurmCluster
+from stamp_ops.submit import wait_for_job
 
 sys.path.append(str(ROOT / "tests" / "pipeline"))
 from project import Project

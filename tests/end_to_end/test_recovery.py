@@ -16,8 +16,8 @@ from processes import gone, wait_until
 from project import Project
 
 from stamp_core.engine.trees import read_tree
-from stamp_core.pipeline.lockfile import is_sound
 from stamp_core.results.records import load_record
+from stamp_ops.lockfile import is_sound
 
 PIPELINE = "pipelines/paper/dvc.yaml"
 

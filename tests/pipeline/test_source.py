@@ -9,43 +9,52 @@ from stamp_core.config.decode import ParameterError
 from stamp_core.pipeline import source, sweeps
 
 
-def fingerprints() -> dict[str, str]:
+def written() -> dict[str, str]:
     """What the first stage writes about every stage, by its file's name."""
     source.write_source()
-    return {file.stem: file.read_text() for file in (source.SOURCE / "code").glob("*.json")}
+    files = [*source.SOURCE.glob("*/*.json")]
+    return {f"{file.parent.name}/{file.stem}": file.read_text() for file in files}
 
 
-def test_a_fingerprint_changes_with_what_its_stage_uses_and_no_other(
-    params: dict[str, Any],
-) -> None:
-    before = fingerprints()
-    stages = {f"train-{name}" for name in params["methods"]}
-    assert before.keys() == {"split", "report", *stages, *(f"sweep-{n}" for n in params["sweeps"])}
-    changes: list[tuple[list[str], Any, set[str]]] = [
+def test_a_file_changes_with_what_its_stages_use_and_no_other(params: dict[str, Any]) -> None:
+    before = written()
+    stages = {f"code/train-{name}" for name in params["methods"]}
+    stages |= {f"code/sweep-{name}" for name in params["sweeps"]} | {"code/split", "code/report"}
+    plain = {f"{kind}/{name}" for kind in ("settings", "splits") for name in params["settings"]}
+    blocks = {f"parameters/{name}" for name in ("grid", "ablation", "sweeps")}
+    assert before.keys() == stages | plain | blocks
+    train_near, swept = "code/train-near", {"code/sweep-kappa", "parameters/sweeps"}
+    changes: list[tuple[str, Any, set[str]]] = [
+        ("methods.near.temporal.normalise", "mean", {train_near, "code/sweep-kappa"}),
+        ("methods.sam.server_lr", 0.5, {"code/train-sam"}),
+        ("methods.fedavg.server_lr", 0.5, {"code/train-fedavg", "code/sweep-alpha"}),
+        ("settings.shared.training.lr", 0.05, {"settings/shared", "code/sweep-alpha"}),
         (
-            ["methods", "near", "memory", "exemplars_per_class"],
-            4,
-            {"train-near", "train-sam", "sweep-kappa"},
+            "settings.shared.split.alpha",
+            0.5,
+            {"settings/shared", "splits/shared"},  # the sweep sets its own values of it
         ),
-        (["methods", "near", "temporal", "normalise"], "mean", {"train-near", "sweep-kappa"}),
-        (["methods", "sam", "server_lr"], 0.5, {"train-sam"}),
-        (["methods", "fedavg", "server_lr"], 0.5, {"train-fedavg", "sweep-alpha"}),
-        (["settings", "shared", "training", "lr"], 0.05, {"sweep-alpha"}),  # DVC sees train's
-        (["sweeps", "kappa", "values"], [0.25], {"sweep-kappa"}),
-        (["sweeps", "kappa", "seeds"], "5to6", {"sweep-kappa"}),
+        ("sweeps.kappa.values", [0.25], swept),
+        ("sweeps.kappa.seeds", "5to6", swept),
+        ("grid.seeds", ["0", "1"], {"parameters/grid"}),
+        (
+            "methods.near.memory.exemplars_per_class",
+            4,
+            {train_near, "code/train-sam", "code/sweep-kappa"},
+        ),
     ]
-    for path, value, expected in changes:
-        sweeps.set_value(params, path, value)
-        after = fingerprints()
-        assert {name for name, text in after.items() if text != before[name]} == expected, path
+    for key, value, expected in changes:
+        sweeps.set_value(params, key.split("."), value)
+        after = written()
+        assert {name for name, text in after.items() if text != before[name]} == expected, key
         before = after
 
 
 def test_a_fingerprint_has_the_selection_rule_which_no_import_names(params: dict[str, Any]) -> None:
     file = "stamp_core/coresets/selection/k_centre.py"
-    assert file not in json.loads(fingerprints()["train-near"])["code"]
+    assert file not in json.loads(written()["code/train-near"])["code"]
     sweeps.set_value(params, ["methods", "near", "memory", "selection"], "k_centre")
-    assert file in json.loads(fingerprints()["train-near"])["code"]
+    assert file in json.loads(written()["code/train-near"])["code"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The shape of the project: what may stand in a notebook, which environment is pinned."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from stamp_core.config.params import read_params
 from stamp_core.core.fingerprint import find_imports, import_closure
 from stamp_core.core.paths import ROOT
 from stamp_core.methods.base.registry import method_names, read_preset
-from stamp_core.pipeline import notebooks
+from stamp_core.pipeline import notebooks, repro
 
 PACKAGE = ROOT / "stamp_core"
 
@@ -53,6 +54,18 @@ def test_torchvision_is_imported_in_one_place() -> None:
     importing = re.compile(r"^\s*(import|from) torchvision", re.M)
     files = [path.name for path in PACKAGE.rglob("*.py") if importing.search(path.read_text())]
     assert files == ["vision.py"]
+
+
+def test_without_operations_stages_run_in_the_plain_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("JOBS", "3")
+    assert type(repro.find_driver()) is not repro.Driver
+    monkeypatch.setattr(repro.importlib.util, "find_spec", lambda _: None)
+    driver = repro.find_driver()
+    assert type(driver) is repro.Driver and driver.jobs == 3
+    with driver.environment() as environment:
+        assert environment == {**os.environ}
 
 
 @pytest.mark.parametrize("path", notebooks.all_notebooks(), ids=lambda p: p.name)

@@ -63,7 +63,8 @@ class RayExecutor:
         self.free = queue.SimpleQueue[Any]()
         for actor in actors:
             self.free.put(actor)
-        self.living, self.lock = workers, threading.Lock()
+        self.living = workers
+        self.lock = threading.Lock()
         self.threads = ThreadPoolExecutor(workers)
         with _token(resume) as token:
             start = (_dumps(of_worker), token, experiment.code())
@@ -81,7 +82,7 @@ class RayExecutor:
             try:
                 result: bytes = _result(actor.run.remote(packed))
             except RayActorError:
-                self.bury()
+                self.mark_dead()
                 continue
             except Exception:
                 self.free.put(actor)
@@ -91,7 +92,7 @@ class RayExecutor:
         self.free.put(None)  # for the next thread that waits
         raise RuntimeError(_LOST)
 
-    def bury(self) -> None:
+    def mark_dead(self) -> None:
         """Count an actor that has ended; after the last one nobody waits any more."""
         with self.lock:
             self.living -= 1
@@ -117,7 +118,7 @@ def start(workers: int, *of_worker: Any) -> RayExecutor:
 
 
 def _result(reference: Any) -> Any:
-    """What an actor returns, or the error that it raises there."""
+    """The result of an actor, or the error that it raises there."""
     try:
         return ray.get(reference)
     except RayTaskError as error:

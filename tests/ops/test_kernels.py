@@ -16,12 +16,12 @@ import pytest
 from nbclient import NotebookClient
 from processes import gone, wait_until
 
-from stamp_core.pipeline import kernels
-from stamp_core.pipeline.kernels import WarmKernel
+from stamp_ops import kernels
+from stamp_ops.kernels import WarmKernel
 
 SERVER = """
 import time
-from stamp_core.pipeline import kernels
+from stamp_ops import kernels
 
 with kernels.serve_kernels() as environment:
     print(environment[kernels.ADDRESS], flush=True)
@@ -72,7 +72,7 @@ def test_a_kernel_that_fails_reports_its_status() -> None:
 
 ASKER = """
 import os, sys, time
-from stamp_core.pipeline.kernels import WarmKernel
+from stamp_ops.kernels import WarmKernel
 
 kernel = WarmKernel(["-f", sys.argv[1]], {**os.environ}, "/")
 print(kernel.pid, flush=True)
@@ -104,7 +104,7 @@ def test_ctrl_c_does_not_end_the_process_that_kernels_are_forked_from() -> None:
         children = psutil.Process(script.pid).children()
         (forker,) = (each for each in children if "forkserver" in str(each.cmdline()))
         forker.send_signal(signal.SIGINT)
-        code = "import sys; from stamp_core.pipeline.kernels import WarmKernel\n"
+        code = "import sys; from stamp_ops.kernels import WarmKernel\n"
         code += "print(WarmKernel(['-f', 'none.json'], {}, '/no/such/folder').wait())"
         environment = {**os.environ, kernels.ADDRESS: address}
         asked = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)

@@ -20,13 +20,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from stamp_core.core.paths import ROOT
-from stamp_core.pipeline.clusters import Cluster, ClusterError, chosen_cluster, stage_workers
+from stamp_ops.clusters import Cluster, ClusterError, chosen_cluster, stage_workers
 
 SUBMITTED = ROOT / ".dvc/tmp/submitted"  # a folder for each stage, one in it for each job
 DRIVER = "STAMP_DRIVER"  # the environment variable with the file that the driver holds locked
 PAUSE = 0.5  # seconds between two looks at a job
 DELAY = 3  # seconds until a shared file system shows what another node has written
-SCRIPT = "#!/bin/sh\nexec {} -c 'from stamp_core.pipeline.submit import main; main()' \"$@\"\n"
+SCRIPT = "#!/bin/sh\nexec {} -c 'from stamp_ops.submit import main; main()' \"$@\"\n"
 
 
 @contextmanager
@@ -81,9 +81,11 @@ def find_job(home: Path, identity: str, cluster: Cluster) -> Path | None:
     """The job of this stage that runs or has ended well; jobs of other inputs are ended."""
     found = None
     for folder in home.glob("*"):
-        known, job = folder / "job.json", folder / "id"
-        same = known.exists() and json.loads(known.read_text())["identity"] == identity
-        status, number = read_status(folder), job.read_text() if job.exists() else ""
+        description = folder / "job.json"
+        job = folder / "id"
+        same = description.exists() and json.loads(description.read_text())["identity"] == identity
+        status = read_status(folder)
+        number = job.read_text() if job.exists() else ""
         runs = status is None and number != "" and cluster.alive(folder, number)
         if same and (runs or status == 0):
             found = folder
@@ -123,12 +125,14 @@ def link_entries(source: Path, target: Path, outs: set[Path]) -> None:
 
 def wait_for_job(folder: Path, cluster: Cluster) -> int:
     """The status of a job once it has ended; its output is shown as it comes."""
-    job, shown = (folder / "id").read_text(), 0
+    job = (folder / "id").read_text()
+    shown = 0
     while True:
         runs = cluster.alive(folder, job)  # before the look at what it writes last
         if not runs and read_status(folder) is None:
             time.sleep(DELAY)
-        status, shown = read_status(folder), show_output(folder, shown)
+        status = read_status(folder)
+        shown = show_output(folder, shown)
         if status is not None:
             return status
         if not runs:
@@ -168,7 +172,7 @@ def copy_outs(view: Path, outs: list[Path]) -> None:
 
 
 def driver_lives() -> bool:
-    """Whether the driver that sends stages still runs; without one, whoever calls is enough."""
+    """Return whether the driver that sends stages still runs; without one the caller suffices."""
     if DRIVER not in os.environ:
         return True
     try:

@@ -13,7 +13,7 @@ import pytest
 from processes import wait_until
 
 from stamp_core.core import paths
-from stamp_core.pipeline import lockfile
+from stamp_ops import lockfile
 
 STAGE = """\
   {}:
@@ -30,9 +30,9 @@ DRIVER = """
 import sys, time
 from pathlib import Path
 from stamp_core.core import paths
-from stamp_core.pipeline.lockfile import sole_driver
+from stamp_ops.lockfile import driver_lock
 paths.ROOT = Path(sys.argv[1])
-with sole_driver():
+with driver_lock():
     print("working", flush=True)
     time.sleep(120)
 """
@@ -42,9 +42,10 @@ FIRST_STAGE = """
 import sys
 from pathlib import Path
 from stamp_core.core import paths
-from stamp_core.pipeline import lockfile, repro
+from stamp_core.pipeline import repro
+from stamp_ops import lockfile
 paths.ROOT = repro.ROOT = Path(sys.argv[1])
-with lockfile.sole_driver():
+with lockfile.driver_lock():
     repro.dvc("repro", "source")
 """
 
@@ -170,5 +171,5 @@ def test_a_driver_waits_for_the_dvc_that_a_killed_one_has_started(
         wait_until(begun.exists, "its DVC")
         driver.kill()
     assert not ended.exists()
-    with lockfile.sole_driver():
+    with lockfile.driver_lock():
         assert ended.exists()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stamp_core.pipeline import submit
-from stamp_core.pipeline.clusters import ClusterError, chosen_cluster, sbatch_options
+from stamp_ops import submit
+from stamp_ops.clusters import ClusterError, chosen_cluster, sbatch_options
 
 
 class Pretended:

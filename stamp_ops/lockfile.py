@@ -24,7 +24,7 @@ NAMES = ("dvc.lock", "pipelines/paper/dvc.lock")
 
 
 @contextmanager
-def sole_driver() -> Iterator[None]:
+def driver_lock() -> Iterator[None]:
     """A context in which no other driver works on this copy of the project: the second waits.
 
     DVC inherits the lock, so that it waits for what a killed driver has left as well.
@@ -49,7 +49,8 @@ def clear_rwlock() -> None:
     A killed driver leaves DVC processes, which end with their kernels, and one that is killed while
     it writes this list leaves a part of it, which no DVC command accepts.
     """
-    file, told = _temporary_folder() / "rwlock", False
+    file = _temporary_folder() / "rwlock"
+    told = False
     while users := _running_users(file):
         if not told:
             print(
@@ -71,7 +72,7 @@ def _running_users(rwlock: Path) -> list[int]:
 
 
 def is_sound(content: bytes) -> bool:
-    """Whether a lock file has this content, whole: DVC accepts it, and the last line has an end."""
+    """Return whether this is a whole lock file: DVC accepts it, and the last line has an end."""
     from dvc.schema import COMPILED_LOCKFILE_SCHEMA
     from voluptuous import Invalid
 
@@ -93,7 +94,8 @@ def copy_sound_files() -> None:
 def restore_damaged_files() -> None:
     """Replace every damaged lock file by its last good copy, or set it aside."""
     for name in NAMES:
-        path, copy = paths.ROOT / name, _copy_of(name)
+        path = paths.ROOT / name
+        copy = _copy_of(name)
         if not path.exists() or (path.is_file() and is_sound(path.read_bytes())):
             continue
         if path.is_dir() or not copy.exists():

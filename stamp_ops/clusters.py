@@ -1,4 +1,4 @@
-"""Where stages are sent: a Ray cluster, or SLURM through submitit; both run `run_stage` on a node.
+"""Clusters that stages are sent to: Ray, or SLURM through submitit; both run `run_stage` on a node.
 
 A job's folder, which all nodes share, has what it is to do; the job writes its output and status.
 """
@@ -22,14 +22,14 @@ DAY = 24 * 60  # minutes of a SLURM job without --time
 
 
 class ClusterError(RuntimeError):
-    """What stands in the way of a stage on a cluster."""
+    """An obstacle to a stage on a cluster."""
 
 
 class Cluster(Protocol):
     """Runs jobs, each known by its folder and an id; they survive the process that submits them."""
 
     def room(self) -> int:
-        """How many stages to submit at a time."""
+        """The number of stages to submit at a time."""
         ...
 
     def submit(self, folder: Path) -> str:
@@ -37,7 +37,7 @@ class Cluster(Protocol):
         ...
 
     def alive(self, folder: Path, job: str) -> bool:
-        """Whether a job waits or runs."""
+        """Return whether a job waits or runs."""
         ...
 
     def cancel(self, folder: Path, job: str) -> None:
@@ -45,12 +45,12 @@ class Cluster(Protocol):
         ...
 
     def reason(self, folder: Path, job: str) -> str:
-        """Why a job has ended without a status, as far as the cluster knows."""
+        """The reason why a job has ended without a status, as far as the cluster knows."""
         ...
 
 
 def sends_stages() -> bool:
-    """Whether $RAY or $SLURM names a cluster."""
+    """Return whether $RAY or $SLURM names a cluster."""
     return bool(os.environ.get("RAY") or os.environ.get("SLURM"))
 
 
@@ -66,7 +66,7 @@ def stage_workers() -> int:
 
 
 def require_shared(folder: Path) -> None:
-    """Refuse a node that does not see a job's folder."""
+    """Validate that this node sees a job's folder."""
     if not (folder / "job.json").exists():
         node = os.uname().nodename
         raise ClusterError(
@@ -113,12 +113,14 @@ class RayCluster:
             ray.init(address, namespace="stamp", log_to_driver=False, logging_level="ERROR")
         except ConnectionError as error:
             raise ClusterError(f"RAY={address}: no cluster answers there; {error}") from error
-        self.ray, self.actors = ray, dict[str, Any]()
+        self.ray = ray
+        self.actors: dict[str, Any] = {}
         self.gpus = int(ray.cluster_resources().get("GPU", 0) > 0)
 
     def room(self) -> int:
         """As many as fit the cluster's cores, and its GPUs where there are some."""
-        workers, room = stage_workers(), 0
+        workers = stage_workers()
+        room = 0
         for node in self.ray.nodes():
             has = node["Resources"] if node["Alive"] else {}
             fit = int(has.get("CPU", 0)) // workers
@@ -135,7 +137,7 @@ class RayCluster:
         return str(folder)
 
     def alive(self, folder: Path, job: str) -> bool:
-        """Whether the actor waits or runs."""
+        """Return whether the actor waits or runs."""
         try:
             self.ray.get_actor(job)
         except ValueError:
@@ -184,9 +186,11 @@ class SlurmCluster:
             import submitit
         except ImportError as error:
             raise ClusterError(f"SLURM={options} {MISSING.format('submitit')}") from error
-        self.executor, self.local = submitit.AutoExecutor, options == "local"
+        self.executor = submitit.AutoExecutor
+        self.local = options == "local"
         self.kind = submitit.LocalJob if self.local else submitit.SlurmJob
-        self.options, self.jobs = sbatch_options(options), dict[str, Any]()
+        self.options = sbatch_options(options)
+        self.jobs: dict[str, Any] = {}
 
     def room(self) -> int:
         """SLURM holds back what does not fit; here one for each core."""
@@ -206,7 +210,7 @@ class SlurmCluster:
         return str(job.job_id)
 
     def alive(self, folder: Path, job: str) -> bool:
-        """Whether the job waits or runs, as far as is known: SLURM is not asked every time."""
+        """Return whether the job waits or runs; SLURM is not asked every time."""
         if not self.local:
             return not self._job(folder, job).done()
         try:
@@ -220,13 +224,13 @@ class SlurmCluster:
             self._job(folder, job).cancel(check=False)
         elif self.alive(folder, job):
             process = psutil.Process(int(job))
-            for each in [process, *process.children(recursive=True)]:
-                each.kill()
+            for descendant in [process, *process.children(recursive=True)]:
+                descendant.kill()
 
     def reason(self, folder: Path, job: str) -> str:
         """The job's state, and its own errors."""
-        known = self._job(folder, job)
-        return f"{known.state}\n{known.stderr() or ''}"
+        ended = self._job(folder, job)
+        return f"{ended.state}\n{ended.stderr() or ''}"
 
     def _job(self, folder: Path, job: str) -> Any:
         """submitit's view of a job; each new one asks SLURM at once."""
@@ -239,5 +243,5 @@ def sbatch_options(options: str) -> dict[str, str | bool]:
     """The options of sbatch in a text such as "--partition=gpu --exclusive", or a partition."""
     if not options.startswith("-"):
         return {"partition": options}
-    pairs = [each.lstrip("-").partition("=") for each in shlex.split(options)]
+    pairs = [option.lstrip("-").partition("=") for option in shlex.split(options)]
     return {key.replace("-", "_"): value or True for key, _, value in pairs}

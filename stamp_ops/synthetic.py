@@ -1,4 +1,4 @@
-"""Stand-ins for a data set that need none of its files: its published counts, and a small part."""
+"""Data sets whose files are not there: their published counts, random images of their shape."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from stamp_core.core.seeding import generator
 from stamp_core.data.counts import Counts
 from stamp_core.data.dataset import ImageDataset, find_source, load_dataset
-from stamp_core.data.split import Plan, Task
 
 
-def expected_dataset(spec: Mapping[str, Any]) -> ImageDataset:
+def published_dataset(spec: Mapping[str, Any]) -> ImageDataset:
     """A data set with the labels and domains of the block `data`, its pixels all zero.
 
     No file is read and no image takes memory, unless the source knows no counts: then the data.
@@ -27,40 +27,18 @@ def expected_dataset(spec: Mapping[str, Any]) -> ImageDataset:
         raise FileNotFoundError(f"{error} ({reason})") from None
 
 
-def cut_dataset(dataset: ImageDataset, plan: Plan, per_class: int) -> ImageDataset:
-    """Random images in place of a data set: so many of each class of the cut plan's tasks."""
-    pairs = {(task.domain or 0, label) for task in _first_tasks(plan) for label in task.classes}
-    domains, labels = torch.tensor(sorted(pairs)).repeat_interleave(per_class, dim=0).T
-    shape = (len(labels), *dataset.x_train.shape[1:])
-    x = torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+def synthetic_data(dataset: ImageDataset, classes: int, count: int) -> ImageDataset:
+    """Random images of the shape of a data set, of its first classes and its first domain."""
+    labels = torch.arange(count) % classes
+    shape = (count, *dataset.x_train.shape[1:])
+    x = torch.randint(256, shape, dtype=torch.uint8, generator=generator("synthetic"))
     if dataset.masks:
         x[:, -1] %= len(dataset.classes) + 1
-    train = {"x_train": x, "y_train": labels, "domain_train": domains}
-    test = {"x_test": x, "y_test": labels, "domain_test": domains}
+    domains = torch.zeros_like(labels)
     half = torch.full_like(dataset.mean, 0.5)
-    return replace(dataset, **train, **test, mean=half, std=half, digest="cut")
-
-
-def cut_plan(plan: Plan) -> Plan:
-    """The first two tasks of the first client, on all their images of a cut data set."""
-    own = tuple(replace(task, train=None) for task in _first_tasks(plan))
-    split = replace(
-        plan.split,
-        clients=1,
-        tasks=len(own),
-        cycles=1,
-        order="given",
-        common_clients=0,
-        alpha=None,
-        min_samples=1,
-        images_per_class=None,
-    )
-    return replace(plan, split=split, data_digest="cut", clients=(own,))
-
-
-def _first_tasks(plan: Plan) -> tuple[Task, ...]:
-    """The first two tasks of the first client: in the second one there is a past."""
-    return plan.clients[0][:2]
+    parts: dict[str, Any] = {"x_train": x, "x_test": x, "y_train": labels, "y_test": labels}
+    parts |= {"domain_train": domains, "domain_test": domains, "mean": half, "std": half}
+    return replace(dataset, **parts, digest="synthetic")
 
 
 def _from_counts(name: str, counts: Counts) -> ImageDataset:

@@ -32,7 +32,8 @@ IMPORTED += ["seaborn", "stamp_core.api", "stamp_core.report.figures", "stamp_co
 @contextmanager
 def serve_kernels() -> Iterator[dict[str, str]]:
     """The environment in which Jupyter starts warm kernels; at the end they are killed."""
-    context, started = multiprocessing.get_context("forkserver"), list[ForkServerProcess]()
+    context = multiprocessing.get_context("forkserver")
+    started: list[ForkServerProcess] = []
     context.set_forkserver_preload(IMPORTED)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     ensure_running()  # inherits that: Ctrl-C would end it while it imports

@@ -1,0 +1,67 @@
+"""The driver of `make repro` and `make paper`, with warm kernels or a cluster, and whole files."""
+
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
+from threading import Event
+
+from stamp_core.pipeline.repro import Driver, dvc_answer
+from stamp_ops.clusters import chosen_cluster, sends_stages
+from stamp_ops.kernels import serve_kernels
+from stamp_ops.lockfile import (
+    clear_rwlock,
+    copy_sound_files,
+    driver_lock,
+    drop_gone_stages,
+    restore_damaged_files,
+)
+from stamp_ops.submit import send_stages
+
+
+class OperationsDriver(Driver):
+    """Works alone on a copy of the project, and leaves lock files that DVC accepts."""
+
+    def run(self, setting: str | None, tour: bool) -> int:
+        """Run what is out of date once other drivers have ended."""
+        with driver_lock():
+            clear_rwlock()
+            restore_damaged_files()
+            try:
+                return super().run(setting, tour)
+            except KeyboardInterrupt:
+                restore_damaged_files()
+                raise
+
+    def environment(self) -> AbstractContextManager[dict[str, str]]:
+        """The environment of the stages: with warm kernels here, or one that sends them away."""
+        return send_stages() if sends_stages() else serve_kernels()
+
+    @cached_property
+    def jobs(self) -> int:
+        """The number of stages at a time; without $JOBS on a cluster as many as it has room for."""
+        if sends_stages() and not os.environ.get("JOBS"):
+            return chosen_cluster().room()
+        return super().jobs
+
+    def reproduce(self) -> int:
+        """Run what is out of date; after a success the lock file has no other stages."""
+        status = super().reproduce()
+        if not status:
+            drop_gone_stages(set(dvc_answer("stage", "list", "--name-only").split()))
+        return status
+
+    def reproduce_paper(self, setting: str) -> int:
+        """Run one of the paper's settings if this machine, where it runs here, suffices."""
+        from stamp_ops.estimate import estimate_setting, require_resources  # imports torch
+
+        needs = estimate_setting(setting)
+        if not sends_stages():
+            require_resources(needs, setting)
+        return super().reproduce_paper(setting)
+
+    def run_chunk(self, stages: Sequence[str], environment: dict[str, str], stop: Event) -> int:
+        """Run stages one after the other, then keep a copy of the lock files."""
+        status = super().run_chunk(stages, environment, stop)
+        copy_sound_files()
+        return status
