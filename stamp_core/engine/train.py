@@ -22,7 +22,6 @@ from stamp_core.client.by_class import first_per_class
 from stamp_core.client.diagnostics import spatial_angles
 from stamp_core.client.workspace import RoundId
 from stamp_core.core.devices import device_name, resolve_device
-from stamp_core.core.progress import Progress
 from stamp_core.core.seeding import generator
 from stamp_core.data.split import Plan
 from stamp_core.engine.checkpoint import (
@@ -43,6 +42,7 @@ from stamp_core.engine.executor import (
     start_executor,
 )
 from stamp_core.engine.experiment import Experiment
+from stamp_core.engine.progress import Progress
 from stamp_core.engine.trees import Stored
 from stamp_core.methods.base.method import Log, Message, Reply
 from stamp_core.models.flat import split_like
