@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from folders import load_in_two_threads
 
 from stamp_core.config.decode import ParameterError
 from stamp_core.data import sources
@@ -125,29 +124,6 @@ def test_a_damaged_dataset_is_made_again_with_a_warning(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert equal(second, load_dataset(SMALL))
-
-
-def test_two_threads_that_make_the_same_dataset_both_succeed(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert equal(*load_in_two_threads(SMALL, monkeypatch))
-    assert len(cached(cache)) == 1
-
-
-def test_a_full_disk_is_named_and_what_was_written_is_not_mistaken_for_a_dataset(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def save(path: Path, array: np.ndarray) -> None:
-        path.write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch, pytest.raises(OSError) as error:
-        patch.setattr(np, "save", save)
-        load_dataset(SMALL)
-    (draft,) = cached(cache)
-    assert str(error.value) == f"[Errno 28] No space left on device: '{draft}'"
-    assert len(load_dataset(SMALL).y_train) == 30
-    assert [path.name for path in cached(cache)] == [draft.stem]
 
 
 # ------------------------------------------------------------------ a user's own source

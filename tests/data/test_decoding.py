@@ -418,10 +418,7 @@ def edit(old: str, new: str) -> Callable[[Path], None]:
     ("file", "harm"),
     [
         ("x_test.npy", flip),
-        ("x_train.npy", lambda path: os.truncate(path, path.stat().st_size - 1)),
         ("x_train.npy", lambda path: np.save(path, np.load(path)[:-1])),
-        ("y_train.npy", lambda path: np.save(path, 1 - np.load(path))),
-        ("meta.json", edit('"cat"', '"cow"')),
         ("x_train.jsonl", edit('"sha256": "', '"sha256": "0')),
         ("x_test.jsonl", Path.unlink),
     ],

@@ -10,13 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import small
 import torch
 from folders import (
     DIVIDED,
-    REAL,
     SIDE,
-    UNSET,
     WHOLE,
     all_images,
     cached,
@@ -323,43 +320,3 @@ def test_a_missing_office_and_an_unknown_domain_are_refused(raw: Path) -> None:
     assert load_error({"source": "office31"}) == right
     with pytest.raises(ParameterError, match="domains: 'caltech' is unknown"):
         office31.expected(office31.Options(domains=("caltech",)))
-
-
-# ------------------------------------------------------------------ training
-
-
-def learn(spec: dict[str, Any], tasks: int, rounds: int, **network: Any) -> np.ndarray:
-    """The final accuracies of FedAvg, each client with its own order of domains.  # [U, T]"""
-    experiment = small.tiny(
-        source=spec,
-        split={"kind": "domains", "clients": 2, "tasks": tasks, "classes_per_task": None},
-        training={"rounds": rounds, "lr": 0.05},
-        network=network or {"kind": "mlp", "features": 16},
-    )
-    return small.run(experiment).accuracy("global")[-1]
-
-
-def test_a_folder_of_domains_is_learned_domain_by_domain(raw: Path) -> None:
-    """Dark and light images, each domain in a colour of its own."""
-    for place, domain in enumerate(("red", "green", "blue")):
-        for number in range(24):
-            for name, light in (("dark", 20), ("light", 200)):
-                content = np.random.default_rng(number).integers(0, 50, (SIDE, SIDE, 3), np.uint8)
-                content[..., place] += light
-                write_image(raw / "set" / domain / name / f"{number:02d}.png", content)
-    spec = {**DIVIDED, "domains": ["red", "green", "blue"]}
-    assert learn(spec, tasks=3, rounds=3).min() > 0.9
-
-
-@pytest.mark.skipif(not REAL, reason=UNSET)
-def test_a_folder_of_real_domains_is_learned_domain_by_domain(raw: Path) -> None:
-    with np.load(Path(REAL or "", "pacs_mini.npz")) as arrays:
-        for part in cache.SUBSETS:
-            x, y, where = (arrays[f"{key}_{part}"] for key in ("x", "y", "domain"))
-            for k in range(len(x)):
-                path = raw / "set" / arrays["domains"][where[k]] / arrays["classes"][y[k]]
-                write_image(path / f"{part}{k:05d}.png", x[k])
-        domains = arrays["domains"].tolist()
-    spec = {**DIVIDED, "domains": domains, "size": 32}
-    accuracy = learn(spec, 4, 3, kind="cnn", channels=[8, 16], features=32)
-    assert accuracy.mean() > 1.3 / 7

@@ -19,13 +19,10 @@ from urllib.error import URLError
 
 import numpy as np
 import pytest
-import torch
 from scipy.io import savemat
 
-from stamp_core.config.schema import Split
 from stamp_core.core import vision
 from stamp_core.data import images as images_module
-from stamp_core.data import split
 from stamp_core.data.dataset import find_source, load_dataset
 from stamp_core.data.images import ImageArrays
 from stamp_core.data.images import ImageOptions as Options
@@ -578,23 +575,6 @@ def test_half_the_size_is_a_weighted_mean_of_neighbours() -> None:
     assert np.abs(found[0, 0] - weights @ x[0, 0] @ weights.T).max() <= 1
 
 
-def test_the_bytes_of_resized_and_grey_images_are_pinned() -> None:
-    x = np.arange(5 * 3 * 20 * 14).reshape(5, 3, 20, 14) ** 2 % 251
-    found = [
-        images_module._convert(x.astype(np.uint8), Options(size, grey))
-        for size, grey in ((28, False), (9, True), (None, True))
-    ]
-    assert [part.shape for part in found] == [(5, 3, 28, 28), (5, 1, 9, 9), (5, 1, 20, 14)]
-    pinned = "0146412198f9a756342b4bb6deb7fdbbc6a351594d53067f75dbefd39f6be567"
-    assert hashlib.sha256(b"".join(part.tobytes() for part in found)).hexdigest() == pinned
-
-
-@pytest.mark.parametrize("options", [Options(), Options(size=8), Options(grey=True)])
-def test_images_of_the_wanted_kind_are_not_copied(options: Options) -> None:
-    x = drawn((1,), 1, 8, 8)
-    assert images_module._convert(x, options) is x
-
-
 # ------------------------------------------------------------------ Digit-10
 
 
@@ -628,14 +608,3 @@ def test_digit10_is_domains_of_the_first_grey_digits_of_each_class(
                 assert np.array_equal(getattr(found, key)[where], getattr(own, key)[:count])
             table = np.bincount(getattr(found, f"y_{part}")[where])
             assert getattr(counts, part)[domain].tolist() == table.tolist()
-
-
-@pytest.mark.usefixtures("four")
-def test_digit10_is_learnt_domain_by_domain() -> None:
-    found = load_dataset({"source": "digit10", "per_class": 1})
-    plan = split.make_plan(Split("domains", 2, 4, order="common", alpha=100.0), found, seed=0)
-    for task, domain in enumerate(each.domain for each in plan.clients[0]):
-        parts = [plan.train_indices(found, client, task) for client in (0, 1)]
-        own = torch.nonzero(found.domain_train == domain).flatten()
-        assert torch.equal(torch.cat(parts).sort().values, own)
-    assert sorted(each.domain or 0 for each in plan.clients[0]) == [0, 1, 2, 3]
