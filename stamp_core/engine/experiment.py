@@ -27,6 +27,7 @@ from stamp_core.data.split import Plan, make_plan
 from stamp_core.methods.base.method import Method
 from stamp_core.methods.base.registry import resolve_preset
 from stamp_core.models.pretrained import weights_digest
+from stamp_core.results.records import run_name
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Experiment:
     @property
     def name(self) -> str:
         """Setting, method and, in a sweep, its name and value: part of file names."""
-        return "-".join((self.setting.name, self.method, *(self.sweep or ())))
+        return run_name(self.setting.name, self.method, self.sweep)
 
     def dataset(self) -> ImageDataset:
         """The images of the setting."""

@@ -24,7 +24,6 @@ from stamp_core.client.diagnostics import spatial_angles
 from stamp_core.client.runtime import RoundId
 from stamp_core.client.scoring import Part, count_tests, to_accuracies
 from stamp_core.core.devices import device_name, resolve_device
-from stamp_core.core.progress import Progress
 from stamp_core.core.seeding import generator
 from stamp_core.data.split import Plan
 from stamp_core.engine.checkpoint import (
@@ -45,6 +44,7 @@ from stamp_core.engine.executor import (
     start_executor,
 )
 from stamp_core.engine.experiment import Experiment
+from stamp_core.engine.progress import Progress
 from stamp_core.engine.trees import Stored
 from stamp_core.methods.base.method import Log, Message, Reply
 from stamp_core.models.flat import split_like

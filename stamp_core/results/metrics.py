@@ -39,14 +39,9 @@ def final_accuracy(m: Accuracies) -> float:
     return mean(m[-1])
 
 
-def incremental_accuracy(m: Accuracies) -> Accuracies:
-    """mean_{i<=t} m[t, i] for each t: the accuracy over the tasks learnt so far.  # [T]"""
-    return np.array([mean(row[: t + 1]) for t, row in enumerate(_square(m))])
-
-
 def average_incremental_accuracy(m: Accuracies) -> float:
     """mean_t mean_{i<=t} m[t, i]: average incremental accuracy (iCaRL, "average of sessions")."""
-    return mean(incremental_accuracy(m))
+    return mean([mean(row[: t + 1]) for t, row in enumerate(_square(m))])
 
 
 def learning_accuracy(m: Accuracies) -> float:
@@ -66,13 +61,11 @@ def average_forgetting(m: Accuracies) -> float:
 
 
 def forgetting_diagonal(m: Accuracies) -> float:
-    """mean_{i<T-1} (m[i, i] - m[T-1, i]): forgetting since a task was learnt; NaN for one task."""
+    """mean_{i<T-1} (m[i, i] - m[T-1, i]): forgetting since a task was learnt; NaN for one task.
+
+    Backward transfer BWT (GEM) is its negative.
+    """
     return mean(np.diagonal(_square(m))[:-1] - m[-1, :-1])
-
-
-def backward_transfer(m: Accuracies) -> float:
-    """mean_{i<T-1} (m[T-1, i] - m[i, i]): backward transfer BWT (GEM); NaN for one task."""
-    return -forgetting_diagonal(m)
 
 
 def forward_transfer(m: Accuracies, initial: Accuracies) -> float:
@@ -84,25 +77,9 @@ def forward_transfer(m: Accuracies, initial: Accuracies) -> float:
     return mean(np.diagonal(_square(m), offset=1) - initial[1:])
 
 
-def generalisation_gap(local: Accuracies, global_: Accuracies) -> tuple[float, Accuracies]:
-    """mean_t (local[t, t] - global_[t, t]) and the terms [T]: the local-global gap on new tasks."""
-    terms = np.diagonal(_square(local)) - np.diagonal(_square(global_))
-    return mean(terms), terms
-
-
-def client_accuracy(a: Accuracies) -> Accuracies:
-    """mean_i a[T-1, u, i]: the final accuracy of each client.  # [U]"""
-    return np.array([mean(row) for row in a[-1]])
-
-
-def worst_client(a: Accuracies) -> float:
-    """min_u of the clients' final accuracies."""
-    return float(np.min(client_accuracy(a)))
-
-
-def client_spread(a: Accuracies) -> float:
-    """The sample standard deviation of the clients' final accuracies; NaN for one client."""
-    return sample_std(client_accuracy(a))
+def generalisation_gap(local: Accuracies, global_: Accuracies) -> float:
+    """mean_t (local[t, t] - global_[t, t]): the local-global gap on new tasks."""
+    return mean(np.diagonal(_square(local)) - np.diagonal(_square(global_)))
 
 
 def run_metrics(
@@ -119,6 +96,7 @@ def run_metrics(
     tasks = a.shape[2]
     a = last_cycle(a, tasks)
     m = micro_average(a, n)
+    clients = np.array([mean(row) for row in a[-1]])  # final accuracy of each
     before = np.full(tasks, np.nan) if initial is None else micro_average(initial[None], n)[0]
     own = np.full_like(m, np.nan) if local is None else micro_average(last_cycle(local, tasks), n)
     return {
@@ -127,11 +105,11 @@ def run_metrics(
         "learning_accuracy": learning_accuracy(m),
         "forgetting": average_forgetting(m),
         "forgetting_diagonal": forgetting_diagonal(m),
-        "backward_transfer": backward_transfer(m),
+        "backward_transfer": -forgetting_diagonal(m),
         "forward_transfer": forward_transfer(m, before),
-        "gap": generalisation_gap(own, m)[0],
-        "worst_client": worst_client(a),
-        "client_spread": client_spread(a),
+        "gap": generalisation_gap(own, m),
+        "worst_client": float(np.min(clients)),
+        "client_spread": sample_std(clients),
     }
 
 

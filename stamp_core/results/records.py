@@ -50,7 +50,8 @@ class Record:
     @property
     def name(self) -> str:
         """Setting, method and, in a sweep, its name and value: part of file names."""
-        return "-".join((*self.run[:2], *filter(None, self.sweep)))
+        setting, method, _ = self.run
+        return run_name(setting, method, self.sweep)
 
     @property
     def group(self) -> str:
@@ -76,6 +77,11 @@ class Record:
                 (scratch / f"{name}.safetensors").write_bytes(content)
             (scratch / "run.json").write_text(text)
             (scratch / "digest").write_text(_digest(text, files))
+
+
+def run_name(setting: str, method: str, sweep: tuple[str, str] | None = None) -> str:
+    """Setting, method and, in a sweep, its name and value: part of file names."""
+    return "-".join((setting, method, *filter(None, sweep or ())))
 
 
 def load_record(folder: Path) -> Record:

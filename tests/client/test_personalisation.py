@@ -9,9 +9,6 @@ import small
 import torch
 import torch.nn.functional as F
 from small import BATCH_NORM, plan, tiny
-from torch import Tensor, nn
-from torch.distributions import Normal, kl_divergence
-
 from stamp_core.client.augmentation import augment
 from stamp_core.client.personalisation import (
     LayerStatistics,
@@ -28,6 +25,9 @@ from stamp_core.client.personalisation import (
     store_mixture,
 )
 from stamp_core.client.workspace import RoundId, Workspace
+from torch import Tensor, nn
+from torch.distributions import Normal, kl_divergence
+
 from stamp_core.config.schema import Network
 from stamp_core.core.seeding import generator
 from stamp_core.models import networks as models

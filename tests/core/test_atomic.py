@@ -61,10 +61,8 @@ def test_a_link_is_replaced_and_what_it_names_stays(tmp_path: Path) -> None:
 
 
 def test_a_context_without_a_file_is_an_error(tmp_path: Path) -> None:
-    with (
-        pytest.raises(FileNotFoundError, match=r"plan\.json"),
-        atomic_write(tmp_path / "plan.json"),
-    ):
+    path = tmp_path / "plan.json"
+    with pytest.raises(FileNotFoundError, match=r"plan\.json"), atomic_write(path):
         pass
     assert not list(tmp_path.iterdir())
 

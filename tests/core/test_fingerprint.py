@@ -62,29 +62,22 @@ def test_the_files_of_an_import_never_include_the_api(
     assert imported(package, code) == files
 
 
-def test_relative_imports_are_followed(package: Path) -> None:
-    found = fingerprint.find_imports(package / "methods" / "near.py")
-    assert found == {
-        package / name for name in ("methods/__init__.py", "methods/fedavg.py", "base.py")
-    }
+def closure(package: Path, *files: str) -> list[str]:
+    """The files that some files of the small package depend on."""
+    found = fingerprint.import_closure(*(package / file for file in files))
+    return [file.relative_to(package).as_posix() for file in found]
 
 
-def test_the_closure_goes_through_functions_and_sub_packages_and_no_further(package: Path) -> None:
-    names = ["base.py", "engine.py", "methods/__init__.py", "methods/late.py"]
-    assert fingerprint.import_closure(package / "methods" / "late.py") == [
-        package / n for n in names
-    ]
-
-
-def test_circular_imports_are_followed_once(package: Path) -> None:
+def test_the_closure_goes_through_functions_relative_and_circular_imports_and_no_further(
+    package: Path,
+) -> None:
+    methods = ["base.py", "engine.py", "methods/__init__.py"]
+    assert closure(package, "methods/late.py") == [*methods, "methods/late.py"]
+    near = ["base.py", "methods/__init__.py", "methods/fedavg.py", "methods/near.py"]
+    assert closure(package, "methods/near.py") == near
+    assert closure(package, "lonely.py", "base.py", "lonely.py") == ["base.py", "lonely.py"]
     (package / "base.py").write_text("from stamp_core.engine import train")
-    names = ["base.py", "engine.py", "methods/__init__.py"]
-    assert fingerprint.import_closure(package / "base.py") == [package / name for name in names]
-
-
-def test_the_closure_of_several_is_the_union(package: Path) -> None:
-    base, lonely = package / "base.py", package / "lonely.py"
-    assert fingerprint.import_closure(str(lonely), base, lonely) == [base, lonely]
+    assert closure(package, "base.py") == methods
 
 
 CODE = '''"""What it is."""
@@ -96,35 +89,27 @@ class A:
 '''
 
 
-def test_comments_layout_and_docstrings_do_not_count(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text(CODE)
-    bare = (
-        "class A:\n\n\n    def f(self, x: int) -> int:\n        return (x\n                + 1)\n"
-    )
-    (tmp_path / "b.py").write_text(bare)
-    assert fingerprint.code_digest(tmp_path / "a.py") == fingerprint.code_digest(tmp_path / "b.py")
-
-
 @pytest.mark.parametrize(
-    ("old", "new"),
+    ("other", "equal"),
     [
-        ("x + 1", "x + 2"),
-        ("x + 1", "x - 1"),
-        ("class A", "class B"),
-        ("return x + 1", 'return "What comes back."'),
-        ("x + 1", "x + 1.0"),
+        (
+            "class A:\n\n\n    def f(self, x: int) -> int:\n        return (x\n          + 1)\n",
+            True,
+        ),
+        (CODE.replace("x + 1", "x + 2"), False),
+        (CODE.replace("x + 1", "x + 1.0"), False),
+        (CODE.replace("class A", "class B"), False),
+        (CODE.replace("return x + 1", 'return "What comes back."'), False),
+        (f"{CODE}'a string after the docstring'", False),
     ],
 )
-def test_code_counts(tmp_path: Path, old: str, new: str) -> None:
+def test_code_counts_but_not_comments_layout_and_docstrings(
+    other: str, equal: bool, tmp_path: Path
+) -> None:
     (tmp_path / "a.py").write_text(CODE)
-    (tmp_path / "b.py").write_text(CODE.replace(old, new))
-    assert fingerprint.code_digest(tmp_path / "a.py") != fingerprint.code_digest(tmp_path / "b.py")
-
-
-def test_a_string_after_the_docstring_counts(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text("'''The file.'''\n'one'")
-    (tmp_path / "b.py").write_text("'''The file.'''\nx = 'one'")
-    assert fingerprint.code_digest(tmp_path / "a.py") != fingerprint.code_digest(tmp_path / "b.py")
+    (tmp_path / "b.py").write_text(other)
+    digests = [fingerprint.code_digest(tmp_path / name) for name in ("a.py", "b.py")]
+    assert (digests[0] == digests[1]) == equal
 
 
 def test_the_fingerprint_changes_with_indirect_imports_only(package: Path) -> None:
@@ -142,9 +127,8 @@ def test_the_fingerprint_changes_with_indirect_imports_only(package: Path) -> No
 
 def test_the_name_of_a_file_counts(package: Path) -> None:
     (package / "other.py").write_text(FILES["base.py"])
-    assert fingerprint.combined_fingerprint(
-        package / "other.py"
-    ) != fingerprint.combined_fingerprint(package / "base.py")
+    other, base = (fingerprint.combined_fingerprint(package / f"{n}.py") for n in ("other", "base"))
+    assert other != base
 
 
 def test_the_closure_in_the_real_package() -> None:

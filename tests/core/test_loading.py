@@ -30,16 +30,11 @@ def unfreeze() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("fails", [True, False])
-def test_the_collector_is_restored(enabled: bool, fails: bool) -> None:
+def test_the_collector_is_restored_also_after_an_error(enabled: bool) -> None:
     (gc.enable if enabled else gc.disable)()
-    try:
-        with without_garbage_collection():
-            assert not gc.isenabled()
-            if fails:
-                raise ImportError
-    except ImportError:
-        assert fails
+    with pytest.raises(ImportError), without_garbage_collection():
+        assert not gc.isenabled()
+        raise ImportError
     assert gc.isenabled() is enabled
     gc.enable()
 

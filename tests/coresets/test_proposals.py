@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from small import plan, run, tiny
 from torch import Tensor
 
-from stamp_core.client.workspace import RoundId
+from stamp_core.client.runtime import RoundId
 from stamp_core.config.decode import ParameterError, build
 from stamp_core.core.seeding import generator
 from stamp_core.coresets import memory

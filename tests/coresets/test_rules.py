@@ -28,7 +28,7 @@ from rule_tasks import (
 from small import plan, run, tiny
 from torch import Tensor
 
-from stamp_core.client.workspace import RoundId
+from stamp_core.client.runtime import RoundId
 from stamp_core.config.decode import ParameterError
 from stamp_core.coresets.selection import base
 from stamp_core.coresets.selection.base import Proposal, TaskData

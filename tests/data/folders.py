@@ -1,6 +1,5 @@
 """Folders of small images for the tests of folders and of decoding."""
 
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,10 +18,6 @@ from stamp_core.data.store.cache import Bytes
 SIDE = 6
 WHOLE = {"source": "folder", "root": "set", "size": SIDE}
 DIVIDED = {**WHOLE, "test_share": 0.25}
-REAL = os.environ.get("STAMP_CHECK_DATA")
-UNSET = (
-    "real image sets are not part of the project: name a folder of .npz files in STAMP_CHECK_DATA"
-)
 
 
 def noise(seed: int, side: int = SIDE) -> Bytes:

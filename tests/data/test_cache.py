@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from folders import load_in_two_threads
 
+from stamp_core.config.decode import ParameterError
 from stamp_core.data import sources
-from stamp_core.data.dataset import ImageDataset, load_dataset
+from stamp_core.data.dataset import ImageDataset, load_dataset, source_options
 from stamp_core.data.images import ImageArrays
 from stamp_core.data.sources import glyphs
 from stamp_core.data.store.cache import ARRAYS
@@ -126,29 +126,6 @@ def test_a_damaged_dataset_is_made_again_with_a_warning(
         assert equal(second, load_dataset(SMALL))
 
 
-def test_two_threads_that_make_the_same_dataset_both_succeed(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert equal(*load_in_two_threads(SMALL, monkeypatch))
-    assert len(cached(cache)) == 1
-
-
-def test_a_full_disk_is_named_and_what_was_written_is_not_mistaken_for_a_dataset(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def save(path: Path, array: np.ndarray) -> None:
-        path.write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch, pytest.raises(OSError) as error:
-        patch.setattr(np, "save", save)
-        load_dataset(SMALL)
-    (draft,) = cached(cache)
-    assert str(error.value) == f"[Errno 28] No space left on device: '{draft}'"
-    assert len(load_dataset(SMALL).y_train) == 30
-    assert [path.name for path in cached(cache)] == [draft.stem]
-
-
 # ------------------------------------------------------------------ a user's own source
 
 
@@ -170,6 +147,24 @@ def some(count: int = 6) -> ImageArrays:
     x = np.arange(count * 8, dtype=np.uint8).reshape(count, 2, 2, 2)
     x[:, 1] = 7
     return ImageArrays(x, np.arange(count) % 2, x[:2], np.arange(2), ("a", "b"))
+
+
+def test_other_names_than_plain_ones_are_no_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other name is imported, whatever file it would find."""
+    code = "from stamp_core.data.images import ImageOptions as Options\n"
+    (tmp_path / "pack").mkdir()
+    for name in ("mine_2.py", "a-b.py", "a b.py", "a;b.py", "pack/__init__.py"):
+        (tmp_path / name).write_text(code)
+    monkeypatch.setattr(sources, "__path__", [str(tmp_path)])
+    source_options({"source": "mine_2"})
+    del sys.modules[f"{sources.__name__}.mine_2"]
+    for name in ("a-b", "a b", "a;b", "pack", "../mine_2", "mine_2.py", "__init__", "mine_2\n", 3):
+        with pytest.raises(ParameterError) as error:
+            source_options({"source": name})
+        assert f".source {name!r} is unknown; " in str(error.value)
+        assert "mine_2" in str(error.value).partition("known: ")[2] or name == "mine_2"
 
 
 def test_a_file_is_a_source(own: ModuleType) -> None:
@@ -221,19 +216,19 @@ def test_a_folder_is_identified_by_names_sizes_and_times_of_its_files(
     own: Any, number: Path, cache: Path
 ) -> None:
     own.inputs = lambda options: [number.parent]
-    inner = number.parent / "inner"
+    more = number.parent / "inner" / "more.txt"
+    steps: list[Callable[[], object]] = [
+        lambda: more.write_text("a"),
+        lambda: os.utime(more, ns=(1, 1)),
+        lambda: (more.write_text("ab"), os.utime(more, ns=(1, 1))),
+        lambda: more.rename(more.with_name("less.txt")),
+    ]
     assert count_datasets(cache) == 1
-    inner.mkdir()
+    more.parent.mkdir()
     assert count_datasets(cache) == 1
-    (inner / "more.txt").write_text("a")
-    assert count_datasets(cache) == 2
-    os.utime(inner / "more.txt", ns=(1, 1))
-    assert count_datasets(cache) == 3
-    (inner / "more.txt").write_text("ab")
-    os.utime(inner / "more.txt", ns=(1, 1))
-    assert count_datasets(cache) == 4
-    (inner / "more.txt").rename(inner / "less.txt")
-    assert count_datasets(cache) == 5
+    for expected, step in enumerate(steps, 2):
+        step()
+        assert count_datasets(cache) == expected
 
 
 def test_a_missing_input_is_named(number: Path, cache: Path) -> None:
@@ -271,15 +266,15 @@ def test_a_large_dataset_is_read_only(own: Any, monkeypatch: pytest.MonkeyPatch)
             {"x_train": np.zeros((6, 2, 2), np.uint8)},
             "x_train is uint8 [6, 2, 2]; it must be uint8",
         ),
-        ({"x_test": np.zeros((2, 2, 2, 2))}, "x_test is float64"),
-        ({"x_test": np.zeros((0, 2, 2, 2), np.uint8)}, "x_test is uint8 [0, 2, 2, 2]"),
-        ({"x_test": np.zeros((2, 1, 2, 2), np.uint8)}, "it must be like x_train (6, 2, 2, 2)"),
+        ({"x_test": np.zeros((2, 2, 2, 2))}, "x_test is float64 [2, 2, 2, 2]; it must be ui"),
+        ({"x_test": np.zeros((0, 2, 2, 2), np.uint8)}, "x_test is uint8 [0, 2, 2, 2]; it must be"),
+        ({"x_test": np.zeros((2, 1, 2, 2), np.uint8)}, "x_test is uint8 [2, 1, 2, 2]; it must be"),
         ({"y_train": np.zeros(5, np.int64)}, "y_train is int64 [5]; it must be int64 [6]"),
-        ({"y_train": np.zeros(6)}, "y_train is float64 [6]"),
-        ({"y_train": np.full(6, 2)}, "y_train must be in 0..1"),
+        ({"y_train": np.zeros(6)}, "y_train is float64 [6]; it must be int64 [6]"),
+        ({"y_train": np.full(6, 2)}, "y_train must be in 0..1, as for its names"),
         ({"y_test": np.full(2, -1)}, "y_test must be in 0..1"),
         ({"domain_test": np.ones(2, np.int64)}, "domain_test must be in 0..0"),
-        ({"domain_train": np.zeros(1, np.int64)}, "domain_train is int64 [1]"),
+        ({"domain_train": np.zeros(1, np.int64)}, "domain_train is int64 [1]; it must be int64"),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(
@@ -288,7 +283,7 @@ def test_arrays_that_do_not_fit_are_refused(
     own.make = lambda options: replace(some(), **change)
     with pytest.raises(ValueError) as error:
         load_dataset(OWN)
-    assert str(error.value).startswith("own: ") and message in str(error.value)
+    assert str(error.value).startswith(f"own: {message}")
     assert not cache.exists()
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from folders import REAL, UNSET
 
 from stamp_core.config.schema import Split
 from stamp_core.data import split
@@ -345,30 +344,3 @@ def test_a_missing_file_is_named(raw: Path) -> None:
     for spec in ({"file": "two.npz"}, {"domain_files": ["own.npz", "two.npz"]}):
         message = refused({"source": "npz", **spec}, FileNotFoundError)
         assert message == f"{raw}/two.npz does not exist; put the file there or name another"
-
-
-# ------------------------------------------------------------------ larger sets, where there are
-
-
-@pytest.mark.skipif(not REAL, reason=UNSET)
-def test_every_file_of_a_folder_is_read_byte_for_byte() -> None:
-    """The tests above, on larger sets."""
-    for path in sorted(Path(str(REAL)).glob("*.npz")):
-        found = npz.make(npz.Options(file=str(path)))
-        with np.load(path) as arrays:
-            x = arrays["x_train"]
-            pixels = found.x_train.transpose(0, 2, 3, 1).reshape(x.shape)
-            assert np.array_equal(pixels, x) and np.array_equal(found.y_test, arrays["y_test"])
-            assert list(found.classes) == arrays["classes"].tolist()
-
-
-@pytest.mark.skipif(not REAL, reason=UNSET)
-def test_all_files_of_digits_of_a_folder_are_domains() -> None:
-    files = []
-    for path in sorted(Path(str(REAL)).glob("*.npz")):
-        with np.load(path) as arrays:
-            files += [str(path)] * (arrays["classes"].tolist() == list("0123456789"))
-    found = npz.make(npz.Options(28, True, domain_files=tuple(files)))
-    assert found.x_train.shape[1:] == (1, 28, 28) and found.classes == tuple("0123456789")
-    assert found.domains == tuple(Path(path).stem for path in files) and len(files) > 1
-    assert found.domain_test is not None and np.bincount(found.domain_test).all()

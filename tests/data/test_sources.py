@@ -19,19 +19,14 @@ from urllib.error import URLError
 
 import numpy as np
 import pytest
-import torch
 from scipy.io import savemat
 
-from stamp_core.config.schema import Split
 from stamp_core.core import vision
 from stamp_core.data import images as images_module
-from stamp_core.data import split
-from stamp_core.data.counts import Counts
-from stamp_core.data.dataset import ImageDataset, find_source, load_dataset
+from stamp_core.data.dataset import find_source, load_dataset
 from stamp_core.data.images import ImageArrays
 from stamp_core.data.images import ImageOptions as Options
 from stamp_core.data.sources import digit10, torchvision_sets
-from stamp_core.data.store.cache import SUBSETS
 
 Files = dict[str, bytes]  # by their paths below data/raw
 
@@ -236,7 +231,26 @@ def make(name: str, options: Options | None = None) -> ImageArrays:
     return images
 
 
-# ------------------------------------------------------------------ images
+ARCHIVES = {
+    "cifar10": ["cifar-10-python.tar.gz"],
+    "cifar100": ["cifar-100-python.tar.gz"],
+    "mnist": [
+        f"MNIST/raw/{part}-{what}-ubyte.gz"
+        for part in ("train", "t10k")
+        for what in ("images-idx3", "labels-idx1")
+    ],
+    "emnist_digits": ["EMNIST/raw/gzip.zip"],
+    "usps": ["usps.bz2", "usps.t.bz2"],
+    "svhn": ["train_32x32.mat", "test_32x32.mat"],
+}
+PUBLISHED = {  # training and test images, as the pages of these sets state
+    "cifar10": (50_000, 10_000),
+    "cifar100": (50_000, 10_000),
+    "mnist": (60_000, 10_000),
+    "emnist_digits": (240_000, 40_000),
+    "usps": (7291, 2007),
+    "svhn": (73_257, 26_032),
+}
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -259,11 +273,24 @@ def test_images_labels_and_names_are_those_of_the_files(
     assert found.domains == ("all",) and found.domain_train is None
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_the_published_numbers_of_images_and_their_shape_are_known_before(
+    name: str, raw: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for options in (Options(), Options(size=10, grey=True)):
+        counts = source(name).expected(options)
+        assert (counts.train.sum(), counts.test.sum()) == PUBLISHED[name]
+        assert counts.train.min() > 0 and counts.test.min() > 0
+        put(raw, written(monkeypatch, name)[0])
+        found = make(name, options)
+        assert found.x_train.shape[1:] == found.x_test.shape[1:] == counts.shape
+        assert counts.train.shape == counts.test.shape == (1, len(found.classes))
+
+
 def test_a_set_that_is_cached_needs_neither_its_files_nor_torchvision(
     raw: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, _ = written(monkeypatch, "mnist")
-    put(raw, read)
+    put(raw, written(monkeypatch, "mnist")[0])
     first = load_dataset({"source": "mnist"})
     monkeypatch.setattr(vision, "load_torchvision", refuse)
     (raw / MNIST).unlink()
@@ -274,24 +301,29 @@ def test_a_set_that_is_cached_needs_neither_its_files_nor_torchvision(
 @pytest.mark.parametrize("name", (*ALL, "digit10", "npz"))
 def test_sources_name_the_packages_that_they_come_from(name: str) -> None:
     """Versions of theirs enter the key of the cache: other ones may read other bytes."""
-    module = source(name)
-    assert ("torchvision" in module.PACKAGES) == (name != "npz")
-    assert ("scipy" in module.PACKAGES) == (name in ("svhn", "digit10"))
+    assert ("torchvision" in source(name).PACKAGES) == (name != "npz")
+    assert ("scipy" in source(name).PACKAGES) == (name in ("svhn", "digit10"))
 
 
 # ------------------------------------------------------------------ downloads
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_missing_set_is_downloaded_once(
+def test_a_missing_set_is_named_then_downloaded_once_then_read(
     name: str, raw: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the files that are read stay; archives and hidden folders do not."""
+    with pytest.raises(FileNotFoundError) as error:
+        make(name)
+    text, _, files = str(error.value).partition("; put there: ")
+    reason = "<urlopen error no network>"
+    assert text == f"{name} is not in {raw} and could not be downloaded ({reason})"
+    assert re.sub(r" \(MD5 [0-9a-f]{32}\)", "", files) == ", ".join(ARCHIVES[name])
+    assert files.count("MD5") == len(ARCHIVES[name]) and not there(raw)
     read, fetched = written(monkeypatch, name)
     got = serve(monkeypatch, fetched)
     first = make(name)
-    assert there(raw) == set(read)
-    assert got == [Path(file).name for file in fetched]
+    assert there(raw) == set(read) and got == [Path(file).name for file in fetched]
     assert np.array_equal(make(name).x_train, first.x_train) and len(got) == len(fetched)
 
 
@@ -301,8 +333,7 @@ def test_archives_in_data_raw_are_unpacked_without_a_network(
 ) -> None:
     read, fetched = written(monkeypatch, name)
     put(raw, fetched)
-    assert len(make(name).x_test) == 10
-    assert there(raw) == {*read, *fetched}
+    assert len(make(name).x_test) == 10 and there(raw) == {*read, *fetched}
 
 
 @pytest.mark.parametrize("name", ["cifar10", "mnist", "usps"])
@@ -313,6 +344,9 @@ def test_a_missing_file_is_downloaded_and_others_are_not_touched(
     gone, *rest = read
     put(raw, {file: read[file] for file in rest})
     before = {file: (raw / file).stat().st_mtime_ns for file in rest}
+    if name == "usps":  # the error names what is missing alone
+        with pytest.raises(FileNotFoundError, match=rf"put there: {gone} \(MD5 \w+\)$"):
+            make(name)
     got = serve(monkeypatch, fetched)
     make(name)
     assert (raw / gone).read_bytes() == read[gone]
@@ -320,63 +354,22 @@ def test_a_missing_file_is_downloaded_and_others_are_not_touched(
     assert name != "usps" or got == [gone]
 
 
-ARCHIVES = {
-    "cifar10": ["cifar-10-python.tar.gz"],
-    "cifar100": ["cifar-100-python.tar.gz"],
-    "mnist": [
-        f"MNIST/raw/{part}-{what}-ubyte.gz"
-        for part in ("train", "t10k")
-        for what in ("images-idx3", "labels-idx1")
-    ],
-    "emnist_digits": ["EMNIST/raw/gzip.zip"],
-    "usps": ["usps.bz2", "usps.t.bz2"],
-    "svhn": ["train_32x32.mat", "test_32x32.mat"],
+BROKEN = {
+    "File not found": None,  # torchvision's words for another checksum
+    "timed out": TimeoutError("timed out"),
+    "^$": KeyboardInterrupt(),
 }
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_without_files_and_network_the_error_names_the_files_to_download(
-    name: str, raw: Path
-) -> None:
-    with pytest.raises(FileNotFoundError) as error:
-        make(name)
-    text, _, files = str(error.value).partition("; put there: ")
-    reason = "<urlopen error no network>"
-    assert text == f"{name} is not in {raw} and could not be downloaded ({reason})"
-    assert re.sub(r" \(MD5 [0-9a-f]{32}\)", "", files) == ", ".join(ARCHIVES[name])
-    assert files.count("MD5") == len(ARCHIVES[name])
-    assert not there(raw)
-
-
-def test_the_error_names_missing_archives_only(raw: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, fetched = written(monkeypatch, "usps")
-    put(raw, {"usps.bz2": fetched["usps.bz2"]})
-    with pytest.raises(FileNotFoundError) as error:
-        make("usps")
-    assert str(error.value).endswith(f"put there: usps.t.bz2 (MD5 {md5(fetched['usps.t.bz2'])})")
-    assert there(raw) == {"usps.bz2"}
-
-
+@pytest.mark.parametrize("reason", BROKEN)
 @pytest.mark.parametrize("name", ["cifar10", "emnist_digits", "svhn"])
-def test_a_download_with_another_checksum_leaves_nothing(
-    name: str, raw: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_download_that_fails_leaves_nothing(
+    name: str, reason: str, raw: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, fetched = written(monkeypatch, name)
-    serve(monkeypatch, {file: content[:-1] for file, content in fetched.items()})
-    with pytest.raises(FileNotFoundError) as error:
+    serve(monkeypatch, {file: bytes(100_000) for file in fetched}, BROKEN[reason])
+    with pytest.raises((FileNotFoundError, KeyboardInterrupt), match=reason):
         make(name)
-    assert f"{name} is not in {raw} and could not be downloaded (File not found" in str(error.value)
-    assert not there(raw)
-
-
-@pytest.mark.parametrize("broken", [TimeoutError("timed out"), KeyboardInterrupt()])
-def test_a_download_that_breaks_off_leaves_nothing(
-    broken: BaseException, raw: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, fetched = written(monkeypatch, "cifar10")
-    serve(monkeypatch, {file: bytes(100_000) for file in fetched}, broken)
-    with pytest.raises((FileNotFoundError, KeyboardInterrupt), match=r"timed out|^$"):
-        make("cifar10")
     assert not there(raw)
 
 
@@ -443,14 +436,9 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     "members",
     [
         ["../../victim"],
-        ["../../new"],
         ["cifar-10-batches-py/../../../new"],
         ["{root}/victim"],
-        ["{root}/new"],
         [link("out", "../.."), "out/victim"],
-        [link("out", "{root}"), "out/new"],
-        [link("out", "../../victim"), "out"],
-        [link("out", "../../victim", tarfile.LNKTYPE), "out"],
         [link("out", "{root}/victim", tarfile.LNKTYPE), "out"],
         [link("a", "."), link("a/b", ".."), link("a/b/c", ".."), "a/b/c/victim"],
         [link("cifar-10-batches-py/data_batch_1", "{root}/victim")],
@@ -484,9 +472,7 @@ def test_no_tar_archive_writes_outside_its_folder(
     assert tarfile.TarFile.extraction_filter is None
 
 
-@pytest.mark.parametrize(
-    "name", ["../../victim", "../../../../victim", "{root}/victim", "gzip/../x"]
-)
+@pytest.mark.parametrize("name", ["../../victim", "{root}/victim"])
 @pytest.mark.parametrize("is_link", [False, True])
 def test_no_zip_archive_writes_outside_its_folder(
     name: str, is_link: bool, tmp_path: Path, raw: Path, monkeypatch: pytest.MonkeyPatch
@@ -523,18 +509,12 @@ def test_a_file_with_another_checksum_is_named_and_not_changed(
     files = written(monkeypatch, name)[packed]
     file = next(iter(files))
     put(raw, files | {file: files[file][:-1]})
+    right = f"is damaged or another file: its MD5 is {md5(files[file][:-1])}; it must be "
+    if name == "emnist_digits" and not packed:
+        right = f"has {len(files[file]) - 1} bytes; its header states {len(files[file])}"
     with pytest.raises(ValueError) as error:
         make(name)
-    if name == "emnist_digits" and not packed:
-        length = len(files[file])
-        assert str(error.value) == (
-            f"{raw / file} has {length - 1} bytes; its header states {length}"
-        )
-    else:
-        assert str(error.value) == (
-            f"{raw / file} is damaged or another file: its MD5 is {md5(files[file][:-1])}; it "
-            f"must be {md5(files[file])}; delete it to have it downloaded again"
-        )
+    assert str(error.value).startswith(f"{raw / file} {right}")
     assert there(raw) == set(files) and (raw / file).read_bytes() == files[file][:-1]
 
 
@@ -595,156 +575,36 @@ def test_half_the_size_is_a_weighted_mean_of_neighbours() -> None:
     assert np.abs(found[0, 0] - weights @ x[0, 0] @ weights.T).max() <= 1
 
 
-def test_the_bytes_of_resized_and_grey_images_are_pinned() -> None:
-    x = np.arange(5 * 3 * 20 * 14).reshape(5, 3, 20, 14) ** 2 % 251
-    found = [
-        images_module._convert(x.astype(np.uint8), Options(size, grey))
-        for size, grey in ((28, False), (9, True), (None, True))
-    ]
-    assert [part.shape for part in found] == [(5, 3, 28, 28), (5, 1, 9, 9), (5, 1, 20, 14)]
-    pinned = "0146412198f9a756342b4bb6deb7fdbbc6a351594d53067f75dbefd39f6be567"
-    assert hashlib.sha256(b"".join(part.tobytes() for part in found)).hexdigest() == pinned
-
-
-@pytest.mark.parametrize("options", [Options(), Options(size=8), Options(grey=True)])
-def test_images_of_the_wanted_kind_are_not_copied(options: Options) -> None:
-    x = drawn((1,), 1, 8, 8)
-    assert images_module._convert(x, options) is x
-
-
-def test_size_and_grey_apply_to_training_and_test_images(
-    raw: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put(raw, written(monkeypatch, "svhn")[0])
-    found = load_dataset({"source": "svhn", "size": 10, "grey": True})
-    assert found.x_train.shape == (12, 1, 10, 10) and found.x_test.shape == (10, 1, 10, 10)
-
-
-# ------------------------------------------------------------------ counts before the files
-
-PUBLISHED = {  # training and test images, as the pages of these sets state
-    "cifar10": (50_000, 10_000),
-    "cifar100": (50_000, 10_000),
-    "mnist": (60_000, 10_000),
-    "emnist_digits": (240_000, 40_000),
-    "usps": (7291, 2007),
-    "svhn": (73_257, 26_032),
-}
-
-
-def assert_counted(found: ImageDataset, counts: Counts) -> None:
-    """Refuse counts that are not those of the images of each domain and class."""
-    assert found.x_train.shape[1:] == found.x_test.shape[1:] == counts.shape
-    assert found.domains == counts.domains
-    for part in SUBSETS:
-        table = np.zeros((len(found.domains), len(found.classes)), np.int64)
-        places = (getattr(found, f"{kind}_{part}").numpy() for kind in ("domain", "y"))
-        np.add.at(table, tuple(places), 1)
-        assert np.array_equal(getattr(counts, part), table)
-
-
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("options", [Options(), Options(size=10, grey=True)])
-def test_expected_images_have_the_shape_and_classes_of_those_in_the_files(
-    name: str, options: Options, raw: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts = source(name).expected(options)
-    assert (counts.train.sum(), counts.test.sum()) == PUBLISHED[name]
-    assert counts.train.min() > 0 and counts.test.min() > 0 and not raw.exists()
-    put(raw, written(monkeypatch, name)[0])
-    found = make(name, options)
-    assert found.x_train.shape[1:] == counts.shape
-    assert counts.train.shape == counts.test.shape == (1, len(found.classes))
-
-
-def shrink(patch: pytest.MonkeyPatch, *names: str) -> None:
-    """Let sets of digits be as small as the files that are written here."""
-    for name in names:
-        small = replace(source(name), train=tuple(np.bincount(LABELS)), test=(1,) * 10)
-        patch.setitem(torchvision_sets.SETS, name, small)
-        patch.setitem(digit10.SETS, name, small)
-
-
-@pytest.mark.parametrize("name", ["mnist", "usps", "svhn"])
-def test_expected_counts_are_those_of_each_digit(
-    name: str, raw: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shrink(monkeypatch, name)
-    put(raw, written(monkeypatch, name)[0])
-    assert_counted(load_dataset({"source": name}), source(name).expected(Options()))
-
-
-@pytest.mark.parametrize("per_class", [None, 2, 1])
-def test_expected_counts_of_digit10_are_those_of_its_sets(
-    per_class: int | None, raw: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Label 3 has three training images, all others one."""
-    sets = ("usps", "mnist", "svhn")
-    shrink(monkeypatch, *sets)
-    for name in sets:
-        put(raw, written(monkeypatch, name)[0])
-    options = digit10.Options(sets, per_class)
-    found = load_dataset({"source": "digit10", "sets": list(sets), "per_class": per_class})
-    assert_counted(found, digit10.expected(options))
-
-
 # ------------------------------------------------------------------ Digit-10
 
 
 @pytest.fixture
 def four(raw: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All four sets of digits."""
+    """All four sets of digits; their published numbers are those of the files."""
     for name in DIGITS:
         put(raw, written(monkeypatch, name)[0])
+        small = replace(source(name), train=tuple(np.bincount(LABELS)), test=(1,) * 10)
+        monkeypatch.setitem(digit10.SETS, name.removesuffix("_digits"), small)
 
 
 @pytest.mark.usefixtures("four")
-def test_digit10_is_four_domains_of_grey_digits() -> None:
-    found = load_dataset({"source": "digit10"})
-    assert found.domains == ("mnist", "emnist", "usps", "svhn") and found.classes == PLAIN
-    assert found.x_train.shape == (48, 1, 28, 28) and found.x_test.shape == (40, 1, 28, 28)
-    assert found.domain_train.tolist() == np.repeat(range(4), 12).tolist()
-    assert found.domain_test.tolist() == np.repeat(range(4), 10).tolist()
-    for domain, name in enumerate(DIGITS):
-        own = make(name, Options(28, True))
-        assert np.array_equal(found.x_train[found.domain_train == domain], own.x_train)
-        assert np.array_equal(found.y_train[found.domain_train == domain], own.y_train)
-        assert np.array_equal(found.x_test[found.domain_test == domain], own.x_test)
-        assert np.array_equal(found.y_test[found.domain_test == domain], own.y_test)
-
-
-def test_digit10_has_the_named_sets_in_their_order(
-    raw: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("per_class", [None, 2, 1])
+@pytest.mark.parametrize("sets", [("mnist", "emnist", "usps", "svhn"), ("usps", "mnist")])
+def test_digit10_is_domains_of_the_first_grey_digits_of_each_class(
+    sets: tuple[str, ...], per_class: int | None
 ) -> None:
-    for name in ("usps", "mnist"):
-        put(raw, written(monkeypatch, name)[0])
-    found = load_dataset({"source": "digit10", "sets": ["usps", "mnist"]})
-    assert found.domains == ("usps", "mnist")
-    assert np.array_equal(found.x_test[10:], make("mnist").x_test)
-
-
-@pytest.mark.usefixtures("four")
-def test_digit10_is_balanced_by_the_first_images_of_a_class() -> None:
     """Label 3 is at places 3, 10 and 11 of the training images, all others once."""
-    whole = digit10.make(digit10.Options())
-    two, one = (digit10.make(digit10.Options(per_class=count)) for count in (2, 1))
-    kept = np.arange(48).reshape(4, 12)
-    assert np.array_equal(two.x_train, whole.x_train[kept[:, :11].ravel()])
-    assert np.array_equal(one.x_train, whole.x_train[kept[:, :10].ravel()])
-    assert np.bincount(one.domain_train).tolist() == [10] * 4
-    assert np.array_equal(one.x_test, whole.x_test) and np.array_equal(one.y_test, whole.y_test)
-    tests = replace(whole, x_test=whole.x_train, y_test=whole.y_train)
-    assert (
-        digit10._take_first(tests, 1).y_test.tolist() == list(range(10)) and len(tests.y_test) == 48
-    )
-
-
-@pytest.mark.usefixtures("four")
-def test_digit10_is_learnt_domain_by_domain() -> None:
-    found = load_dataset({"source": "digit10", "per_class": 1})
-    plan = split.make_plan(Split("domains", 2, 4, order="common", alpha=100.0), found, seed=0)
-    for task, domain in enumerate(each.domain for each in plan.clients[0]):
-        parts = [plan.train_indices(found, client, task) for client in (0, 1)]
-        own = torch.nonzero(found.domain_train == domain).flatten()
-        assert torch.equal(torch.cat(parts).sort().values, own)
-    assert sorted(each.domain or 0 for each in plan.clients[0]) == [0, 1, 2, 3]
+    found = load_dataset({"source": "digit10", "sets": list(sets), "per_class": per_class})
+    assert found.domains == sets and found.classes == PLAIN
+    assert found.x_train.shape[1:] == (1, 28, 28)
+    counts = digit10.expected(digit10.Options(sets, per_class))
+    assert counts.shape == (1, 28, 28) and counts.domains == sets
+    kept = {None: 12, 2: 11, 1: 10}[per_class]
+    for domain, name in enumerate(sets):
+        own = make("emnist_digits" if name == "emnist" else name, Options(28, True))
+        for part, count in (("train", kept), ("test", 10)):
+            where = getattr(found, f"domain_{part}") == domain
+            for key in (f"x_{part}", f"y_{part}"):
+                assert np.array_equal(getattr(found, key)[where], getattr(own, key)[:count])
+            table = np.bincount(getattr(found, f"y_{part}")[where])
+            assert getattr(counts, part)[domain].tolist() == table.tolist()

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from by_hand import task_data, use_softmax_regression
 from small import plan, run, tiny
+from stamp_core.client.workspace import RoundId
 from test_methods import client_rounds
 
-from stamp_core.client.workspace import RoundId
 from stamp_core.methods.base.method import ClientRound
 
 ANCHORED = {"weight": 1.0, "anchor": 0.5}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from small import tiny
 
-from stamp_core.client.runtime import RoundId, ClientRuntime
+from stamp_core.client.runtime import ClientRuntime, RoundId
 from stamp_core.data import split
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.methods.base import registry

@@ -11,12 +11,12 @@ import small
 import torch
 import torch.nn.functional as F
 from small import BATCH_NORM, BN_B, BN_P, P, plan, run, tiny
+from stamp_core.client.personalisation import endless_batches, layer_statistics
+from stamp_core.client.workspace import RoundId
 from torch import Tensor, nn
 
 from stamp_core.client import personalisation
-from stamp_core.client.personalisation import endless_batches, layer_statistics
 from stamp_core.client.scoring import score
-from stamp_core.client.workspace import RoundId
 from stamp_core.data.split import Plan
 from stamp_core.engine.executor import Worker
 from stamp_core.methods.base.method import ClientRound, Log, Reply

@@ -10,10 +10,11 @@ import small
 import torch
 from by_hand import CLOSE, FULL_BATCH, Array, inputs
 from small import BATCH_NORM, P, plan, run, tiny
+from stamp_core.client.workspace import RoundId
+from stamp_core.models.decomposed import Channels, PastWeights
 from torch import Tensor, nn
 
 from stamp_core.client.scoring import score
-from stamp_core.client.workspace import RoundId
 from stamp_core.core.seeding import generator
 from stamp_core.data.split import Plan
 from stamp_core.engine.experiment import Experiment
@@ -21,7 +22,6 @@ from stamp_core.methods.base.method import ClientRound, Log, Reply
 from stamp_core.methods.base.task_server import pack_bits
 from stamp_core.methods.fedweit import FedWeIT, _dense, _sparse
 from stamp_core.models import networks
-from stamp_core.models.decomposed import Channels, PastWeights
 from stamp_core.results.records import tree_bytes
 
 N, C = 64 * 32, 32  # weights and channels of the small network's only decomposed tensor

@@ -20,9 +20,9 @@ from by_hand import (
     use_softmax_regression,
 )
 from small import BATCH_NORM, P, kept, plan, run, tiny
+from stamp_core.client.workspace import Workspace
 from torch import Tensor
 
-from stamp_core.client.workspace import Workspace
 from stamp_core.coresets.memory import task_indices
 from stamp_core.engine.executor import Worker
 from stamp_core.matching.projection import project_gradient

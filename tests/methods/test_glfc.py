@@ -10,17 +10,17 @@ import small
 import torch
 from by_hand import FULL_BATCH, Array, inputs, use_softmax_regression
 from small import P, plan, run, tiny, with_train
+from stamp_core.client.workspace import RoundId
+from stamp_core.methods.base.proxy_server import NOT_FINITE, OLD
 from test_bytes import P as RESNET_P
 from test_bytes import images, workspace
 from test_methods import FEW, Trained, client_rounds
 from torch import Tensor
 
-from stamp_core.client.workspace import RoundId
 from stamp_core.data.split import make_plan
 from stamp_core.engine.executor import Worker
 from stamp_core.methods.base import registry
 from stamp_core.methods.base.method import ClientRound, Log, Reply, State
-from stamp_core.methods.base.proxy_server import NOT_FINITE, OLD
 from stamp_core.methods.base.task_server import PREFIX
 from stamp_core.results.records import tree_bytes
 

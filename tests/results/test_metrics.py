@@ -72,7 +72,7 @@ def test_three_by_three() -> None:
 
     ACC = (.4 + .3 + .8) / 3 = .5; diagonal (.5 + .7 + .8) / 3 = 2/3.
     AF = ((max(.5, .6) - .4) + (max(.2, .7) - .3)) / 2 = (.2 + .4) / 2 = .3.
-    Diagonal forgetting = ((.5 - .4) + (.7 - .3)) / 2 = .25 = -BWT.
+    Diagonal forgetting = ((.5 - .4) + (.7 - .3)) / 2 = .25.
     FWT with initial (.9, .1, .2) = ((.2 - .1) + (.3 - .2)) / 2 = .1.
     After each task: .5, (.6 + .7) / 2 = .65, .5; their mean 1.65 / 3 = .55.
     """
@@ -80,9 +80,7 @@ def test_three_by_three() -> None:
     assert metrics.learning_accuracy(THREE) == pytest.approx(2 / 3)
     assert metrics.average_forgetting(THREE) == pytest.approx(0.3)
     assert metrics.forgetting_diagonal(THREE) == pytest.approx(0.25)
-    assert metrics.backward_transfer(THREE) == pytest.approx(-0.25)
     assert metrics.forward_transfer(THREE, np.array([0.9, 0.1, 0.2])) == pytest.approx(0.1)
-    assert metrics.incremental_accuracy(THREE) == pytest.approx(np.array([0.5, 0.65, 0.5]))
     assert metrics.average_incremental_accuracy(THREE) == pytest.approx(0.55)
 
 
@@ -124,34 +122,24 @@ def test_an_undefined_entry_makes_a_mean_undefined() -> None:
         assert math.isnan(metrics.final_accuracy(m)) is undefined
         assert math.isnan(metrics.learning_accuracy(m)) is undefined
         assert math.isnan(metrics.average_incremental_accuracy(m)) is undefined
-        assert np.isnan(metrics.incremental_accuracy(m)).tolist() == [False, False, undefined]
 
 
 def test_generalisation_gap() -> None:
     """Local models at .9 on each new task: gaps .4, .2, .1, mean .7 / 3."""
     local = np.full((3, 3), np.nan)
     np.fill_diagonal(local, 0.9)
-    gap, curve = metrics.generalisation_gap(local, THREE)
-    assert curve == pytest.approx(np.array([0.4, 0.2, 0.1]))
-    assert gap == pytest.approx(0.7 / 3)
+    assert metrics.generalisation_gap(local, THREE) == pytest.approx(0.7 / 3)
 
 
 def test_clients() -> None:
     """Last row: client 0 has (.2 + .4) / 2 = .3, client 1 (.6 + .8) / 2 = .7; s = .4 / sqrt(2)."""
-    a = np.array([[[0.9, 0.9], [0.9, 0.9]], [[0.2, 0.4], [0.6, 0.8]]])
-    assert metrics.client_accuracy(a) == pytest.approx(np.array([0.3, 0.7]))
-    assert metrics.worst_client(a) == pytest.approx(0.3)
-    assert metrics.client_spread(a) == pytest.approx(0.4 / math.sqrt(2))
-    assert math.isnan(metrics.client_spread(a[:, :1]))
+    a, n = np.array([[[0.9, 0.9], [0.9, 0.9]], [[0.2, 0.4], [0.6, 0.8]]]), np.ones((2, 2), int)
+    found = metrics.run_metrics(a, n)
+    expected = [0.3, 0.4 / math.sqrt(2)]
+    assert [found["worst_client"], found["client_spread"]] == pytest.approx(expected)
     a[1, 0, 0] = np.nan
-    assert math.isnan(metrics.worst_client(a)) and math.isnan(metrics.client_spread(a))
-
-
-@quick
-@given(matrices)
-def test_diagonal_forgetting_is_negative_backward_transfer(m: Accuracies) -> None:
-    transfer = metrics.backward_transfer(m)
-    assert np.array_equal(metrics.forgetting_diagonal(m), -transfer, equal_nan=True)
+    found = metrics.run_metrics(a, n)
+    assert math.isnan(found["worst_client"]) and math.isnan(found["client_spread"])
 
 
 @quick
@@ -165,8 +153,7 @@ def test_average_forgetting_is_at_least_the_diagonal_one(m: Accuracies) -> None:
 def test_nothing_changes_in_a_constant_matrix(tasks: int, value: float) -> None:
     m = np.full((tasks, tasks), value)
     assert metrics.average_forgetting(m) == metrics.forgetting_diagonal(m) == 0
-    assert metrics.backward_transfer(m) == metrics.forward_transfer(m, m[0]) == 0
-    assert metrics.generalisation_gap(m, m)[0] == 0
+    assert metrics.generalisation_gap(m, m) == metrics.forward_transfer(m, m[0]) == 0
     assert metrics.final_accuracy(m) == metrics.average_incremental_accuracy(m) == value
 
 
@@ -176,19 +163,8 @@ def test_one_task_has_neither_forgetting_nor_transfer(value: float) -> None:
     m = np.array([[value]])
     assert math.isnan(metrics.average_forgetting(m))
     assert math.isnan(metrics.forgetting_diagonal(m))
-    assert math.isnan(metrics.backward_transfer(m))
     assert math.isnan(metrics.forward_transfer(m, m[0]))
     assert metrics.final_accuracy(m) == metrics.learning_accuracy(m) == value
-
-
-@quick
-@given(runs(), st.randoms(use_true_random=False))
-def test_the_order_of_clients_does_not_matter(run: tuple[Accuracies, np.ndarray], random) -> None:
-    a, n = run
-    order = random.sample(range(len(n)), len(n))
-    assert np.array_equal(
-        metrics.micro_average(a[:, order], n[order]), metrics.micro_average(a, n), equal_nan=True
-    )
 
 
 @quick
@@ -203,17 +179,6 @@ def test_micro_average_lies_between_the_clients_or_is_undefined(
     defined = ~np.isnan(m)
     assert (m[defined] >= np.fmin.reduce(scored, axis=1)[defined] - 1e-12).all()
     assert (m[defined] <= np.fmax.reduce(scored, axis=1)[defined] + 1e-12).all()
-
-
-@quick
-@given(long_matrices, st.data())
-def test_forgetting_of_entries_since_learning(m: Accuracies, data: st.DataObject) -> None:
-    """Hiding entries above the diagonal can only lower AF, and not below the diagonal's."""
-    full = metrics.average_forgetting(m)
-    above = list(zip(*np.triu_indices(len(m), 1), strict=True))
-    for hole in data.draw(st.lists(st.sampled_from(above))):
-        m[hole] = np.nan
-    assert metrics.forgetting_diagonal(m) <= metrics.average_forgetting(m) <= full
 
 
 @pytest.mark.parametrize("shape", [(4, 2), (0, 0), (3,)])
@@ -278,10 +243,9 @@ def test_summarise_counts_undefined_values() -> None:
 
 
 def test_summarise_one_value_and_none() -> None:
-    one = metrics.summarise([0.5])
+    one, none = metrics.summarise([0.5]), metrics.summarise([math.nan])
     assert (one["mean"], one["n"], one["undefined"]) == (0.5, 1, 0)
-    assert math.isnan(one["std"]) and math.isnan(one["low"]) and math.isnan(one["high"])
-    none = metrics.summarise([math.nan])
+    assert all(math.isnan(one[key]) for key in ("std", "low", "high"))
     assert (none["n"], none["undefined"]) == (0, 1) and math.isnan(none["mean"])
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from stamp_core.core import fingerprint
-from stamp_core.core.progress import is_interactive
+from stamp_core.core.processes import is_interactive
 from stamp_core.data.store import cache
 from stamp_core.data.store.cache import SUBSETS, Bytes, NamedArrays, Numbers
 

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from stamp_core.core.progress import Progress, is_interactive
+from stamp_core.core.processes import is_interactive
+from stamp_core.engine.progress import Progress
 
 
 class Terminal(io.StringIO):
@@ -30,9 +31,7 @@ def no_session(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, "notebook", True),
         ({"DVC_STAGE": "train"}, "terminal", False),
         ({"DVC_STAGE": "train"}, "notebook", False),
-        ({"STAMP_PROGRESS": "lines"}, "terminal", False),
         ({"STAMP_PROGRESS": "lines"}, "notebook", False),
-        ({"STAMP_PROGRESS": "bar"}, "log", True),
         ({"STAMP_PROGRESS": "bar", "DVC_STAGE": "train"}, "log", True),
     ],
 )
@@ -83,17 +82,3 @@ def test_a_bar_is_closed_when_training_fails(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ArithmeticError), Progress(rounds=2, done=0) as progress:
         raise ArithmeticError
     assert progress.bar is not None and progress.bar.disable  # what tqdm's close() leaves
-
-
-def test_the_bar_is_used_under_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAMP_PROGRESS", "bar")
-    held = []
-    with Progress(rounds=1, done=0) as progress:
-        assert progress.bar is not None
-        for name in ("update", "set_postfix_str"):
-            noted = lambda *_: held.append(progress.lock.locked())  # noqa: E731
-            monkeypatch.setattr(progress.bar, name, noted)
-        progress.round()
-        progress.experience(0, "1/1", 0.5)
-        assert not progress.lock.locked()
-    assert held == [True, True]

@@ -1,18 +1,11 @@
 """Progress of a training: a bar in an interactive session, one line per experience in logs."""
 
-import os
-import sys
 import threading
 import time
 
 from tqdm.auto import tqdm
 
-
-def is_interactive() -> bool:
-    """Whether this is JupyterLab or a terminal, and no DVC stage; STAMP_PROGRESS overrides it."""
-    if "STAMP_PROGRESS" in os.environ:
-        return os.environ["STAMP_PROGRESS"] == "bar"
-    return "DVC_STAGE" not in os.environ and ("ipykernel" in sys.modules or sys.stdout.isatty())
+from stamp_core.core.processes import is_interactive
 
 
 class Progress:
@@ -21,7 +14,8 @@ class Progress:
     def __init__(self, rounds: int, done: int) -> None:
         self.lock = threading.Lock()
         self.bar = tqdm(total=rounds, initial=done, unit="round") if is_interactive() else None
-        self.started, self.accuracies = time.perf_counter(), dict[int, float]()
+        self.started = time.perf_counter()
+        self.accuracies = dict[int, float]()
 
     def __enter__(self) -> "Progress":
         """The progress itself."""
