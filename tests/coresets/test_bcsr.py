@@ -132,7 +132,7 @@ def defined_order(task: TaskData, seed: int) -> list[int]:
 # A learning rate at which the first step diverges; one at which only later ones do, on the few
 # images that the first step leaves with weight.
 FIRST: dict[str, Any] = {"proxy_lr": 3e4}
-LATER: dict[str, Any] = {"proxy_lr": 5.0, "weights_lr": 1e5, "inner_steps": 3}
+LATER: dict[str, Any] = {"proxy_lr": 10.0, "weights_lr": 100.0, "beta": 30.0, "smoothing": 0.5}
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"past": 0},
