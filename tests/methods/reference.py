@@ -305,7 +305,7 @@ def uneven(plan: Plan) -> Plan:
 
 
 def compare(
-    kind: str, configuration: str, reference: type[FedAvgReference], **params: Any
+    kind: str, configuration: str, reference: type[FedAvgReference], /, **params: Any
 ) -> tuple[Record, FedAvgReference]:
     """Refuse a method whose final model is not that of its reference; both for further checks."""
     experiment = small.tiny(kind, **CONFIGURATIONS[configuration], **params)
