@@ -1,4 +1,4 @@
-"""FedWeIT against a naive reference in NumPy; what holds past weights, sparse messages, refusals."""
+"""FedWeIT against a naive reference in NumPy; what holds past weights, sparse messages."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ def sigmoid(x: Array) -> Array:
 
 
 class FedWeITReference(FedAvgReference):
-    """W1 = B s + A + sum_k alpha_k KB_k with s = sigmoid(m) of each row; the rest is (b1, W2, b2)."""
+    """W1 = B s + A + sum_k alpha_k KB_k, s = sigmoid(m) of each row; the rest is (b1, W2, b2)."""
 
     def start(self) -> None:
         """B as it is sent, and no knowledge."""
@@ -251,5 +251,5 @@ def test_convolutions_and_statistics_of_normalisation_travel_with_their_tasks(
 
 
 def test_a_sparsity_that_leaves_no_channel_is_refused() -> None:
-    with pytest.raises(ParameterError, match="sparsity is 1.0"):
+    with pytest.raises(ParameterError, match="sparsity is 1"):
         tiny("fedweit", sparsity=1.0)
