@@ -12,7 +12,6 @@ from by_hand import CLOSE, FULL_BATCH, softmax_gradient, task_data, use_softmax_
 from coupling_flow import ByHand, strengthen
 from small import BATCH_NORM, BN_B, BN_P, P, plan, run, tiny
 from stamp_core.client.workspace import RoundId
-from stamp_core.models.flow import Flow
 from test_bytes import FLOW, B, first_round
 from test_bytes import P as RESNET
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from stamp_core.methods.base.distillation import soft_cross_entropy
 from stamp_core.methods.base.method import ClientRound, Log, Message, Reply, State
 from stamp_core.methods.base.task_server import PREFIX, class_mask, pack_bits
 from stamp_core.models.flat import FlatModel
+from stamp_core.models.flow import Flow
 from stamp_core.models.networks import Classifier
 
 BITS = 13  # bytes for 100 classes

@@ -104,12 +104,9 @@ def test_whole_runs_are_those_of_the_reference(
     assert [state["settled"] for state in kept] == [own["settled"] for own in naive.clients]
     learnt = torch.cat([state["weights"] for state in kept])
     assert ((learnt > 0.1) & (learnt < 0.9)).any()
-    last = naive.plan.experiences - 1
-    task = last % naive.plan.tasks
 
     def logits(client: int, x: Array) -> Array:
-        round_ = naive.training.rounds - 1
-        visit = Visit(client, last, round_, task, True, naive.indices(client, task))
+        visit = states.last_visit(naive, client)
         return naive.logits(kind.mixture(naive, visit, dict(naive.clients[client])), x)
 
     states.assert_personal_scores(record, naive, logits)

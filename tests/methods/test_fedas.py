@@ -94,13 +94,10 @@ def test_whole_runs_are_those_of_the_reference(
     kind = FedASReference
     record, kept, naive = states.compare("fedas", configuration, kind, tmp_path, **params)
     assert all(("base" in state) == params.get("align", True) for state in kept)
-    last = naive.plan.experiences - 1
-    task = last % naive.plan.tasks
 
     def logits(client: int, x: Array) -> Array:
         """Without alignment for a client that has not trained: its head is untrained."""
-        round_ = naive.training.rounds - 1
-        visit = Visit(client, last, round_, task, True, naive.indices(client, task))
+        visit = states.last_visit(naive, client)
         state = naive.clients[client]
         if not state["_trained"]:
             return naive.logits(np.concatenate([naive.theta[:BASE], state["head"]]), x)

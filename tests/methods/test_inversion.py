@@ -9,7 +9,6 @@ import torch
 from by_hand import CLOSE
 from small import BATCH_NORM, plan, run, whole
 from stamp_core.client.workspace import RoundId, Workspace
-from stamp_core.models.inversion import NormStatistics
 from test_methods import client_rounds
 from torch import Tensor, nn
 
@@ -21,6 +20,7 @@ from stamp_core.engine.experiment import Experiment
 from stamp_core.methods.base import inversion
 from stamp_core.methods.base.inversion import Inversion, Synthesis
 from stamp_core.methods.base.method import ClientRound, Log, State
+from stamp_core.models.inversion import NormStatistics
 
 KINDS = ("target", "lander")
 ONE_ROUND = {"rounds": 1}
