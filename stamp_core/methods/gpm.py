@@ -143,7 +143,7 @@ class Gpm(Method):
         client_round.log.numbers |= subspaces.filled(self.layers, state["bases"])
         return state
 
-    def remember(self, client_round: ClientRound, context: GpmContext) -> dict[str, object]:
+    def remember(self, client_round: ClientRound, context: GpmContext) -> State:
         """The bases with the task's inputs at the trained model; its former ones are replaced."""
         state: GpmState = client_round.state
         task = client_round.task

@@ -130,18 +130,17 @@ class SRFDIL(SampleCache):
     def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
         """The means of all networks, weighted by samples, and the clients of the next round."""
         state = super().aggregate(server, replies, log)
-        return state if self.params.selected == 1 else self.next_clients(state, replies, log)
-
-    def next_clients(self, server: SRFDILServer, replies: list[Reply], log: Log) -> State:
-        """The state with what clients reported of their importance, and those drawn by it."""
-        importance = server["importance"].clone()
+        if self.params.selected == 1:
+            return state
+        known: SRFDILServer = state
+        importance = known["importance"].clone()
         for reply in replies:
             importance[reply.client] = reply.message["importance"]
         largest = client_shares(importance, self.params.old).max()
         log.numbers["chance, largest share"] = float(largest)
-        next_round = server["round"] + 1
-        drawn = self.draw_clients(importance, server["seed"], next_round)
-        return {**server, "importance": importance, "round": next_round, "drawn": drawn}
+        next_round = known["round"] + 1
+        drawn = self.draw_clients(importance, known["seed"], next_round)
+        return {**state, "importance": importance, "round": next_round, "drawn": drawn}
 
     # --- a client
 
@@ -236,15 +235,11 @@ class SRFDIL(SampleCache):
             descend(adams["discriminator"], of_real + against)
             fooled = F.softplus(-self.discriminate(generated, asked)).mean()
             descend(adams["generator"], fooled)
-        if client_round.last and len(client_round.indices):
-            self.log_overfitting(client_round)
-
-    def log_overfitting(self, client_round: ClientRound) -> None:
-        """Log which share of the new task the discriminator takes for real."""
-        no_cache = empty_lists(self.runtime.dataset.x_train)
-        fresh = self.local_set(client_round.indices, client_round.task, no_cache)
-        taken = (self.correlations(fresh) > 0).float().mean()
-        client_round.log.numbers["new samples taken for real"] = float(taken)
+        if client_round.last and len(client_round.indices):  # overfitted if it takes few
+            none = empty_lists(self.runtime.dataset.x_train)
+            fresh = self.local_set(client_round.indices, client_round.task, none)
+            taken = (self.correlations(fresh) > 0).float().mean()
+            client_round.log.numbers["new samples taken for real"] = float(taken)
 
 
 def descend(adam: FlatAdam, loss: Tensor) -> None:

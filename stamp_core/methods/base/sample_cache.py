@@ -230,19 +230,15 @@ def linear_squares(
     One backward pass for all images: row n of the gradient of the summed loss with respect to a
     layer's output is the error of image n.
     """
-    inputs = list[Tensor]()
-    outputs = list[Tensor]()
-
-    def record(layer: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-        inputs.append(args[0].detach())
-        outputs.append(output)
-
+    passes = list[tuple[Tensor, Tensor]]()  # input and output of each layer
     with ExitStack() as hooks:
         for layer in layers:
-            hooks.callback(layer.register_forward_hook(record).remove)
+            hook = layer.register_forward_hook(lambda _, args, out: passes.append((args[0], out)))
+            hooks.callback(hook.remove)
         loss = F.cross_entropy(network.eval()(images), labels, reduction="sum")
+    inputs, outputs = zip(*passes, strict=True)
     errors = torch.autograd.grad(loss, outputs)
-    return torch.stack(list(map(layer_squares, errors, inputs))).sum(0)
+    return torch.stack(list(map(layer_squares, errors, inputs))).sum(0).detach()
 
 
 def rank_in_class(labels: Tensor) -> Tensor:
