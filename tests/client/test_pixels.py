@@ -10,7 +10,6 @@ import small
 import torch
 import torch.nn.functional as F
 from small import plan, run, tiny
-from stamp_core.client.workspace import RoundId, Workspace
 from torch import Tensor
 
 from stamp_core.client.pixels import count_pixels, intersection_over_union, predict_pixels

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from four_classes import images, labelled
-from stamp_core.client.workspace import Workspace
 
 from stamp_core.client import runtime as runtimes
 from stamp_core.client.runtime import ClientRuntime

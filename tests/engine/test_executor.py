@@ -288,7 +288,7 @@ def test_a_killed_fork_server_is_named_as_a_killed_worker_is(
 def test_without_ray_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STAMP_EXECUTOR", "ray")
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "stamp_ops.ray_executor", raising=False)
+    monkeypatch.delitem(sys.modules, "stamp_core.engine.ray_executor", raising=False)
     with pytest.raises(RuntimeError, match=r"run `pip install -e \.\[cluster\]`"):
         engine.train(REPLAY, plans(REPLAY, 0), 1, "cpu")
 

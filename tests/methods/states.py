@@ -6,27 +6,20 @@ from typing import Any
 
 import numpy as np
 import small
-from reference import CLOSE, CONFIGURATIONS, Array, FedAvgReference, Visit, uneven
+from reference import CLOSE, CONFIGURATIONS, Array, FedAvgReference, uneven
 
-from stamp_core.data.split import Plan
 from stamp_core.results.records import Record
 
 
 def compare(
-    kind: str,
-    configuration: str,
-    reference: type[FedAvgReference],
-    folder: Path,
-    change: Callable[[Plan], Plan] = lambda plan: plan,
-    **params: Any,
+    kind: str, configuration: str, reference: type[FedAvgReference], folder: Path, **params: Any
 ) -> tuple[Record, list[dict[str, Any]], FedAvgReference]:
     """Refuse a run whose final model, if it has one, or a number of a client's state differs.
 
     Compared are the arrays of the reference's states, but for those whose names begin with "_".
-    `change` is made to the plan.
     """
     experiment = small.tiny(kind, **CONFIGURATIONS[configuration], **params)
-    plan = change(small.plan(experiment))
+    plan = small.plan(experiment)
     plan = uneven(plan) if "uneven" in configuration else plan
     record = small.run(experiment, plan, resume=folder)
     naive = reference(experiment, plan)
@@ -55,10 +48,3 @@ def assert_personal_scores(
         predicted = logits(client, naive.normalised(naive.data.x_test[tests])).argmax(1)
         expected = (predicted == naive.data.y_test[tests].numpy()).mean()
         np.testing.assert_allclose(record.scores["personal"][0, -1, client, task], expected)
-
-
-def last_visit(naive: FedAvgReference, client: int) -> Visit:
-    """A client's last round: what evaluation takes as the address of personal models."""
-    last = naive.plan.experiences - 1
-    task = last % naive.plan.tasks
-    return Visit(client, last, naive.training.rounds - 1, task, True, naive.indices(client, task))

@@ -1,4 +1,4 @@
-"""AF-FCL: one client round by hand, credibility, distillation, the flow, and what is sent."""
+"""AF-FCL against a naive reference in torch; the flow; failures, statistics and what is kept."""
 
 import math
 from typing import Any
@@ -8,535 +8,333 @@ import pytest
 import small
 import torch
 import torch.nn.functional as F
-from by_hand import CLOSE, FULL_BATCH, softmax_gradient, task_data, use_softmax_regression
-from coupling_flow import ByHand, strengthen
-from small import BATCH_NORM, BN_B, BN_P, P, plan, run, tiny
-from stamp_core.client.workspace import RoundId
-from test_bytes import FLOW, B, first_round
-from test_bytes import P as RESNET
-from torch import Tensor, nn
+import torch_reference
+from reference import CONFIGURATIONS, Reply, State, Visit
+from small import BATCH_NORM, plan, tiny
+from torch import Tensor
+from torch_reference import Adam, Descent, TorchReference, soft_cross_entropy, taker
 
 from stamp_core.core.seeding import generator
-from stamp_core.data.split import Plan
-from stamp_core.engine.executor import Worker
-from stamp_core.methods.affcl import AFFCL, DIVERGED, NOT_REPLAYED, TEMPERATURE, credibility
-from stamp_core.methods.base.distillation import soft_cross_entropy
-from stamp_core.methods.base.method import ClientRound, Log, Message, Reply, State
-from stamp_core.methods.base.task_server import PREFIX, class_mask, pack_bits
-from stamp_core.models.flat import FlatModel
-from stamp_core.models.flow import Flow
-from stamp_core.models.networks import Classifier
+from stamp_core.methods.affcl.flow import Flow, Scale
+from stamp_core.methods.affcl.replay import DIVERGED, NOT_REPLAYED
+from stamp_core.models.generators import build_seeded
 
-BITS = 13  # bytes for 100 classes
-SMALL: dict[str, Any] = {"flow_hidden": 8}
+SCALES: tuple[Scale, ...] = ("default", "general")
+HIDDEN = 6
+SMALL: dict[str, Any] = {"flow_layers": 3, "flow_hidden": HIDDEN, "flow_lr": 0.01}
 
 
-def started(**options: Any) -> tuple[Worker, AFFCL, Plan, State]:
-    """A worker, its method, the plan and the server's first state."""
-    experiment = tiny("affcl", **{**SMALL, **options})
-    plan_ = plan(experiment)
-    worker = small.worker(experiment, plan_)
-    assert isinstance(worker.method, AFFCL)
-    return worker, worker.method, plan_, worker.initial_states(0)[0]
+class NaiveFlow:
+    """A flow of couplings on a vector of parameters.
 
-
-def trained(
-    worker: Worker, plan_: Plan, round_id: RoundId, state: State, message: Message
-) -> tuple[ClientRound, Reply]:
-    """A client round with its reply."""
-    client_round = ClientRound(round_id, plan_, state, message)
-    return client_round, worker.method.train_client(client_round)
-
-
-def later_round(server: State, plan_: Plan, **changes: Any) -> tuple[State, Message]:
-    """State and message in a later round of the second task, with a last copy of its own.
-
-    Classes 0 and 1 are past, and all classes of the data are learnt.
+    h = W [kept; onehot] + b; twice h += (W2 a(W1 a(h) + b1) + b2) * sigmoid(W_c onehot + b_c) with
+    a leaky rectifier a of slope 0.01; [shift; raw] = V h + c. The scale is sigmoid(raw + 2) + 0.001
+    or min(log(1 + e^raw) + 0.001, 3).
     """
-    draw = generator("last copy")
-    last = {
-        name: server[name] + by * torch.randn(len(server[name]), generator=draw)
-        for name, by in (("parameters", 0.3), ("flow", 0.03))
-    }
-    past = pack_bits(class_mask([0, 1], 10))
-    message = {name: server[name] for name in ("parameters", "buffers", "flow")}
-    message = {**message, "learnt": pack_bits(class_mask(range(10), 10)), **changes}
-    return {"announced": {"past": past}, "last": last}, message
+
+    def __init__(self, flow: Flow, scale: Scale, vector: Tensor) -> None:
+        shapes = {name: p.shape for name, p in flow.named_parameters()}
+        parts = vector.split([math.prod(shape) for shape in shapes.values()])
+        pairs = zip(shapes.items(), parts, strict=True)
+        self.weights = {name: part.view(shape) for (name, shape), part in pairs}
+        self.orders, self.classes, self.hidden = flow.orders, flow.classes, flow.hidden
+        self.default = scale == "default"
+
+    def affine(self, name: str, x: Tensor) -> Tensor:
+        """W x + b of a layer."""
+        return x @ self.weights[f"{name}.weight"].T + self.weights[f"{name}.bias"]
+
+    def coupling(self, layer: int, kept: Tensor, onehot: Tensor) -> tuple[Tensor, Tensor]:
+        """Shift and scale of a coupling."""
+        name = f"couplings.{layer}"
+        h = self.affine(f"{name}.enter", torch.cat([kept, onehot], 1))
+        gates = self.affine("gates", onehot).sigmoid()
+        for block in range(2):
+            inner = self.affine(f"{name}.first.{block}", torch.maximum(h, 0.01 * h))
+            inner = self.affine(f"{name}.second.{block}", torch.maximum(inner, 0.01 * inner))
+            start = (2 * layer + block) * self.hidden
+            h = h + inner * gates[:, start : start + self.hidden]
+        shift, raw = self.affine(f"{name}.leave", h).chunk(2, 1)
+        if self.default:
+            return shift, (raw + 2).sigmoid() + 0.001
+        return shift, ((1 + raw.exp()).log() + 0.001).clamp(max=3)
+
+    def noise(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The noise u of features x and log p(x) = sum log s - |u|^2 / 2 - D / 2 log(2 pi)."""
+        onehot, half = torch.eye(self.classes)[labels].to(x), x.shape[1] // 2
+        density = -x.shape[1] / 2 * math.log(2 * math.pi)
+        for layer, order in enumerate(self.orders):
+            x = x[:, order]
+            shift, scale = self.coupling(layer, x[:, :half], onehot)
+            x = torch.cat([x[:, :half], shift + scale * x[:, half:]], 1)
+            density = density + scale.log().sum(1)
+        return x, density - x.square().sum(1) / 2
+
+    def sample(self, u: Tensor, labels: Tensor) -> Tensor:
+        """The features of noise u: the layers backwards, each solved for its input."""
+        onehot, half = torch.eye(self.classes)[labels].to(u), u.shape[1] // 2
+        for layer in reversed(range(len(self.orders))):
+            shift, scale = self.coupling(layer, u[:, :half], onehot)
+            permuted = torch.cat([u[:, :half], (u[:, half:] - shift) / scale], 1)
+            u = torch.empty_like(u)
+            u[:, self.orders[layer]] = permuted
+        return u
 
 
-# ------------------------------------------------------------------ by hand
+class AFFCLReference(TorchReference):
+    """The flow learns features, the head learns from its samples; old networks teach."""
+
+    def start(self) -> None:
+        """The initial flow."""
+        super().start()
+        p = self.params
+        sizes = (32, self.classes, p.flow_hidden, p.flow_layers, p.flow_scale)
+        self.net = build_seeded(lambda: Flow(*sizes), self.plan.seed, "flow")
+        self.flow = small.flat(list(self.net.parameters()))
+
+    def on(self, vector: Tensor) -> NaiveFlow:
+        """The flow with a vector of parameters."""
+        return NaiveFlow(self.net, self.params.flow_scale, vector)
+
+    def local(self, visit: Visit, state: State) -> Reply:
+        """A client round with the steps of the flow between those on images."""
+        p, first = self.params, visit.client not in self.told
+        if first:
+            state["past"] = self.past
+            state["last"] = (self.theta, self.flow) if self.past.any() else None
+        learnt = (state["past"] if first else self.seen) | self.own_classes(visit)
+        size = (self.training.epochs * len(visit.indices), 32)
+        take = taker(learnt, size, self.draw(visit, "replay"))
+        take_old = taker(state["past"], size, self.draw(visit, "replay of the last task"))
+        theta, flow, last = self.theta, self.flow, state["last"]
+        state["adam"] = adam = state.get("adam") or Adam(p.flow_lr)
+        descent, of_head = Descent(self.training), Descent(self.training, weight_decay=0.0)
+        waiting = list[tuple[Tensor, Tensor]]()
+        batches = self.batches(visit)
+        for place in range(len(batches) + 1):
+            batch = batches[place : place + 1]
+            waiting += [(self.features(theta, self.x[each]), self.y[each]) for each in batch]
+            if len(waiting) == p.flow_every or (waiting and not batch):
+                features, labels = map(torch.cat, zip(*waiting, strict=True))
+                flow = self.fit(adam, flow, features, labels, last, take_old)
+                again = 0.0 if batch else descent.gradient
+                theta = self.replay(of_head, theta, flow, features, labels, last, take, again)
+                waiting.clear()
+            for each in batch:
+                theta = descent.step(theta, lambda v: self.image_loss(v, each, last))  # noqa: B023
+        return Reply(visit.client, theta, len(visit.indices), {"flow": flow})
+
+    def fit(self, adam: Adam, flow: Tensor, x: Tensor, y: Tensor, last: Any, take: Any) -> Tensor:
+        """A step of the flow on features and on samples of the last one."""
+        leaf = flow.clone().requires_grad_()
+        loss = -self.on(leaf).noise(x, y)[1].mean()
+        if last:
+            labels, noise = take(len(y))
+            old = self.on(last[1]).sample(noise, labels)
+            loss = loss - self.params.k_lastflow * self.on(leaf).noise(old, labels)[1].mean()
+        return adam.move(flow, torch.autograd.grad(loss, leaf)[0])
+
+    def replay(
+        self,
+        sgd: Descent,
+        theta: Tensor,
+        flow: Tensor,
+        x: Tensor,
+        y: Tensor,
+        last: Any,
+        take: Any,
+        again: Any,
+    ) -> Tensor:
+        """A step of the head on samples, each weighted by its credibility.
+
+        `again` is a gradient that is still there: after the last batch that of its step.
+        """
+        p = self.params
+        labels, noise = take(len(y))
+        samples = self.on(flow).sample(noise, labels)
+        own, log_density = self.on(flow).noise(x, y)
+        density = (log_density / 32).exp().mean()
+        weights = torch.stack([density] * len(y))
+        for i, label in enumerate(labels):
+            if (y == label).any():
+                of_class = own[y == label]
+                variance = of_class.var(0, correction=0).clamp(min=p.min_variance)
+                normal = torch.distributions.Normal(of_class.mean(0), variance.sqrt())
+                weights[i] = normal.log_prob(noise[i]).exp().mean()
+
+        def loss(vector: Tensor) -> Tensor:
+            logits = self.head(vector, samples)
+            each = F.cross_entropy(logits, labels, reduction="none")
+            value = (weights * each).mean() * ((1 - p.theta) * density + p.theta)
+            if last:
+                old = self.head(last[0], samples)
+                value = value + p.k_kd_last * p.k_kd_output * soft_cross_entropy(logits, old, 2.0)
+            return p.k_loss_flow * value + (again * vector).sum()
+
+        return sgd.step(theta, loss)
+
+    def image_loss(self, theta: Tensor, batch: Any, last: Any) -> Tensor:
+        """Cross-entropy and the distances from the last task's features and outputs."""
+        features = self.features(theta, self.x[batch])
+        logits = self.head(theta, features)
+        loss = F.cross_entropy(logits, self.y[batch])
+        if last:
+            old = self.features(last[0], self.x[batch])
+            of_features = (features - old).square().mean()
+            of_outputs = soft_cross_entropy(logits, self.head(last[0], old), 2.0)
+            of_outputs = self.params.k_kd_output * of_outputs
+            loss = loss + self.params.k_kd_last * (
+                self.params.k_kd_feature * of_features + of_outputs
+            )
+        return loss
+
+    def aggregate(self, replies: list[Reply]) -> None:
+        """The means of models and flows."""
+        super().aggregate(replies)
+        self.flow = self.mean([reply.sent["flow"] for reply in replies], replies)
 
 
-def softmax(z: Any) -> Any:
-    """The probabilities of logits.  # [n, 10]"""
-    e = np.exp(z - z.max(1, keepdims=True))
-    return e / e.sum(1, keepdims=True)
-
-
-def credibility_by_hand(samples: Any, drawn: Any, own: Any, labels: Any, absent: float) -> Any:
-    """The mean over d of N(x_d; mu_d, max(var_d, 0.01)) with the moments of the sample's class."""
-    weights = []
-    for x, label in zip(samples, drawn, strict=True):
-        members = own[labels == label]
-        if not len(members):
-            weights.append(absent)
-            continue
-        variance = np.maximum(members.var(0), 0.01)
-        density = np.exp(-((x - members.mean(0)) ** 2) / (2 * variance))
-        weights.append((density / np.sqrt(2 * np.pi * variance)).mean())
-    return np.array(weights)
-
-
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
 @pytest.mark.parametrize(
-    ("mode", "scale", "theta"),
-    [("noise", "general", 0.2), ("features", "default", 0.0), ("mixed", "general", 1.0)],
+    "params",
+    [
+        {"k_loss_flow": 0.5, "k_kd_last": 1.0, "server_lr": 1.5},
+        {"k_loss_flow": 2.0, "flow_every": 2, "flow_scale": "general", "theta": 1.0},
+    ],
+    ids=["default", "general"],
 )
-def test_one_client_round_by_hand(
-    mode: Any, scale: Any, theta: float, monkeypatch: pytest.MonkeyPatch
+def test_whole_runs_are_those_of_the_reference(params: dict[str, Any], configuration: str) -> None:
+    torch_reference.compare("affcl", configuration, AFFCLReference, 1e-4, **SMALL, **params)
+
+
+# --- the flow
+
+
+def strong_flow(features: int, scale: Scale) -> tuple[Flow, NaiveFlow]:
+    """A flow with large weights, in float64, and the naive one with the same weights."""
+    flow = Flow(features, 3, 4, 4, scale).double()
+    draw = generator("strong", features)
+    for parameter in flow.parameters():
+        parameter.data.add_(torch.randn(parameter.shape, generator=draw), alpha=0.3)
+    return flow, NaiveFlow(flow, scale, small.flat(list(flow.parameters())).double())
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("features", [1, 2, 7])
+def test_a_flow_is_the_naive_one_with_the_volume_of_its_jacobian(
+    features: int, scale: Scale
 ) -> None:
-    """Softmax regression z = W x + b, so that the features are the inputs; one full batch of n
-    images, a fixed flow (flow_lr 0) and a last classifier with outputs q.
-
-    With u, p the noise and the density of x_i, r = mean p^(1/64), n samples y_j of the flow and
-    credibilities c_j, the replay step is theta_1 = theta_0 - lr k_loss_flow dL_1 with
-
-        L_1 = (mean_j c_j CE(y_j)) ((1 - theta) r + theta) + k_kd_last k_kd_output KD(y),
-        dKD / dz = (softmax(z / 2) - softmax(z_last / 2)) / (2 n);
-
-    the step on images is theta_2 = theta_1 - lr (dCE(x) + k_kd_last k_kd_output dKD(x)).
-    """
-    use_softmax_regression(monkeypatch)
-    params = {"flow_lr": 0.0, "flow_scale": scale, "theta": theta, "credibility": mode}
-    weights = {"k_loss_flow": 0.7, "k_kd_last": 0.9, "k_kd_output": 0.8}
-    options = {"split": {"images_per_class": 9}, "training": FULL_BATCH}
-    worker, method, plan_, server = started(**options, **params, **weights)
-    strengthen(server["flow"], by=0.01)
-    state, message = later_round(server, plan_)
-    client_round, reply = trained(worker, plan_, RoundId(0, 0, 1, 0, True), state, message)
-
-    x, labels = task_data(client_round, worker)
-    y, n, draw = labels.numpy(), len(labels), client_round.round_id.generator("replay")
-    drawn = torch.randint(10, (n,), generator=draw).numpy()
-    noise = torch.randn(n, 64, generator=draw).double().numpy()
-    flow = method.new_flow(0)
-    FlatModel(flow).load(server["flow"])
-    by_hand = ByHand(flow, scale)
-    pairs = [by_hand.noise(each, label) for each, label in zip(x, y, strict=True)]
-    own_noise, log_density = (np.array(part) for part in zip(*pairs, strict=True))
-    density = np.exp(log_density / 64).mean()
-    samples = np.array([by_hand.sample(u, int(k)) for u, k in zip(noise, drawn, strict=True)])
-    compared = noise if mode == "noise" else samples
-    own = x if mode == "features" else own_noise
-    credible = credibility_by_hand(compared, drawn, own, y, density)
-    assert {*y} & {*drawn} and {*drawn} - {*y} and credible.max() > 1.1 * credible.min()
-
-    before = message["parameters"].double().numpy()
-    old, theta_1 = state["last"]["parameters"].double().numpy(), before.copy()
-
-    def logits(v: Any, inputs: Any) -> Any:
-        return inputs @ v[:640].reshape(10, 64).T + v[640:]
-
-    def pulled_back(g: Any, inputs: Any) -> Any:
-        return np.concatenate([(g.T @ inputs).ravel(), g.sum(0)])
-
-    def distilled(v: Any, inputs: Any) -> Any:
-        return 0.72 * (softmax(logits(v, inputs) / 2) - softmax(logits(old, inputs) / 2)) / (2 * n)
-
-    g = credible[:, None] * (softmax(logits(before, samples)) - np.eye(10)[drawn]) / n
-    g = g * ((1 - theta) * density + theta) + distilled(before, samples)
-    theta_1 -= 0.1 * 0.7 * pulled_back(g, samples)
-    g = softmax_gradient(theta_1, x, labels) + pulled_back(distilled(theta_1, x), x)
-    np.testing.assert_allclose(reply.message["parameters"], theta_1 - 0.1 * g, **CLOSE)
-    assert np.abs(theta_1 - before).max() > 1e-3
-    assert torch.equal(reply.message["flow"], server["flow"])
-    assert client_round.log.numbers["flow density"] == pytest.approx(density, rel=1e-5)
-    assert client_round.log.numbers["credibility"] == pytest.approx(credible.mean(), rel=1e-5)
+    flow, naive = strong_flow(features, scale)
+    draw = generator("features")
+    labels = torch.randint(3, (6,), generator=draw)
+    x = torch.randn(6, features, generator=draw).double().requires_grad_()
+    noise, density = flow(x, labels)
+    for found, expected in zip((noise, density), naive.noise(x, labels), strict=True):
+        torch.testing.assert_close(found, expected, check_dtype=False, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(flow.sample(noise, labels), x)  # back again
+    normal = -0.5 * noise.square().sum(1) - features / 2 * math.log(2 * math.pi)
+    rows = [torch.autograd.grad(u.sum(), x, retain_graph=True)[0] for u in noise.T]
+    volume = torch.linalg.slogdet(torch.stack(rows, 1)).logabsdet  # of [6, D, D]
+    torch.testing.assert_close(density - normal, volume)
 
 
-# ------------------------------------------------------------------ credibility and distillation
+@pytest.mark.parametrize("layers", [2, 3, 6])
+def test_every_feature_is_mapped_and_all_flows_permute_alike(layers: int) -> None:
+    """Whatever the seed of the weights; layers reverse first and permute at random then."""
+    makes = [lambda: Flow(7, 2, 3, layers, "default")] * 2
+    one, other = (build_seeded(make, seed) for seed, make in enumerate(makes))
+    assert torch.equal(one.orders, other.orders)
+    assert not torch.equal(one.gates.weight, other.gates.weight)
+    reverse = torch.arange(6, -1, -1)
+    first = max(2, layers // 2)
+    assert all(torch.equal(order, reverse) == (i < first) for i, order in enumerate(one.orders))
+    assert (one(torch.ones(1, 7), torch.tensor([0]))[0] != 1).all()
 
 
-def test_credibility_of_a_class_with_one_image_is_bounded_by_the_least_variance() -> None:
-    """At its mean the normal density is 1 / sqrt(2 pi var); a class without images has `absent`."""
-    own, labels = torch.tensor([[1.0, 2.0]]), torch.tensor([4])
-    samples, drawn = torch.tensor([[1.0, 2.0], [1.0, 2.0]]), torch.tensor([4, 5])
-    members = F.one_hot(labels, 6).float()
-    for least, expected in ((1e-4, 39.894), (1e-2, 3.9894), (1.0, 0.39894)):
-        found = credibility(samples, drawn, own, members, torch.tensor(0.5), least)
-        assert found.tolist() == pytest.approx([expected, 0.5], rel=1e-4)
+def test_a_flow_of_resnet18s_features_has_the_published_size() -> None:
+    flow = Flow(512, 100, 512, 4, "default")
+    assert sum(p.numel() for p in flow.parameters()) == 6_397_952
 
 
-def test_standard_normal_features_have_the_density_of_a_standard_normal() -> None:
-    """A flow whose scales are 1 and whose shifts are 0: exp(mean log p_d) approaches
-    exp(-(ln 2 pi + 1) / 2) = 0.2420, and the published factor (1 - 0.1) 0.2420 + 0.1 is 0.318."""
-    _, method, _, _ = started(network={"kind": "mlp", "features": 512})
-    module = method.flow.module
-    assert isinstance(module, Flow)
-    module.scale = torch.ones_like
-    method.flow.parameters.zero_()
-    features = torch.randn(64, 512, generator=generator("normal"))
-    labels, samples = torch.zeros(64, dtype=torch.int64), torch.zeros(1, 512)
-    density = float(method.weights(features, labels, samples, samples, labels[:1])[1])
-    assert density == pytest.approx(0.2420, abs=2e-3)
-    assert (1 - 0.1) * density + 0.1 == pytest.approx(0.318, abs=2e-3)
+# --- failures, statistics, and what is kept
 
 
-def test_soft_cross_entropy_of_equal_outputs_is_the_entropy_and_pulls_nowhere() -> None:
-    """The probabilities are p^(1/2), normalised."""
-    logits = torch.randn(5, 10, generator=generator("logits"), dtype=torch.float64)
-    root = logits.softmax(1).sqrt()
-    p = root / root.sum(1, keepdim=True)
-    moving = logits.clone().requires_grad_()
-    loss = soft_cross_entropy(moving, logits, TEMPERATURE)
-    loss.backward()
-    torch.testing.assert_close(loss.detach(), -(p * p.log()).sum(1).mean())
-    assert moving.grad is not None and moving.grad.abs().max() < 1e-15
-    other = logits.roll(1, 1)
-    expected = -(p * F.log_softmax(other / 2, 1)).sum(1).mean()
-    torch.testing.assert_close(soft_cross_entropy(other, logits, TEMPERATURE), expected)
+def after_first_task(**options: Any) -> tuple[Any, Any]:
+    """A worker and a client round of its second task, in which it has a last task."""
+    experiment = tiny("affcl", **{**SMALL, **options})
+    worker = small.worker(experiment, plan(experiment))
+    client_round = small.arrived(worker, plan(experiment), 1)
+    client_round.message["announced past"] = torch.tensor([255, 3], dtype=torch.uint8)
+    return worker, client_round
 
 
-@pytest.mark.parametrize("hard", [{}, {"momentum": 0.9, "weight_decay": 0.01}], ids=str)
-def test_training_is_sgd_on_the_loss_with_distillation(hard: dict[str, Any]) -> None:
-    """Without a flow, against torch.optim.SGD on CE + 0.8 (0.9 MSE(features) + 0.7 KD)."""
-    weights = {"k_loss_flow": 0.0, "k_kd_last": 0.8, "k_kd_feature": 0.9, "k_kd_output": 0.7}
-    worker, _, plan_, server = started(training={**hard, "epochs": 2}, **weights)
-    last = server["parameters"] + 0.1 * torch.randn(P, generator=generator("last"))
-    state = {"announced": {"past": pack_bits(class_mask([0], 10))}, "last": {"parameters": last}}
-    message = {"parameters": server["parameters"]}
-    _, reply = trained(worker, plan_, RoundId(0, 0, 1, 1), state, message)
-
-    experiment = tiny("affcl", training={**hard, "epochs": 2}, **weights)
-    dataset, t = experiment.dataset(), experiment.setting.training
-    net, old = (small.network(experiment, v) for v in (server["parameters"], last))
-    sgd = torch.optim.SGD(net.parameters(), t.lr, t.momentum, weight_decay=t.weight_decay)
-    own, order = plan_.train_indices(dataset, 0, 1), generator(0, 0, 1, 1, "order")
-    for _ in range(2):
-        for batch in own[torch.randperm(len(own), generator=order)].split(t.batch_size):
-            images = small.normalised(experiment, dataset.x_train[batch])
-            features, old_features = net.encode(images), old.encode(images).detach()
-            logits, old_logits = net.head(features), old.head(old_features).detach()
-            teacher = (old_logits / 2).softmax(1)
-            loss = F.cross_entropy(logits, dataset.y_train[batch])
-            loss = loss + 0.8 * 0.9 * (features - old_features).square().mean()
-            loss = loss - 0.8 * 0.7 * (teacher * (logits / 2).log_softmax(1)).sum(1).mean()
-            sgd.zero_grad()
-            loss.backward()
-            sgd.step()
-    expected = nn.utils.parameters_to_vector(net.parameters()).detach()
-    torch.testing.assert_close(reply.message["parameters"], expected, **CLOSE)
-    assert torch.equal(reply.state["last"]["parameters"], last)
+def test_training_goes_on_without_a_flow_that_is_not_finite() -> None:
+    """The received flow is sent back, and Adam starts afresh in the next round."""
+    worker, client_round = after_first_task(flow_lr=1e30)
+    reply = worker.method.train_client(client_round)
+    assert reply.log.events.count(DIVERGED) == 1 and math.isfinite(reply.loss)
+    assert torch.equal(reply.message["flow"], client_round.message["flow"])
+    assert reply.state["moments"] == {}
 
 
-# ------------------------------------------------------------------ replay
-
-
-@pytest.mark.parametrize("hard", [{}, {"momentum": 0.9, "weight_decay": 0.01}], ids=str)
-def test_replay_moves_the_head_alone(hard: dict[str, Any]) -> None:
-    """Not the encoder, which weight decay would, and not the statistics of normalisation."""
-    worker, method, plan_, server = started(network=BATCH_NORM, training=hard)
-    state, message = later_round(server, plan_)
-    client_round = ClientRound(RoundId(0, 0, 1, 1), plan_, state, message)
-    method.receive(client_round)
-    model, size = worker.work.model, worker.work.encoder_size
-    before, buffers = model.parameters.clone(), model.buffers.clone()
-    features = torch.rand(16, 8, generator=generator("features"))
-    labels = torch.tensor([2, 3]).repeat(8)
-    for _ in range(3):
-        method.replay(client_round, features, labels)
-    assert torch.equal(model.parameters[:size], before[:size])
-    assert not torch.equal(model.parameters[size:], before[size:])
-    assert torch.equal(model.buffers, buffers) and not model.gradients.any()
+def test_samples_that_are_not_finite_are_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head is then that of training without replay."""
+    broken = lambda flow, noise, labels: torch.full_like(noise, torch.nan)  # noqa: E731
+    monkeypatch.setattr(Flow, "sample", broken)
+    worker, client_round = after_first_task(
+        k_lastflow=0.0, k_kd_last=0.0, split={"images_per_class": 16}
+    )
+    reply = worker.method.train_client(client_round)
+    assert reply.log.events == [NOT_REPLAYED] * 2
+    plain = small.worker(tiny(split={"images_per_class": 16}), client_round.plan)
+    fedavg = plain.method.train_client(small.arrived(plain, client_round.plan, 1))
+    assert torch.equal(reply.message["parameters"], fedavg.message["parameters"])
 
 
 @pytest.mark.parametrize("policy", ["shared", "local", "frozen"])
 def test_statistics_of_normalisation_are_updated_once_a_batch(policy: str) -> None:
-    """After one full batch they are FedAvg's: no update depends on a weight that replay moves."""
-    options: dict[str, Any] = {"network": BATCH_NORM, "training": {**FULL_BATCH, "buffers": policy}}
-    worker, _, plan_, server = started(**options)
-    state, message = later_round(server, plan_)
-    state["last"] |= {"buffers": server["buffers"] + 0.1}
-    round_id = RoundId(0, 0, 1, 0, True)
-    trained(worker, plan_, round_id, state, message)
-    after = worker.work.model.buffers.clone()
-    plain = small.worker(tiny(**options), plan_)
-    trained(plain, plan_, round_id, {}, {k: message[k] for k in ("parameters", "buffers")})
-    assert torch.equal(after, plain.work.model.buffers)
-    assert torch.equal(after, server["buffers"]) == (policy == "frozen")
-
-
-def test_images_are_encoded_once_unless_the_modes_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch takes one pass of the trained encoder, or two if normalisation uses the batch."""
-    calls: list[Classifier] = []
-    encode = Classifier.encode
-
-    def counted(self: Classifier, images: Tensor) -> Tensor:
-        calls.append(self)
-        return encode(self, images)
-
-    monkeypatch.setattr(Classifier, "encode", counted)
-    for network, expected in ((small.NETWORK, 1), (BATCH_NORM, 2)):
-        worker, method, plan_, server = started(network=network, training=FULL_BATCH)
-        state, message = later_round(server, plan_)
-        state["last"] |= {"buffers": server["buffers"]}
-        calls.clear()
-        trained(worker, plan_, RoundId(0, 0, 1, 0), state, message)
-        assert calls.count(worker.work.classifier) == expected
-        assert calls.count(method.teacher) == 1
-
-
-def drawn_classes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Flow, set[int]]]:
-    """The flow and the classes of every draw of samples from now on."""
-    draws: list[tuple[Flow, set[int]]] = []
-    sample = Flow.sample
-
-    def counted(self: Flow, noise: Tensor, labels: Tensor) -> Tensor:
-        draws.append((self, set(labels.tolist())))
-        return sample(self, noise, labels)
-
-    monkeypatch.setattr(Flow, "sample", counted)
-    return draws
-
-
-def test_all_classes_learnt_by_anybody_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the first round of an experience those of the past and of the own task; from the second
-    one on also those that others are learning. Samples for the flow are of past classes."""
-    options = {"training": {"rounds": 2, "batch_size": 1000}}
-    worker, method, plan_, server = started(**options)
-    draws = drawn_classes(monkeypatch)
-    states = worker.initial_states(0)[1]
-    for experience in range(3):
-        seen = [set(plan_.seen(u, experience)) for u in range(4)]
-        past = set().union(*(plan_.seen(u, experience - 1) for u in range(4)))
-        for round_ in range(2):
-            replies = []
-            for u in range(4):
-                draws.clear()
-                message = method.broadcast(server, u)
-                round_id = RoundId(0, u, experience, round_, round_ == 1)
-                reply = trained(worker, plan_, round_id, states[u], message)[1]
-                states[u] = reply.state
-                replies.append(reply)
-                known = set().union(*seen) if round_ else past | seen[u]
-                *of_last, (flow, classes) = draws
-                assert flow is method.flow.module and classes == known
-                assert of_last == [(method.last_flow.module, past)] * bool(past)
-            server = method.aggregate(server, replies, Log())
-
-
-# ------------------------------------------------------------------ the flow
-
-
-def test_the_flow_is_fitted_to_features_and_to_samples_of_the_last_one() -> None:
-    """Against torch.optim.Adam on -mean log p(x) - k_lastflow mean log p(x of the last flow), at a
-    local learning rate of 0, in batches of 16, and in a second round from stored moments."""
-    options: dict[str, Any] = {"training": {"lr": 0.0}, "flow_lr": 0.01, "k_lastflow": 0.3}
-    worker, method, plan_, server = started(**options)
-    state, message = later_round(server, plan_)
-    reference, last = method.new_flow(0), method.new_flow(0)
-    FlatModel(last).load(state["last"]["flow"])
-    net = small.network(tiny("affcl"), server["parameters"])
-    dataset, adam = worker.work.dataset, torch.optim.Adam(reference.parameters(), lr=0.01)
-    indices = plan_.train_indices(dataset, 0, 1)
-    for round_ in range(2):
-        round_id = RoundId(0, 0, 1, round_)
-        _, reply = trained(worker, plan_, round_id, state, message)
-        state, message = reply.state, {**message, "flow": reply.message["flow"]}
-        past, used = round_id.generator("replay of the last task"), 0
-        drawn_past = torch.randint(2, (len(indices),), generator=past)  # for the whole round
-        with torch.no_grad():
-            pool = last.sample(torch.randn(len(drawn_past), 32, generator=past), drawn_past)
-        order = indices[torch.randperm(len(indices), generator=round_id.generator("order"))]
-        for batch in order.split(16):
-            n, images = len(batch), small.normalised(tiny(), dataset.x_train[batch])
-            samples, drawn = pool[used : used + n], drawn_past[used : used + n]
-            features, used = net.encode(images).detach(), used + n
-            adam.zero_grad()
-            loss = -reference(features, dataset.y_train[batch])[1].mean()
-            (loss - 0.3 * reference(samples, drawn)[1].mean()).backward()
-            adam.step()
-    expected = nn.utils.parameters_to_vector(reference.parameters()).detach()
-    torch.testing.assert_close(reply.message["flow"], expected, rtol=0, atol=1e-5)
-    assert not torch.allclose(expected, server["flow"], rtol=0, atol=1e-3)
-    assert torch.equal(reply.message["parameters"], server["parameters"])
-
-
-@pytest.mark.parametrize(("every", "expected"), [(1, [16, 16, 8]), (2, [32, 8]), (5, [40])])
-def test_several_batches_may_share_a_step_of_the_flow(
-    every: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On 40 images; the features of the last, incomplete group are used as well."""
-    sizes: list[int] = []
-    fit = AFFCL.fit_flow
-
-    def counted(self: AFFCL, client_round: ClientRound, features: Tensor, labels: Tensor) -> None:
-        sizes.append(len(labels))
-        fit(self, client_round, features, labels)
-
-    monkeypatch.setattr(AFFCL, "fit_flow", counted)
-    split = {"images_per_class": 20}
-    worker, method, plan_, server = started(split=split, flow_every=every)
-    message = method.broadcast(server, 0)
-    _, reply = trained(worker, plan_, RoundId(0, 0, 0, 0), {}, message)
-    assert sizes == expected and reply.state["moments"]["steps"] == len(expected)
-
-
-def test_the_server_averages_flows_by_samples() -> None:
-    """(1 x (0, 2) + 3 x (4, 6)) / 4 = (3, 5), whatever server_lr; no samples, no weight."""
-    _, method, _, server = started(server_lr=2.0)
-    replies = []
-    for client, (samples, flow) in enumerate([(1, (0.0, 2.0)), (3, (4.0, 6.0)), (0, (9.0, 9.0))]):
-        message = {name: server[name] for name in ("parameters", "buffers")}
-        message["flow"] = torch.tensor(flow)
-        replies.append(Reply(client, {}, message, samples, 1, 0.0))
-    assert method.aggregate(server, replies, Log())["flow"].tolist() == [3, 5]
-    assert torch.equal(method.aggregate(server, replies[2:], Log())["flow"], server["flow"])
-
-
-@pytest.mark.parametrize("lr", [0.0, 1e30], ids=["received", "trained"])
-def test_training_goes_on_without_a_flow_that_is_not_finite(lr: float) -> None:
-    """The received flow is sent back, and Adam starts afresh in the next round."""
-    worker, method, plan_, server = started(flow_lr=lr, k_kd_last=0.0, k_lastflow=0.0)
-    if not lr:
-        server["flow"].fill_(math.inf)
-    message = method.broadcast(server, 0)
-    client_round, reply = trained(worker, plan_, RoundId(0, 0, 0, 0), {}, message)
-    assert client_round.log.events.count(DIVERGED) == 1
-    assert torch.equal(reply.message["flow"], server["flow"]) and reply.state["moments"] == {}
-    assert torch.isfinite(reply.message["parameters"]).all()
-    if not lr:  # never replayed, so the model is FedAvg's
-        plain = small.worker(tiny(), plan_)
-        of_plain = trained(plain, plan_, RoundId(0, 0, 0, 0), {}, message)[1]
-        assert torch.equal(reply.message["parameters"], of_plain.message["parameters"])
-
-
-def test_samples_that_are_not_finite_are_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Flow, "sample", lambda self, noise, labels: noise * math.nan)
-    worker, method, plan_, server = started(training=FULL_BATCH, k_kd_last=0.0)
-    message = method.broadcast(server, 0)
-    client_round, reply = trained(worker, plan_, RoundId(0, 0, 0, 0), {}, message)
-    assert (
-        client_round.log.events == [NOT_REPLAYED] and "credibility" not in client_round.log.numbers
+    """After one full batch they are FedAvg's; the last classifier has those it was received with,
+    or the client's own where they stay local."""
+    training = {"rounds": 1, "batch_size": 1000, "buffers": policy, "momentum": 0.9}
+    options: dict[str, Any] = {"network": BATCH_NORM, "training": training}
+    worker, client_round = after_first_task(**options)
+    reply = worker.method.train_client(client_round)
+    found = worker.runtime.model.buffers.clone()
+    received = client_round.state.get("buffers", client_round.message.get("buffers"))
+    received = worker.runtime.untrained if received is None else received
+    assert torch.equal(reply.state["last"]["buffers"], received)
+    plain = small.worker(tiny(**options), client_round.plan)
+    fedavg = plain.method.client_round(
+        client_round.round_id, client_round.plan, client_round.state, client_round.message
     )
-    assert not torch.equal(reply.message["flow"], server["flow"])
-    plain = small.worker(tiny(training=FULL_BATCH), plan_)
-    of_plain = trained(plain, plan_, RoundId(0, 0, 0, 0), {}, message)[1]
-    assert torch.equal(reply.message["parameters"], of_plain.message["parameters"])
-
-
-# ------------------------------------------------------------------ what is kept and sent
-
-
-def test_the_last_copy_is_what_comes_first_in_an_experience() -> None:
-    """None in the first experience; a client that misses the first round takes a later one. The
-    nth message is the initial model plus n / 100."""
-    worker, _, plan_, server = started()
-    for mask, rounds, expected in (
-        ([], [(0, 0)], None),
-        ([0, 1], [(1, 0), (1, 1)], 0),
-        ([0, 1], [(1, 1), (2, 0), (2, 1)], 1),
-    ):
-        state: State = {}
-        for n, (experience, round_) in enumerate(rounds):
-            first = n == 0 or rounds[n - 1][0] != experience
-            message = {name: server[name] + n / 100 for name in ("parameters", "flow")}
-            name = PREFIX + "past" if first else "learnt"
-            message[name] = pack_bits(class_mask(mask, 10))
-            given = small.copied(message)
-            reply = trained(worker, plan_, RoundId(0, 0, experience, round_), state, message)[1]
-            small.assert_equal_trees(message, given)
-            state = reply.state
-        assert bool(state["last"]) == (expected is not None)
-        for name in state["last"]:
-            assert torch.equal(state["last"][name], server[name] + expected / 100)
-
-
-@pytest.mark.parametrize("policy", ["shared", "local"])
-def test_the_last_classifier_has_its_own_statistics_of_normalisation(policy: str) -> None:
-    """Those received with it or, where they stay local, those of the client."""
-    worker, method, plan_, server = started(network=BATCH_NORM, training={"buffers": policy})
-    server = {**server, "past": class_mask([0, 1], 10), "buffers": server["buffers"] + 0.5}
-    own = server["buffers"] + 0.25
-    state = {"buffers": own} if policy == "local" else {}
-    reply = trained(worker, plan_, RoundId(0, 0, 1, 0), state, method.broadcast(server, 0))[1]
-    expected = own if policy == "local" else server["buffers"]
-    assert torch.equal(reply.state["last"]["buffers"], expected)
-    assert torch.equal(method.flat_teacher.buffers, expected)
+    plain.method.train_client(fedavg)
+    torch.testing.assert_close(found, plain.runtime.model.buffers, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("weights", "kept"),
+    ("params", "kept"),
     [
-        ({}, ("flow", "parameters")),
-        ({"k_kd_last": 0.0}, ("flow",)),
-        ({"k_kd_feature": 0.0, "k_kd_output": 0.0}, ("flow",)),
-        ({"k_lastflow": 0.0}, ("parameters",)),
-        ({"k_loss_flow": 0.0}, ("parameters",)),
-        ({"k_loss_flow": 0.0, "k_kd_last": 0.0}, None),
-        ({"k_lastflow": 0.0, "k_kd_last": 0.0}, None),
+        ({}, {"parameters", "flow"}),
+        ({"k_lastflow": 0.0}, {"parameters"}),
+        ({"k_kd_last": 0.0}, {"flow"}),
+        ({"k_loss_flow": 0.0}, {"parameters"}),
     ],
     ids=str,
 )
 def test_nothing_is_kept_or_sent_for_a_weight_of_zero(
-    weights: dict[str, float], kept: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch
+    params: dict[str, Any], kept: set[str]
 ) -> None:
-    """Without replay there is no flow: none is built, drawn from, trained, kept or sent."""
-    draws = drawn_classes(monkeypatch)
-    worker, method, plan_, server = started(**weights)
-    server = {**server, "past": class_mask([0, 1], 10)}
-    message = method.broadcast(server, 0)
-    reply = trained(worker, plan_, RoundId(0, 0, 1, 0), {}, message)[1]
-    flow = weights.get("k_loss_flow", 1) > 0
-    for tree in (server, message, reply.message):
-        assert ("flow" in tree) == flow
-    assert bool(draws) == flow == hasattr(method, "flow") == ("moments" in reply.state)
-    assert (tuple(sorted(reply.state["last"])) if "last" in reply.state else None) == kept
-    assert hasattr(method, "teacher") == ("parameters" in (kept or ()))
+    worker, client_round = after_first_task(**params)
+    reply = worker.method.train_client(client_round)
+    assert set(reply.state["last"]) == kept
+    flow = {"flow"} if params.get("k_loss_flow", 1) else set()
+    assert set(reply.message) == {"parameters", "classes", *flow}
+    assert ("moments" in reply.state) == bool(flow)
 
 
-def test_a_round_of_resnet18_costs_the_classifier_and_the_flow() -> None:
-    """The flow has the published size. The published classifier has 605,456 parameters more than
-    this ResNet-18: two layers of 512 x 512 between features and head and 87,824 of attention that
-    its forward pass does not use, less 7,680 for its smaller stem. So the published 72,924,880
-    bytes are 2,421,824 more.
-    """
-    layers, attention, stem = 2 * (512 * 512 + 512), 87_824, (49 - 9) * 3 * 64
-    published = RESNET + layers + attention - stem
-    assert published == 11_833_268 and (published + FLOW) * 4 == 72_924_880
-    sizes = first_round("affcl")
-    assert sizes.down == sizes.up == 4 * (RESNET + FLOW) + BITS == 72_924_880 - 2_421_824 + BITS
-    moments = 2 * 4 * FLOW
-    assert sizes.disk == 4 * B + BITS + moments  # no last task yet
-
-
-def test_a_client_keeps_the_last_models_and_the_moments() -> None:
-    """And every round carries the classes as bits down, the first one of a task also up."""
-    options: dict[str, Any] = {"split": {"images_per_class": 9}, "training": {"buffers": "local"}}
-    record = run(tiny("affcl", network=BATCH_NORM, **options, **SMALL))
-    flow = len(started(network=BATCH_NORM)[3]["flow"])
-    moments, last = 2 * 4 * flow, 4 * (BN_P + flow + BN_B)
-    assert [row["disk"] - 4 * BN_B - 2 for row in record.history] == [
-        *[moments] * 2,
-        *[moments + last] * 4,
-    ]
-    for row in record.history:
-        down = 4 * (BN_P + flow) + 2
-        up = down if row["round"] == 0 else down - 2
-        assert row["bytes"] == {"down": 4 * down, "up": 4 * up}
-        assert row["seconds"]["flow"] > 0 and row["notes"]["flow density"] > 0
-
-
-@pytest.mark.parametrize("options", [{"participation": 0.5, "dropout": 0.3}, {}], ids=str)
-@pytest.mark.parametrize("features", [1, 7])
-def test_odd_features_missed_rounds_and_cycles_do_no_harm(
-    features: int, options: dict[str, Any]
-) -> None:
-    split = {"cycles": 2, "images_per_class": 9}
-    network = {"kind": "mlp", "features": features}
-    params: dict[str, Any] = {"k_loss_flow": 1.0, "flow_layers": 2}
-    record = run(tiny("affcl", split=split, network=network, training=options, **params))
+def test_odd_features_missed_rounds_and_micro_batches_do_no_harm() -> None:
+    network = {**BATCH_NORM, "features": 7, "micro_batch_size": 4}
+    options: dict[str, Any] = {"split": {"cycles": 2}, "training": {"participation": 0.5}}
+    experiment = tiny("affcl", network=network, **options, **SMALL)
+    record = small.run(experiment, small.awkward(experiment))
     assert all(np.isfinite(value).all() for value in record.weights.values())
-    assert all(row["events"] == {} for row in record.history)
-
-
-# ------------------------------------------------------------------ refused parameters

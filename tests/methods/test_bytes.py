@@ -6,12 +6,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from small import tiny
-from stamp_core.client.workspace import RoundId, Workspace
 
+from stamp_core.client.runtime import ClientRuntime, RoundId
 from stamp_core.data import split
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.methods.base import registry
-from stamp_core.methods.base.method import ClientRound
 from stamp_core.results.records import tree_bytes
 
 P = 11_227_812  # parameters
@@ -88,14 +87,14 @@ def images() -> ImageDataset:
 
 
 @cache
-def workspace(buffers: str) -> Workspace:
+def runtime_of(buffers: str) -> ClientRuntime:
     """The network of the paper on noise; two clients, two tasks of one class, a batch of two."""
     setting = tiny(
         split={"clients": 2, "tasks": 2, "classes_per_task": 1},
         training={"batch_size": 2, "buffers": buffers},
         network={"kind": "resnet18", "norm": "batch"},
     ).setting
-    return Workspace(setting, images())
+    return ClientRuntime(setting, images())
 
 
 class Sizes(NamedTuple):
@@ -110,12 +109,13 @@ class Sizes(NamedTuple):
 @cache
 def first_round(kind: str, buffers: str = "local", **options: Any) -> Sizes:
     """The bytes of a task's only round for the first of two clients."""
-    work = workspace(buffers)
-    method = registry.get_method(kind)(tiny(kind, **options).params, work)
-    plan = split.make_plan(work.setting.split, work.dataset, seed=0)
+    runtime = runtime_of(buffers)
+    method = registry.get_method(kind)(tiny(kind, **options).params, runtime)
+    plan = split.make_plan(runtime.setting.split, runtime.dataset, seed=0)
     server, (state, *_), *setup = method.initial_states(plan)
     sent = method.broadcast(server, 0)
-    reply = method.train_client(ClientRound(RoundId(0, 0, 0, 0, last=True), plan, state, sent))
+    client_round = method.client_round(RoundId(0, 0, 0, 0, last=True), plan, state, sent)
+    reply = method.train_client(client_round)
     down, up, disk = map(tree_bytes, (sent, reply.message, reply.state))
     return Sizes(down, up, disk, (setup[0], setup[1]))
 

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from by_hand import CLOSE, Array, softmax_gradient, use_softmax_regression
 from small import ALWAYS, BATCH_NORM, plan, run, tiny
-from stamp_core.client.workspace import RoundId
 from test_bytes import P as RESNET
 from test_bytes import workspace
 from torch import Tensor, nn
 
 from stamp_core.client.pool import Pool
+from stamp_core.client.workspace import RoundId
 from stamp_core.core.seeding import generator
 from stamp_core.data import split
 from stamp_core.data.split import Plan

@@ -8,10 +8,10 @@ import small
 import torch
 from by_hand import CLOSE
 from small import BATCH_NORM, plan, run, whole
-from stamp_core.client.workspace import RoundId, Workspace
 from test_methods import client_rounds
 from torch import Tensor, nn
 
+from stamp_core.client.workspace import RoundId, Workspace
 from stamp_core.core.seeding import generator
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.split import Plan
