@@ -5,7 +5,8 @@ from stamp_core.core.loading import without_garbage_collection
 with without_garbage_collection():
     from stamp_core.config.params import expand_grid, read_params, read_setting
     from stamp_core.core.paths import RESUME, ROOT
-    from stamp_core.data.dataset import ImageDataset, load_dataset
+    from stamp_core.data.dataset import ImageDataset
+    from stamp_core.data.loading import load_dataset
     from stamp_core.data.split import Plan
     from stamp_core.engine.experiment import Experiment, load_experiment
     from stamp_core.engine.train import save_records, train

@@ -9,7 +9,8 @@ import torch
 
 from stamp_core.core.seeding import generator
 from stamp_core.data.counts import Counts
-from stamp_core.data.dataset import ImageDataset, find_source, load_dataset
+from stamp_core.data.dataset import ImageDataset
+from stamp_core.data.loading import find_source, load_dataset
 
 
 def published_dataset(spec: Mapping[str, Any]) -> ImageDataset:

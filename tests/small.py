@@ -19,7 +19,7 @@ from stamp_core.client.runtime import RoundId
 from stamp_core.config.decode import build
 from stamp_core.config.schema import Setting
 from stamp_core.core.fingerprint import combined_fingerprint
-from stamp_core.data import dataset as data
+from stamp_core.data import loading as data
 from stamp_core.data import split
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.split import Plan

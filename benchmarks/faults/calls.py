@@ -12,7 +12,7 @@ from stamp_core import ROOT, load_experiment, load_plans, read_params, run_folde
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.params import QUICK, parse_seeds
 from stamp_core.core.vision import load_torchvision
-from stamp_core.data.dataset import load_dataset
+from stamp_core.data.loading import load_dataset
 from stamp_core.data.sources.torchvision_sets import provide_files
 from stamp_core.pipeline.grid import load_records, save_plans, train_and_save
 from stamp_core.pipeline.source import write_source

@@ -19,9 +19,8 @@ from stamp_core.core.devices import set_deterministic, storage_device, weights_f
 from stamp_core.core.seeding import generator
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.split import Plan
-from stamp_core.matching.gram import layer_blocks
 from stamp_core.models.encoders import Shape
-from stamp_core.models.flat import FlatModel, FlatSGD, weighted_average
+from stamp_core.models.flat import FlatModel, FlatSGD, layer_blocks, weighted_average
 from stamp_core.models.networks import Classifier, build_network, set_train_mode
 from stamp_core.results.records import PIXEL_SCORINGS, SCORINGS
 

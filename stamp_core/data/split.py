@@ -14,7 +14,6 @@ from enum import IntEnum
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,9 +22,7 @@ from numpy.typing import NDArray
 from stamp_core.config.decode import ParameterError, build, invalid, to_plain
 from stamp_core.config.schema import Split
 from stamp_core.core.atomic import atomic_write
-
-if TYPE_CHECKING:
-    from stamp_core.data.dataset import ImageDataset
+from stamp_core.data.dataset import ImageDataset
 
 Indices = NDArray[np.int64]
 
@@ -84,14 +81,14 @@ class Plan:
         tasks = self.clients[client][: experience + 1]  # a later cycle brings no new task
         return tuple(sorted({label for task in tasks for label in task.classes}))
 
-    def train_indices(self, dataset: "ImageDataset", client: int, task: int) -> torch.Tensor:
+    def train_indices(self, dataset: ImageDataset, client: int, task: int) -> torch.Tensor:
         """The sorted indices, int64, of the training images of a client's task."""
         found = self._task(dataset, client, task)
         if found.train is not None:
             return torch.tensor(found.train, dtype=torch.int64)
         return torch.from_numpy(_find_images(dataset.y_train, dataset.domain_train, found))
 
-    def test_indices(self, dataset: "ImageDataset", client: int, task: int) -> torch.Tensor:
+    def test_indices(self, dataset: ImageDataset, client: int, task: int) -> torch.Tensor:
         """The sorted indices, int64, of all test images of a task's classes and domain."""
         found = self._task(dataset, client, task)
         return torch.from_numpy(_find_images(dataset.y_test, dataset.domain_test, found))
@@ -105,7 +102,7 @@ class Plan:
             part.write_text(text + "\n")
 
     @classmethod
-    def load(cls, path: Path, dataset: "ImageDataset | None" = None) -> "Plan":
+    def load(cls, path: Path, dataset: ImageDataset | None = None) -> "Plan":
         """The plan in the file `path`; refused if damaged, altered or impossible with `dataset`.
 
         A plan for other data than `dataset` comes back as it is.
@@ -118,7 +115,7 @@ class Plan:
             raise ParameterError(f"{error}; delete it to have the plan drawn again") from None
         return plan
 
-    def _task(self, dataset: "ImageDataset", client: int, task: int) -> Task:
+    def _task(self, dataset: ImageDataset, client: int, task: int) -> Task:
         """A client's task, if the plan was made for this data set."""
         if dataset.digest != self.data_digest:
             expected = f"the plan's, {self.data_digest}"
@@ -126,7 +123,7 @@ class Plan:
         return self.clients[client][task]
 
 
-def make_plan(split: Split, dataset: "ImageDataset", seed: int) -> Plan:
+def make_plan(split: Split, dataset: ImageDataset, seed: int) -> Plan:
     """The plan for `split` of `dataset`; equal arguments give equal plans."""
     split = build(Split, asdict(split), "split")  # alpha 1 and 1.0 must give one hash
     items = len(dataset.classes if split.kind == "classes" else dataset.domains)
@@ -159,7 +156,7 @@ def _read_plan(path: Path) -> Plan:
     return plan
 
 
-def _check_plan(where: str, plan: Plan, dataset: "ImageDataset | None") -> None:
+def _check_plan(where: str, plan: Plan, dataset: ImageDataset | None) -> None:
     """Validate a plan by its split and, if there is one, by its data set."""
     for name, least in (("seed", 0), ("classes", 1)):
         if getattr(plan, name) < least:
@@ -174,7 +171,7 @@ def _check_plan(where: str, plan: Plan, dataset: "ImageDataset | None") -> None:
             _check_task(f"{where}.clients[{client}][{t}]", task, plan, dataset)
 
 
-def _check_task(where: str, task: Task, plan: Plan, dataset: "ImageDataset | None") -> None:
+def _check_task(where: str, task: Task, plan: Plan, dataset: ImageDataset | None) -> None:
     """Validate a task by the split of its plan and, if there is one, by the data set."""
     split = plan.split
     size, count = split.classes_per_task or plan.classes, split.images_per_class
@@ -241,7 +238,7 @@ def _draw_order(split: Split, items: int, seed: int, client: int) -> Indices:
     return order[: split.tasks * size].reshape(-1, size)
 
 
-def _make_tasks(split: Split, dataset: "ImageDataset", order: Indices) -> list[Task]:
+def _make_tasks(split: Split, dataset: ImageDataset, order: Indices) -> list[Task]:
     """The tasks of an order [T, size], with all images of their classes and domains."""
     if split.kind == "classes":
         return [Task(tuple(sorted(row.tolist()))) for row in order]
@@ -262,7 +259,7 @@ def _find_images(labels: torch.Tensor, domains: torch.Tensor, task: Task) -> Ind
     return np.flatnonzero(_fits(labels, domains, task))
 
 
-def _draw_images(dataset: "ImageDataset", task: Task, count: int, seed: int, client: int) -> Task:
+def _draw_images(dataset: ImageDataset, task: Task, count: int, seed: int, client: int) -> Task:
     """A client's task with `count` images of each class, drawn without replacement."""
     train: list[int] = []
     for label in task.classes:
@@ -277,7 +274,7 @@ def _draw_images(dataset: "ImageDataset", task: Task, count: int, seed: int, cli
 
 
 def _share_task(
-    split: Split, dataset: "ImageDataset", index: int, task: Task, seed: int
+    split: Split, dataset: ImageDataset, index: int, task: Task, seed: int
 ) -> list[Task]:
     """The task once per client, its training images distributed among the clients.  # [U]"""
     images = _find_images(dataset.y_train, dataset.domain_train, task)  # [N]

@@ -140,17 +140,3 @@ def _pieces(start: int, size: int, width: int) -> Iterator[tuple[int, int]]:
     """start .. start + size in pieces: the start and the length, at most `width`, of each."""
     for first in range(start, start + size, width):
         yield first, min(width, start + size - first)
-
-
-def layer_blocks(numels: Sequence[int], minimum: int = 1024) -> list[int]:
-    """Block sizes: one block per tensor; small tensors share a block or join the one before."""
-    blocks, pending = list[int](), 0
-    for numel in numels:
-        if numel >= minimum and blocks:
-            blocks[-1], pending = blocks[-1] + pending, 0
-        pending += numel
-        if pending >= minimum:
-            blocks, pending = [*blocks, pending], 0
-    if blocks:
-        blocks[-1] += pending
-    return blocks or [pending]

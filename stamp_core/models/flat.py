@@ -101,3 +101,17 @@ def weighted_average(vectors: list[Tensor], weights: list[float]) -> Tensor:
     for vector, weight in zip(vectors, weights, strict=True):
         total.add_(vector.to(total.device), alpha=weight)
     return total.div_(sum(weights)).to(vectors[0].dtype)
+
+
+def layer_blocks(numels: Sequence[int], minimum: int = 1024) -> list[int]:
+    """Block sizes: one block per tensor; small tensors share a block or join the one before."""
+    blocks, pending = list[int](), 0
+    for numel in numels:
+        if numel >= minimum and blocks:
+            blocks[-1], pending = blocks[-1] + pending, 0
+        pending += numel
+        if pending >= minimum:
+            blocks, pending = [*blocks, pending], 0
+    if blocks:
+        blocks[-1] += pending
+    return blocks or [pending]

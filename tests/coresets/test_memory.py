@@ -20,8 +20,13 @@ from rule_tasks import generator, zeros
 from torch import Tensor
 
 from stamp_core.coresets import memory
-from stamp_core.coresets.memory import Memory, MemoryParams, class_prototype
-from stamp_core.coresets.mixstyle import mixing_weights, mixstyle_images
+from stamp_core.coresets.memory import (
+    Memory,
+    MemoryParams,
+    class_prototype,
+    mixing_weights,
+    mixstyle_images,
+)
 from stamp_core.coresets.selection import base
 from stamp_core.engine import trees
 from stamp_core.results.records import tree_bytes

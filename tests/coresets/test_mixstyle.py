@@ -9,7 +9,7 @@ from rule_tasks import colour_images as images
 from rule_tasks import generator
 from scipy import stats
 
-from stamp_core.coresets.mixstyle import EPSILON, mix_statistics, mixing_weights, mixstyle_images
+from stamp_core.coresets.memory import EPSILON, mix_statistics, mixing_weights, mixstyle_images
 
 quick = settings(deadline=None, max_examples=50, derandomize=True)
 seeds = st.integers(0, 10**6)

@@ -11,7 +11,8 @@ import torch
 from PIL import Image
 
 from stamp_core.core import paths
-from stamp_core.data.dataset import ImageDataset, load_dataset
+from stamp_core.data.dataset import ImageDataset
+from stamp_core.data.loading import load_dataset
 from stamp_core.data.store import cache
 from stamp_core.data.store.cache import Bytes
 

@@ -17,8 +17,9 @@ import torch
 
 from stamp_core.config.decode import ParameterError
 from stamp_core.data import sources
-from stamp_core.data.dataset import ImageDataset, load_dataset, source_options
+from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.images import ImageArrays
+from stamp_core.data.loading import load_dataset, source_options
 from stamp_core.data.sources import glyphs
 from stamp_core.data.store.cache import ARRAYS
 

@@ -37,8 +37,9 @@ from PIL import EpsImagePlugin, Image
 from stamp_core.client.runtime import ClientRuntime, RoundId
 from stamp_core.config.schema import Network, Setting, Split, Training
 from stamp_core.core import paths, vision
-from stamp_core.data import dataset as data
-from stamp_core.data.dataset import ImageDataset, load_dataset
+from stamp_core.data import loading as data
+from stamp_core.data.dataset import ImageDataset
+from stamp_core.data.loading import load_dataset
 from stamp_core.data.store import cache, decoding
 from stamp_core.data.store.cache import ARRAYS, SUBSETS, Bytes
 from stamp_core.data.store.decoding import decode_image

@@ -26,7 +26,7 @@ from folders import (
 from PIL import Image
 
 from stamp_core.config.decode import ParameterError
-from stamp_core.data.dataset import load_dataset
+from stamp_core.data.loading import load_dataset
 from stamp_core.data.sources import imagenet1k, office31
 from stamp_core.data.store import cache
 from stamp_core.data.store.cache import Bytes

@@ -8,8 +8,8 @@ import pytest
 from matplotlib import ft2font, get_data_path
 from sklearn.neighbors import NearestCentroid
 
-from stamp_core.data.dataset import load_dataset
 from stamp_core.data.images import ImageArrays
+from stamp_core.data.loading import load_dataset
 from stamp_core.data.sources import digits, glyphs
 from stamp_core.data.store.cache import Bytes
 

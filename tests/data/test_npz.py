@@ -12,8 +12,8 @@ import pytest
 
 from stamp_core.config.schema import Split
 from stamp_core.data import split
-from stamp_core.data.dataset import load_dataset
 from stamp_core.data.images import ImageArrays
+from stamp_core.data.loading import load_dataset
 from stamp_core.data.sources import npz
 from stamp_core.data.store.cache import SUBSETS
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stamp_core.data.dataset import load_dataset
 from stamp_core.data.images import ImageArrays
+from stamp_core.data.loading import load_dataset
 from stamp_core.data.sources import glyphs, scenes
 
 OPTIONS = scenes.Options(train_per_class=40, test_per_class=40)

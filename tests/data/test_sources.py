@@ -23,9 +23,9 @@ from scipy.io import savemat
 
 from stamp_core.core import vision
 from stamp_core.data import images as images_module
-from stamp_core.data.dataset import find_source, load_dataset
 from stamp_core.data.images import ImageArrays
 from stamp_core.data.images import ImageOptions as Options
+from stamp_core.data.loading import find_source, load_dataset
 from stamp_core.data.sources import digit10, torchvision_sets
 
 Files = dict[str, bytes]  # by their paths below data/raw

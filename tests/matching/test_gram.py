@@ -16,11 +16,11 @@ from stamp_core.matching.gram import (
     combine,
     gram,
     gram_rounding,
-    layer_blocks,
     orthonormal_coordinates,
     products_with_sums,
 )
 from stamp_core.matching.match import MatchingParams, match
+from stamp_core.models.flat import layer_blocks
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

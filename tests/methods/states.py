@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import small
-from reference import CLOSE, CONFIGURATIONS, Array, FedAvgReference, uneven
+from reference import CLOSE, CONFIGURATIONS, Array, FedAvgReference, Visit, uneven
 
 from stamp_core.results.records import Record
 
@@ -48,3 +48,10 @@ def assert_personal_scores(
         predicted = logits(client, naive.normalised(naive.data.x_test[tests])).argmax(1)
         expected = (predicted == naive.data.y_test[tests].numpy()).mean()
         np.testing.assert_allclose(record.scores["personal"][0, -1, client, task], expected)
+
+
+def last_visit(naive: FedAvgReference, client: int) -> Visit:
+    """A client's last round: what evaluation takes as the address of personal models."""
+    last = naive.plan.experiences - 1
+    task = last % naive.plan.tasks
+    return Visit(client, last, naive.training.rounds - 1, task, True, naive.indices(client, task))

@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from by_hand import CLOSE, Array, softmax_gradient, use_softmax_regression
 from small import ALWAYS, BATCH_NORM, plan, run, tiny
+from stamp_core.client.workspace import RoundId
+from stamp_core.models.acgan import Generator, draw_balanced, draw_labels, generator_inputs
 from test_bytes import P as RESNET
 from test_bytes import workspace
 from torch import Tensor, nn
 
 from stamp_core.client.pool import Pool
-from stamp_core.client.workspace import RoundId
 from stamp_core.core.seeding import generator
 from stamp_core.data import split
 from stamp_core.data.split import Plan
@@ -36,7 +37,6 @@ from stamp_core.methods.fedcil import (
     FedCIL,
     Teacher,
 )
-from stamp_core.models.acgan import Generator, draw_balanced, draw_labels, generator_inputs
 from stamp_core.models.flat import FlatModel
 from stamp_core.models.generators import build_seeded
 from stamp_core.results.records import tree_bytes

@@ -8,10 +8,11 @@ import small
 import torch
 from by_hand import CLOSE
 from small import BATCH_NORM, plan, run, whole
+from stamp_core.client.workspace import RoundId, Workspace
+from stamp_core.models.inversion import NormStatistics
 from test_methods import client_rounds
 from torch import Tensor, nn
 
-from stamp_core.client.workspace import RoundId, Workspace
 from stamp_core.core.seeding import generator
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.split import Plan
@@ -20,7 +21,6 @@ from stamp_core.engine.experiment import Experiment
 from stamp_core.methods.base import inversion
 from stamp_core.methods.base.inversion import Inversion, Synthesis
 from stamp_core.methods.base.method import ClientRound, Log, State
-from stamp_core.models.inversion import NormStatistics
 
 KINDS = ("target", "lander")
 ONE_ROUND = {"rounds": 1}

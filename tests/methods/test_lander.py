@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from by_hand import CLOSE, FULL_BATCH, inputs, task_data, use_softmax_regression
 from small import P, plan, run, tiny, whole
+from stamp_core.client.workspace import RoundId
 from test_inversion import received, server_of, synthesis
 from torch import Tensor
 
-from stamp_core.client.workspace import RoundId
 from stamp_core.config.decode import ParameterError
 from stamp_core.core import paths
 from stamp_core.core.seeding import generator

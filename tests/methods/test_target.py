@@ -9,10 +9,10 @@ import test_bytes
 import torch
 from by_hand import CLOSE, FULL_BATCH, Array, inputs, task_data, use_softmax_regression
 from small import plan, tiny, whole
+from stamp_core.client.workspace import RoundId
 from test_inversion import received, server_of, synthesis
 from torch import Tensor
 
-from stamp_core.client.workspace import RoundId
 from stamp_core.core.seeding import generator
 from stamp_core.data import split
 from stamp_core.methods.base import registry

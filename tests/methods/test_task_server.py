@@ -5,9 +5,9 @@ import itertools
 import small
 import torch
 from small import plan, tiny
+from stamp_core.client.workspace import RoundId
 from test_methods import client_rounds
 
-from stamp_core.client.workspace import RoundId
 from stamp_core.engine.executor import Worker
 from stamp_core.methods.base.method import FedAvgParams, Log, Message, State
 from stamp_core.methods.base.task_server import PREFIX, TaskServer, pack_bits, unpack_bits

@@ -9,9 +9,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from stamp_core.config.schema import Training
-from stamp_core.matching.gram import layer_blocks
 from stamp_core.matching.match import MatchingParams, match
-from stamp_core.models.flat import FlatModel, FlatSGD, flatten_like, split_like, weighted_average
+from stamp_core.models.flat import (
+    FlatModel,
+    FlatSGD,
+    flatten_like,
+    layer_blocks,
+    split_like,
+    weighted_average,
+)
 
 LAYOUTS = [torch.contiguous_format, torch.channels_last]
 numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)  # -0.0, tiny and huge ones

@@ -10,13 +10,13 @@ import pytest
 import torch
 from matplotlib.colors import to_hex
 from PIL import Image
+from stamp_core.report.tables.text import write_parts
 from table_records import fake_record
 
 from stamp_core.config.schema import Split
 from stamp_core.data import split
 from stamp_core.report import figures
 from stamp_core.report.figures import style
-from stamp_core.report.tables.text import write_parts
 from stamp_core.results import metrics
 
 LETTERS = ("a", "b", "c", "d", "e", "f")

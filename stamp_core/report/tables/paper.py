@@ -13,7 +13,7 @@ import torch
 
 from stamp_core.config.params import PAPER, read_params, read_setting
 from stamp_core.config.schema import Network, Setting
-from stamp_core.data.dataset import source_options
+from stamp_core.data.loading import source_options
 from stamp_core.models.encoders import Shape
 from stamp_core.models.networks import build_network
 from stamp_core.report.frames import run_frame
