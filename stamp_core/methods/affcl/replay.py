@@ -81,7 +81,8 @@ class FlowReplay:
     def replay(self, features: Tensor, labels: Tensor) -> None:
         """One SGD step of the head alone on samples of the flow, weighted by credibility.
 
-        Its gradient is 0 if the loss is not finite, or the flow has diverged before.
+        Its gradient is 0 if the loss is not finite, or the flow has diverged before. After the last
+        batch of a client round that batch's gradient is still there, and is taken once more.
         """
         params = self.params
         model = self.runtime.model
@@ -101,7 +102,7 @@ class FlowReplay:
         finite = loss.isfinite()
         usable = ~self.diverged
         model.gradients.copy_(model.gradients.where(finite & usable, 0.0))
-        self.sgd.step()  # the encoder's gradients are 0
+        self.sgd.step()  # between batches the encoder's gradients are 0
         model.gradients.zero_()
         outcome = [density, weights.mean(), finite & usable, ~finite & usable]
         self.outcomes.append(torch.stack([each.float() for each in outcome]))
