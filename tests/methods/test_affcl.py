@@ -204,7 +204,7 @@ class AFFCLReference(TorchReference):
     ids=["default", "general"],
 )
 def test_whole_runs_are_those_of_the_reference(params: dict[str, Any], configuration: str) -> None:
-    torch_reference.compare("affcl", configuration, AFFCLReference, 1e-4, **SMALL, **params)
+    torch_reference.compare("affcl", configuration, AFFCLReference, **SMALL, **params)
 
 
 # --- the flow
