@@ -14,42 +14,45 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
+import nbformat
 import psutil
 import pytest
 import ray
+import small
 from processes import gone, wait_until
+from project import Project
 from ray.cluster_utils import Cluster
 
-from stamp_core.core.paths import ROOT
 from stamp_core.results.records import load_record
 from stamp_ops.clusters import Cluster as AnyCluster
 from stamp_ops.clusters import ClusterError, RayCluster, SlurmCluster
 from stamp_ops.submit import wait_for_job
 
-sys.path.append(str(ROOT / "tests" / "pipeline"))
-from project import Project
-
 PAPER = "pipelines/paper/dvc.yaml:"
 SPLIT, TABLES = f"{PAPER}split@tiny-0", f"{PAPER}tables"
+NOTEBOOK = "data/executed/paper-train-tiny-broken-0.ipynb"
 FEDAVG, BROKEN = f"{PAPER}train@tiny-fedavg-0", f"{PAPER}train@tiny-broken-0"
-# What `make paper` does after its estimate, with fewer stages.
+# What `make repro` does with fewer stages: those of each argument side by side.
 DRIVER = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
+
 from stamp_core.pipeline import repro
+from stamp_ops.driver import OperationsDriver
 
 groups, sys.argv = sys.argv[1:], sys.argv[:1]
 
 
-def drive(*_):
-    status = repro.dvc("repro", "source")
-    with ThreadPoolExecutor(repro.default_jobs()) as pool, repro.stage_environment() as where:
-        for stages in groups:
-            status = status or repro.run_stages(repro.outdated(stages.split()), pool, where)
-    return status
+class FewStages(OperationsDriver):
+    def reproduce(self):
+        status = repro.dvc("repro", "source")
+        with ThreadPoolExecutor(self.jobs) as pool, self.environment() as where:
+            for stages in groups:
+                status = status or self.run_stages(repro.outdated(stages.split()), pool, where)
+        return status
 
 
-repro.drive = drive
+repro.find_driver = FewStages
 sys.exit(repro.main())
 """
 METHOD = """
@@ -81,9 +84,7 @@ def project(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Proje
     return project
 
 
-def drive(*groups: str) -> tuple[str, ...]:
-    """The command that runs some groups of stages."""
-    return sys.executable, "-c", DRIVER, *groups
+COMMAND = (sys.executable, "-c", DRIVER)
 
 
 def done(output: str) -> set[str]:
@@ -91,25 +92,17 @@ def done(output: str) -> set[str]:
     return {line.split()[0] for line in output.splitlines() if "done after" in line}
 
 
-def started_at(project: Project, run: str) -> str:
-    """When papermill began to train."""
-    notebook = project.root / f"data/executed/paper-train-{run}.ipynb"
-    start: str = json.loads(notebook.read_text())["metadata"]["papermill"]["start_time"]
-    return start
-
-
 def test_a_failing_stage_tells_its_error_and_runs_again_alone(project: Project) -> None:
     project.environment["SLURM"] = "local"
     groups = (SPLIT, f"{FEDAVG} {BROKEN}")
     (project.root / "broken").touch()
-    output = project.run(*drive(*groups), ok=False)
-    notebook = "data/executed/paper-train-tiny-broken-0.ipynb"
+    output = project.run(*COMMAND, *groups, ok=False)
     assert "RuntimeError: broken on purpose" in output
-    assert f"failed: {BROKEN}; the tracebacks are in {notebook}" in output
-    assert "broken on purpose" in (project.root / notebook).read_text()
+    assert f"failed: {BROKEN}; the tracebacks are in {NOTEBOOK}" in output
+    assert "broken on purpose" in (project.root / NOTEBOOK).read_text()
     assert done(output) == {SPLIT, FEDAVG}
     (project.root / "broken").unlink()
-    assert done(project.run(*drive(*groups))) == {BROKEN}
+    assert done(project.run(*COMMAND, *groups)) == {BROKEN}
     assert not list(project.root.glob(".dvc/tmp/submitted/*"))
 
 
@@ -117,40 +110,30 @@ def test_results_are_those_of_stages_that_run_here(project: Project) -> None:
     folder = project.root / "data/paper/runs/tiny-fedavg-0/0"
     sent = load_record(folder)
     project.run("dvc", "repro", "--force", "--single-item", FEDAVG)
-    here = load_record(folder)
-    assert sent.about["identity"] == here.about["identity"]
-    assert sent.weights.keys() == here.weights.keys()
-    for name, value in here.weights.items():
-        assert value.tobytes() == sent.weights[name].tobytes()
+    small.assert_same(load_record(folder), sent)
 
 
 def stop_while_training(project: Project, with_signal: int) -> list[Path]:
-    """Start the driver and stop it in the middle of a training; returns the folders of its jobs.
+    """Stop the driver in the middle of a training; the folders of its jobs.
 
     All processes end that wait here for the cluster.
     """
-    driver = subprocess.Popen(
-        drive(SPLIT, BROKEN),
-        cwd=project.root,
-        env=project.environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
     job, waiting = ".dvc/tmp/submitted/*broken*/*", list[psutil.Process]()
+    with subprocess.Popen(
+        [*COMMAND, SPLIT, BROKEN], cwd=project.root, env=project.environment
+    ) as driver:
 
-    def trains() -> bool:
-        if not list(project.root.glob(f"{job}/view/data/executed/*.ipynb")):
-            return False
-        children = {each.pid for each in psutil.Process(driver.pid).children(recursive=True)}
-        running = [each for each in psutil.process_iter(["cmdline"]) if each.pid in children]
-        waiting[:] = [e for e in running if "submit import main" in str(e.info["cmdline"])]
-        return bool(waiting)
+        def trains() -> bool:
+            if not list(project.root.glob(f"{job}/view/data/executed/*.ipynb")):
+                return False
+            children = {e.pid for e in psutil.Process(driver.pid).children(recursive=True)}
+            running = [e for e in psutil.process_iter(["cmdline"]) if e.pid in children]
+            waiting[:] = [e for e in running if "submit import main" in str(e.info["cmdline"])]
+            return bool(waiting)
 
-    wait_until(lambda: driver.poll() is not None or trains(), "a training")
-    driver.send_signal(with_signal)
-    output, _ = driver.communicate()
-    assert waiting, output
+        wait_until(lambda: driver.poll() is not None or trains(), "a training")
+        driver.send_signal(with_signal)
+    assert waiting
     wait_until(lambda: all(map(gone, waiting)), "the end of what waits for the cluster")
     return list(project.root.glob(job))
 
@@ -169,8 +152,9 @@ def test_a_driver_that_was_stopped_finds_its_stage_again(
     (project.root / "held").unlink()
     wait_until(lambda: (job / "status").exists(), "the end of the job")
     before = datetime.now().isoformat()
-    assert done(project.run(*drive(SPLIT, BROKEN, TABLES))) == {BROKEN, TABLES}
-    assert started_at(project, "tiny-broken-0") < before
+    assert done(project.run(*COMMAND, SPLIT, BROKEN, TABLES)) == {BROKEN, TABLES}
+    metadata = nbformat.read(project.root / NOTEBOOK, 4).metadata
+    assert metadata["papermill"]["start_time"] < before
     about = load_record(project.root / "data/paper/runs/tiny-broken-0/0").about
     assert about["setting"]["training"]["epochs"] == 2
     assert (project.root / "figures/paper/tables/paper.md").exists()
@@ -243,13 +227,11 @@ def test_a_job_that_is_cancelled_ends_with_its_kernel(
 ) -> None:
     """And leaves no status."""
     code = "import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(600)"
-    cell = {"cell_type": "code", "source": code, "metadata": {}, "outputs": []}
-    kernel = {"kernelspec": {"name": "python3", "display_name": ""}, "language_info": {"name": ""}}
-    notebook = {"cells": [{**cell, "execution_count": None}], "metadata": kernel}
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
     view = tmp_path / "view"
     view.mkdir()
-    (view / "in.ipynb").write_text(json.dumps({**notebook, "nbformat": 4, "nbformat_minor": 4}))
-    job = {"command": ["in.ipynb", "out.ipynb"], "environment": {}}
+    nbformat.write(notebook, view / "in.ipynb")
+    job = {"command": ["-k", "python3", "in.ipynb", "out.ipynb"], "environment": {}}
     (tmp_path / "job.json").write_text(json.dumps(job))
     number = some_cluster.submit(tmp_path)
     wait_until(lambda: (view / "pid").exists() and (view / "pid").read_text(), "the kernel")
@@ -264,18 +246,17 @@ def test_as_many_stages_as_fit_the_nodes_are_submitted(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two nodes with a core each; then one more with a core and a GPU, which every stage needs."""
-    assert room(cluster) == 2
+
+    def room() -> int:
+        try:
+            return RayCluster(cluster.address).room()
+        finally:
+            ray.shutdown()
+
+    assert room() == 2
     monkeypatch.setenv("STAMP_WORKERS", "2")
     with pytest.raises(ClusterError, match=r"STAMP_WORKERS is 2; no node .* has room"):
-        room(cluster)
+        room()
     monkeypatch.delenv("STAMP_WORKERS")
     cluster.add_node(num_cpus=1, num_gpus=1)
-    assert room(cluster) == 1
-
-
-def room(cluster: Cluster) -> int:
-    """The room of a cluster for a new driver."""
-    try:
-        return RayCluster(cluster.address).room()
-    finally:
-        ray.shutdown()
+    assert room() == 1
