@@ -1,7 +1,4 @@
-"""Clients on a Ray cluster of two nodes on this machine: the results of one process, bit for bit.
-
-`make test-cluster` runs these tests; without Ray they are not collected.
-"""
+"""Clients on a Ray cluster of two nodes on this machine: the results of one process."""
 
 import threading
 from contextlib import nullcontext

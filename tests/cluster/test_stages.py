@@ -1,8 +1,7 @@
 """Stages on a Ray cluster of two nodes on this machine, and through submitit's local executor.
 
-SLURM's own commands are four shell scripts.
-
-The tests of a project run in this order, each on what the one before has left.
+SLURM's own commands are four shell scripts. The tests of a project run in this order, each on what
+the one before has left.
 """
 
 import json
@@ -29,32 +28,12 @@ from stamp_ops.clusters import ClusterError, RayCluster, SlurmCluster
 from stamp_ops.submit import wait_for_job
 
 PAPER = "pipelines/paper/dvc.yaml:"
-SPLIT, TABLES = f"{PAPER}split@tiny-0", f"{PAPER}tables"
+SPLIT = f"{PAPER}split@tiny-0"
+COMPARE = f"{PAPER}compare@tiny"
+TABLES = f"{PAPER}tables"
 NOTEBOOK = "data/executed/paper-train-tiny-broken-0.ipynb"
 FEDAVG, BROKEN = f"{PAPER}train@tiny-fedavg-0", f"{PAPER}train@tiny-broken-0"
-# What `make repro` does with fewer stages: those of each argument side by side.
-DRIVER = """
-import sys
-from concurrent.futures import ThreadPoolExecutor
-
-from stamp_core.pipeline import repro
-from stamp_ops.driver import OperationsDriver
-
-groups, sys.argv = sys.argv[1:], sys.argv[:1]
-
-
-class FewStages(OperationsDriver):
-    def reproduce(self):
-        status = repro.dvc("repro", "source")
-        with ThreadPoolExecutor(self.jobs) as pool, self.environment() as where:
-            for stages in groups:
-                status = status or self.run_stages(repro.outdated(stages.split()), pool, where)
-        return status
-
-
-repro.find_driver = FewStages
-sys.exit(repro.main())
-"""
+COMMAND = (sys.executable, "-m", "stamp_core.pipeline.repro", "tiny")  # what `make paper` runs
 METHOD = """
 import time
 
@@ -84,9 +63,6 @@ def project(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Proje
     return project
 
 
-COMMAND = (sys.executable, "-c", DRIVER)
-
-
 def done(output: str) -> set[str]:
     """The stages that have run, by the driver's output."""
     return {line.split()[0] for line in output.splitlines() if "done after" in line}
@@ -94,15 +70,14 @@ def done(output: str) -> set[str]:
 
 def test_a_failing_stage_tells_its_error_and_runs_again_alone(project: Project) -> None:
     project.environment["SLURM"] = "local"
-    groups = (SPLIT, f"{FEDAVG} {BROKEN}")
     (project.root / "broken").touch()
-    output = project.run(*COMMAND, *groups, ok=False)
+    output = project.run(*COMMAND, ok=False)
     assert "RuntimeError: broken on purpose" in output
     assert f"failed: {BROKEN}; the tracebacks are in {NOTEBOOK}" in output
     assert "broken on purpose" in (project.root / NOTEBOOK).read_text()
     assert done(output) == {SPLIT, FEDAVG}
     (project.root / "broken").unlink()
-    assert done(project.run(*COMMAND, *groups)) == {BROKEN}
+    assert done(project.run(*COMMAND)) == {BROKEN, COMPARE, TABLES}
     assert not list(project.root.glob(".dvc/tmp/submitted/*"))
 
 
@@ -119,9 +94,7 @@ def stop_while_training(project: Project, with_signal: int) -> list[Path]:
     All processes end that wait here for the cluster.
     """
     job, waiting = ".dvc/tmp/submitted/*broken*/*", list[psutil.Process]()
-    with subprocess.Popen(
-        [*COMMAND, SPLIT, BROKEN], cwd=project.root, env=project.environment
-    ) as driver:
+    with subprocess.Popen(COMMAND, cwd=project.root, env=project.environment) as driver:
 
         def trains() -> bool:
             if not list(project.root.glob(f"{job}/view/data/executed/*.ipynb")):
@@ -152,7 +125,7 @@ def test_a_driver_that_was_stopped_finds_its_stage_again(
     (project.root / "held").unlink()
     wait_until(lambda: (job / "status").exists(), "the end of the job")
     before = datetime.now().isoformat()
-    assert done(project.run(*COMMAND, SPLIT, BROKEN, TABLES)) == {BROKEN, TABLES}
+    assert done(project.run(*COMMAND)) >= {BROKEN, COMPARE, TABLES}
     metadata = nbformat.read(project.root / NOTEBOOK, 4).metadata
     assert metadata["papermill"]["start_time"] < before
     about = load_record(project.root / "data/paper/runs/tiny-broken-0/0").about
@@ -246,17 +219,13 @@ def test_as_many_stages_as_fit_the_nodes_are_submitted(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two nodes with a core each; then one more with a core and a GPU, which every stage needs."""
-
-    def room() -> int:
-        try:
-            return RayCluster(cluster.address).room()
-        finally:
-            ray.shutdown()
-
-    assert room() == 2
+    nodes = RayCluster(cluster.address)
+    assert nodes.room() == 2
     monkeypatch.setenv("STAMP_WORKERS", "2")
     with pytest.raises(ClusterError, match=r"STAMP_WORKERS is 2; no node .* has room"):
-        room()
+        nodes.room()
     monkeypatch.delenv("STAMP_WORKERS")
     cluster.add_node(num_cpus=1, num_gpus=1)
-    assert room() == 1
+    ray.shutdown()
+    assert RayCluster(cluster.address).room() == 1
+    ray.shutdown()
