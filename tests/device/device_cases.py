@@ -250,7 +250,7 @@ def average_on_device(self: ClientRuntime, vectors: list[Tensor], weights: list[
 
 def labels_of_tests_on_cpu(runtime: ClientRuntime, plan: Plan, *args: Any) -> Tensor:
     runtime.y_test = runtime.dataset.y_test
-    return ACCURACIES(work, plan, *args)
+    return ACCURACIES(runtime, plan, *args)
 
 
 ACCURACIES = scoring.accuracies

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stamp_core.config.decode import ParameterError
+from stamp_core.config.decode import ParameterError, build
 from stamp_core.matching.gram import gram
 from stamp_core.matching.match import MatchingParams, MatchResult, match, match_gram
 from stamp_core.matching.simplex import SoftmaxParams

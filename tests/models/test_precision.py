@@ -378,11 +378,11 @@ def test_sre2l_matches_statistics_of_whole_groups(
 def test_statistics_for_meta_networks_are_not_rounded_twice() -> None:
     """Maps of 3 and of 3 + 1/64 are exact in bfloat16, their mean is not."""
     experiment = tiny("fedl2p", network={**BATCH_NORM, **HALF})
-    work = small.worker(experiment, plan(experiment)).runtime
+    runtime = small.worker(experiment, plan(experiment)).runtime
     convolution, norm = runtime.classifier.encoder[0], runtime.classifier.encoder[1]
     convolution.weight.data.zero_()
     convolution.bias.data.copy_(torch.tensor([3.0, 3.015625, 3.0, 3.015625]))
-    statistics = layer_statistics(work, runtime.classifier.norms, torch.arange(8))
+    statistics = layer_statistics(runtime, runtime.classifier.norms, torch.arange(8))
     assert float(statistics.inputs[2]) == pytest.approx(3.0078125, abs=1e-4)  # a mean
     assert norm.running_mean.tolist() == 4 * [0.0]
 
