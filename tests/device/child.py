@@ -8,7 +8,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from stamp_core.methods.base.registry import get_method, method_names
+
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def kinds() -> list[str]:
+    """All methods; with $STAMP_SAMPLE those with most paths, and one of each other group."""
+    if "STAMP_SAMPLE" not in os.environ:
+        return method_names()
+    groups = {get_method(kind).group: kind for kind in method_names()}
+    return sorted({*groups.values(), "fedavg", "replay", "stamp"})
 
 
 @cache

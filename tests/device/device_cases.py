@@ -14,26 +14,27 @@ import numpy as np
 import small
 import torch
 import torch.nn.functional as F
+from child import kinds
 from pytest import MonkeyPatch
 from torch import Tensor
 
 from benchmarks.pretend import DEVICE, pretending, register
 from benchmarks.transfers import Counted, cost, per_epoch, per_step
-from stamp_core.client import scoring, workspace
+from stamp_core.client import runtime as runtimes
+from stamp_core.client import scoring
+from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.by_class import first_per_class
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.core import devices
 from stamp_core.coresets import learner
 from stamp_core.coresets.selection.base import selection_rules
 from stamp_core.data.dataset import ImageDataset
-from stamp_core.data.split import Plan
 from stamp_core.engine import train as engine
 from stamp_core.engine.experiment import Experiment
 from stamp_core.methods import fedala, fedl2p, gradma
 from stamp_core.methods.base import projection
 from stamp_core.methods.base.distillation import masked_cross_entropy
 from stamp_core.methods.base.method import ClientRound, Message, Method
-from stamp_core.methods.base.registry import method_names
 from stamp_core.models.flat import weighted_average
 from stamp_core.results.records import Record
 
@@ -70,16 +71,11 @@ class Few(small.Quick):
 
     def dataset(self) -> ImageDataset:
         whole = super().dataset()
-        train, test = (first_per_class(labels, 8) for labels in (whole.y_train, whole.y_test))
-        return replace(
-            whole,
-            x_train=whole.x_train[train],
-            y_train=whole.y_train[train],
-            domain_train=whole.domain_train[train],
-            x_test=whole.x_test[test],
-            y_test=whole.y_test[test],
-            domain_test=whole.domain_test[test],
-        )
+        parts = {"train": whole.y_train, "test": whole.y_test}
+        first = {part: first_per_class(labels, 8) for part, labels in parts.items()}
+        names = [f"{name}_{part}" for name in ("x", "y", "domain") for part in parts]
+        kept = {name: getattr(whole, name)[first[name.split("_")[1]]] for name in names}
+        return replace(whole, **kept)
 
 
 class Coloured(Few):
@@ -104,7 +100,7 @@ def few(kind: str, training: small.Some = small.NOTHING, **options: Any) -> Expe
 
 def cases() -> Iterator[tuple[str, Experiment]]:
     """Every method on every network, every selection rule, and other paths of some methods."""
-    for kind in method_names():
+    for kind in kinds():
         yield f"{kind}, mlp", few(kind, AUGMENTED)  # whose draws go to the device
         yield f"{kind}, batch norm", few(kind, network=small.BATCH_NORM)
     for rule in selection_rules():
@@ -145,7 +141,7 @@ def different_without_room(experiment: Experiment) -> str:
 
 def layouts() -> Iterator[tuple[str, Experiment]]:
     """Every method, and in more steps those that read the weights of convolutions by position."""
-    for kind in method_names():
+    for kind in kinds():
         yield kind, coloured(kind)
     for kind, options in BY_POSITION.items():
         training = {"rounds": 2, "epochs": 2, "batch_size": 4}  # all parts of the method are used
@@ -216,60 +212,58 @@ def outcome(work: Callable[[], str]) -> str:
 # --- mistakes
 
 
-def labels_on_cpu(
-    self: Method, client_round: ClientRound, images: Tensor, labels: Tensor
-) -> Tensor:
-    return F.cross_entropy(self.runtime.model.module(images), labels.cpu())
+def labels_on_cpu(self: Method, batch: Batch, context: StepContext) -> Tensor:
+    return F.cross_entropy(self.model.module(batch.images), batch.targets.cpu())
 
 
-def mask_on_cpu(self: Method, client_round: ClientRound, images: Tensor, labels: Tensor) -> Tensor:
+def mask_on_cpu(self: Method, batch: Batch, context: StepContext) -> Tensor:
     mask = torch.ones(self.runtime.classes, dtype=torch.bool)
-    return masked_cross_entropy(self.runtime.model.module(images), labels, mask)
+    return masked_cross_entropy(self.model.module(batch.images), batch.targets, mask)
 
 
-def upload_on_device(self: Method, client_round: ClientRound) -> Message:
-    return {name: getattr(self.runtime.model, name).clone() for name in self.shared_vectors()}
+def upload_on_device(self: Method, client_round: ClientRound, context: StepContext) -> Message:
+    return {name: getattr(self.model, name).clone() for name in self.shared_vectors()}
 
 
-def draw_on_device(self: Method, client_round: ClientRound) -> None:
+def draw_on_device(self: Method, batch: Batch, context: StepContext) -> None:
     noise = torch.Generator().manual_seed(0)
-    self.runtime.model.gradients.add_(torch.randn(1, generator=noise, device=self.runtime.device))
+    self.model.gradients.add_(torch.randn(1, generator=noise, device=self.runtime.device))
 
 
-def array_of_the_device(self: Method, client_round: ClientRound) -> None:
-    self.runtime.model.gradients.numpy()
+def array_of_the_device(self: Method, batch: Batch, context: StepContext) -> None:
+    self.model.gradients.numpy()
 
 
-def pickle_of_the_device(self: Method, client_round: ClientRound) -> None:
-    pickle.dumps(self.runtime.model.gradients)
+def pickle_of_the_device(self: Method, batch: Batch, context: StepContext) -> None:
+    pickle.dumps(self.model.gradients)
 
 
 def average_on_device(self: ClientRuntime, vectors: list[Tensor], weights: list[float]) -> Tensor:
     return weighted_average([each.to(self.device) for each in vectors], weights)
 
 
-def labels_of_tests_on_cpu(runtime: ClientRuntime, plan: Plan, *args: Any) -> Tensor:
+def labels_of_tests_on_cpu(
+    runtime: ClientRuntime, *args: Any, **options: Any
+) -> scoring.Predictions:
     runtime.y_test = runtime.dataset.y_test
-    return ACCURACIES(runtime, plan, *args)
+    return PREDICT(runtime, *args, **options)
 
 
-ACCURACIES = scoring.accuracies
-ELSEWHERE = {  # mistakes that are no hook's
+PREDICT = scoring.predict
+MISTAKES: dict[str, tuple[object, str, Callable[..., Any]]] = {
+    "labels on the CPU": (Method, "loss", labels_on_cpu),
+    "a mask on the CPU": (Method, "loss", mask_on_cpu),
+    "an upload on the device": (Method, "upload", upload_on_device),
+    "a generator of the CPU": (Method, "correct_gradient", draw_on_device),
+    "an array of the device": (Method, "correct_gradient", array_of_the_device),
+    "a pickle of the device": (Method, "correct_gradient", pickle_of_the_device),
     "a mean on the device": (ClientRuntime, "average", average_on_device),
-    "labels of test images on the CPU": (scoring, "accuracies", labels_of_tests_on_cpu),
-}
-MISTAKES = {
-    "labels on the CPU": ("loss", labels_on_cpu),
-    "a mask on the CPU": ("loss", mask_on_cpu),
-    "an upload on the device": ("upload", upload_on_device),
-    "a generator of the CPU": ("correct_gradient", draw_on_device),
-    "an array of the device": ("correct_gradient", array_of_the_device),
-    "a pickle of the device": ("correct_gradient", pickle_of_the_device),
+    "labels of test images on the CPU": (scoring, "predict", labels_of_tests_on_cpu),
 }
 
 
-def mistaken(name: str, mistake: Callable[..., Any], owner: object = Method) -> str:
-    """The outcome of FedAvg with a mistake in one of its steps."""
+def mistaken(owner: Any, name: str, mistake: Callable[..., Any]) -> str:
+    """The outcome of FedAvg with a mistake in one place."""
     with MonkeyPatch.context() as patch:
         patch.setattr(owner, name, mistake)
         return outcome(partial(difference, few("fedavg")))
@@ -304,7 +298,7 @@ def crossed(chunk: int) -> tuple[int, int, int]:
     """What crosses in a run of FedAvg that evaluates so many images at a time."""
     experiment = few("fedavg")
     with MonkeyPatch.context() as patch, pretending() as counts:
-        patch.setattr(workspace, "evaluation_batch_size", lambda *_: chunk)
+        patch.setattr(runtimes, "evaluation_batch_size", lambda *_: chunk)
         engine.train(experiment, small.plans(experiment, 0), device=DEVICE)
     return counts.up, counts.down, counts.reads
 
@@ -316,17 +310,19 @@ def main() -> None:
     runs = {name: outcome(partial(difference, each, costs[name])) for name, each in cases()}
     steps = {
         kind: astuple(per_step(few(kind, AUGMENTED), costs[f"{kind}, mlp"][0]))
-        for kind in method_names()
+        for kind in kinds()
         if costs[f"{kind}, mlp"]
     }
     epochs = {
-        kind: astuple(per_epoch(few(kind, AUGMENTED), costs[f"{kind}, mlp"][0])) for kind in DRAWING
+        kind: astuple(per_epoch(few(kind, AUGMENTED), costs[f"{kind}, mlp"][0]))
+        for kind in DRAWING
+        if kind in kinds()
     }
     results = {
         "runs": runs,
         "no room": {
             kind: outcome(partial(different_without_room, few(kind, network=small.BATCH_NORM)))
-            for kind in method_names()
+            for kind in kinds()
         },
         "layouts": {
             name: outcome(partial(different_with_channels_last, each)) for name, each in layouts()
@@ -337,13 +333,7 @@ def main() -> None:
         "chunks": [crossed(512), crossed(4)],
         "steps": steps,
         "epochs": epochs,
-        "mistakes": {
-            **{name: mistaken(*mistake) for name, mistake in MISTAKES.items()},
-            **{
-                name: mistaken(mistake, change, owner)
-                for name, (owner, mistake, change) in ELSEWHERE.items()
-            },
-        },
+        "mistakes": {name: mistaken(*each) for name, each in MISTAKES.items()},
     }
     print(json.dumps(results))
 

@@ -6,22 +6,24 @@ replayed.
 
 import json
 import warnings
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import small
 import torch
+from child import kinds
 from device_cases import AUGMENTED, OPTIONS, Few, few, outcome
 from torch import Tensor
 
 from benchmarks.device import Case, Sizes, determinism, speeds
 from benchmarks.pretend import DEVICE, PretendGraphs, pretending, register
+from stamp_core.client.batches import Batch, StepContext
 from stamp_core.config.schema import Network
 from stamp_core.engine import train as engine
 from stamp_core.engine.experiment import Experiment
 from stamp_core.methods.base.method import ClientRound, Method
-from stamp_core.methods.base.registry import get_method, method_names
+from stamp_core.methods.base.registry import get_method
 from stamp_core.methods.fedavg import FedAvg
 from stamp_core.results.records import Record
 
@@ -42,8 +44,8 @@ def longer(kind: str, training: small.Some = small.NOTHING, **options: Any) -> E
 
 def cases() -> Iterator[tuple[str, Experiment]]:
     """Every method that captures its steps on two networks, and other paths of some methods."""
-    for kind in method_names():
-        if get_method(kind).captures:
+    for kind in kinds():
+        if get_method(kind).graph_safe:
             yield f"{kind}, mlp", longer(kind, {**AUGMENTED, "weight_decay": 1e-3})
             yield f"{kind}, batch norm", longer(kind, network=small.BATCH_NORM)
     for name, options in {
@@ -83,82 +85,76 @@ def compare(experiment: Experiment) -> tuple[str, int, str]:
 # --- mistakes: methods that say without reason that their steps can be captured
 
 
-class Unsafe(FedAvg):
-    """FedAvg whose steps claim to depend on nothing but the batch and the live model."""
+@dataclass
+class Context(StepContext):
+    """The received model as steps may read it, and as they may not."""
 
-    def receive(self, client_round: ClientRound) -> None:
-        super().receive(client_round)
-        self.received = self.runtime.model.parameters.clone()  # other memory for every client
-        client_round.scratch["received"] = self.received
+    received: Tensor
+    parts: list[Tensor]
+
+
+class Unsafe(FedAvg):
+    """FedAvg whose steps claim to depend on the batch, the live model and the context alone."""
+
+    graph_safe = True
+
+    def start(self, client_round: ClientRound) -> Context:
+        self.receive(client_round)
+        self.received = self.model.parameters.clone()  # other memory for every client
+        return Context(self.received, [self.received])
 
     def pull(self, received: Tensor) -> None:
-        self.runtime.model.gradients.add_(self.runtime.model.parameters - received)
+        self.model.gradients.add_(self.model.parameters - received)
 
 
 class Baked(Unsafe):
-    captures = True
+    graph_safe = True
 
-    def correct_gradient(self, client_round: ClientRound) -> None:
+    def correct_gradient(self, batch: Batch, context: Context) -> None:
         self.pull(self.received)
 
 
-class Undeclared(Unsafe):
-    captures = True
+class Untyped(Unsafe):
+    graph_safe = True
 
-    def correct_gradient(self, client_round: ClientRound) -> None:
-        self.pull(client_round.scratch["received"])
-
-
-class FromMessage(Unsafe):
-    captures = True
-
-    def correct_gradient(self, client_round: ClientRound) -> None:
-        self.pull(client_round.message["parameters"])
-
-
-class Kept(Unsafe):
-    captures = True
-
-    def loss(self, client_round: ClientRound, images: Tensor, labels: Tensor) -> Tensor:
-        client_round.scratch["last"] = images
-        return super().loss(client_round, images, labels)
+    def correct_gradient(self, batch: Batch, context: Context) -> None:
+        self.pull(context.parts[0])
 
 
 class Reading(Unsafe):
-    captures = True
+    graph_safe = True
 
-    def loss(self, client_round: ClientRound, images: Tensor, labels: Tensor) -> Tensor:
-        loss = super().loss(client_round, images, labels)
+    def loss(self, batch: Batch, context: Context) -> Tensor:
+        loss = super().loss(batch, context)
         return loss if loss > 0 else 2 * loss
 
 
 class Uploading(Unsafe):
-    captures, weights = True, torch.ones(10)
+    graph_safe = True
+    weights = torch.ones(10)
 
-    def loss(self, client_round: ClientRound, images: Tensor, labels: Tensor) -> Tensor:
-        loss = super().loss(client_round, images, labels)
-        return loss * self.weights.to(loss.device)[labels].mean()
+    def loss(self, batch: Batch, context: Context) -> Tensor:
+        loss = super().loss(batch, context)
+        return loss * self.weights.to(loss.device)[batch.targets].mean()
 
 
 class OnHost(Unsafe):
-    captures = True
+    graph_safe = True
 
-    def loss(self, client_round: ClientRound, images: Tensor, labels: Tensor) -> Tensor:
-        return super().loss(client_round, images, labels) * float(torch.ones(1) * 2)
-
-
-class Declared(Unsafe):
-    """No mistake: what it reads is an input."""
-
-    captures, step_inputs = True, ("received",)
-
-    def correct_gradient(self, client_round: ClientRound) -> None:
-        self.pull(client_round.scratch["received"])
+    def loss(self, batch: Batch, context: Context) -> Tensor:
+        return super().loss(batch, context) * float(torch.ones(1) * 2)
 
 
-MISTAKES: list[type[Method]] = [
-    Baked, Undeclared, FromMessage, Kept, Reading, Uploading, OnHost, Declared,
-]  # fmt: skip
+class Right(Unsafe):
+    """No mistake: what it reads is a tensor of its context."""
+
+    graph_safe = True
+
+    def correct_gradient(self, batch: Batch, context: Context) -> None:
+        self.pull(context.received)
+
+
+MISTAKES: list[type[Method]] = [Baked, Untyped, Reading, Uploading, OnHost, Right]
 
 
 class Unfiled(Few):
@@ -180,7 +176,7 @@ def mistaken(kind: type[Method]) -> tuple[str, list[str]]:
         warnings.simplefilter("always")
         try:
             problem = outcome(compared)
-        except (KeyError, AttributeError) as error:
+        except AttributeError as error:
             problem = f"{type(error).__name__}: {error}"
     return problem, [str(each.message) for each in caught]
 
@@ -211,24 +207,6 @@ def captured() -> dict[str, list[float]]:
     return found
 
 
-def refused(step: Callable[[Tensor], Any]) -> str:
-    """Why a step cannot be captured."""
-    with pretending(graphs=True):
-        x = torch.ones(2, device=DEVICE)
-        return outcome(lambda: str(PretendGraphs().capture(partial(step, x))))
-
-
-ON_HOST = torch.tensor([0, 1])
-REFUSED: dict[str, Callable[[Tensor], Any]] = {
-    "to the device": lambda x: x + ON_HOST.to(x.device),
-    "back": lambda x: x.cpu(),
-    "a value": lambda x: x * float(x.sum()),
-    "sizes by values": lambda x: x[x > 0],
-    "an index of the CPU": lambda x: x[ON_HOST],
-    "an operation on the CPU": lambda x: x + ON_HOST.clone().numel(),
-}
-
-
 def measured() -> list[list[str]]:
     """Rows of the page of measurements, with what can be measured with graphs alone."""
     case = Case("MLP", Network("mlp", features=8), side=8, batch_size=4, batches=6)
@@ -249,7 +227,6 @@ def main() -> None:
         "mistakes": {kind.__name__: mistaken(kind) for kind in MISTAKES},
         "captured": captured(),
         "measured": measured(),
-        "refused": {name: refused(step) for name, step in REFUSED.items()},
     }
     print(json.dumps(results))
 

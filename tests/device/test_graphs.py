@@ -5,14 +5,14 @@ from functools import partial
 import child
 import pytest
 
-from stamp_core.methods.base.registry import get_method, method_names
+from stamp_core.methods.base.registry import get_method
 
 results = partial(child.results, "graph_cases.py")
 
 
 def test_replayed_steps_have_the_results_of_the_cpu():
     runs = results()["runs"]
-    capturing = [kind for kind in method_names() if get_method(kind).captures]
+    capturing = [kind for kind in child.kinds() if get_method(kind).graph_safe]
     assert {f"{kind}, {name}" for kind in capturing for name in ("mlp", "batch norm")} <= set(runs)
     assert {name: problem for name, (problem, _, _) in runs.items() if problem} == {}
 
@@ -29,9 +29,7 @@ def test_steps_are_replayed_where_they_can_be_and_the_record_says_so():
     ("mistake", "problem"),
     [
         ("Baked", "encoder.1.weight"),  # the first tensor that differs
-        ("Undeclared", "KeyError: 'received'"),
-        ("FromMessage", "no attribute 'message'"),
-        ("Kept", "does not support item assignment"),
+        ("Untyped", "'NoneType' object is not subscriptable"),
     ],
 )
 def test_a_step_that_depends_on_its_client_is_noticed(mistake, problem):
@@ -53,8 +51,8 @@ def test_a_step_that_cannot_be_captured_runs_as_it_is_with_a_warning(mistake, re
     assert len(warnings) == 1 and "not captured" in warnings[0] and refused in warnings[0]
 
 
-def test_a_tensor_of_the_client_may_be_an_input():
-    assert results()["mistakes"]["Declared"] == ["", []]
+def test_a_tensor_of_the_context_may_be_read():
+    assert results()["mistakes"]["Right"] == ["", []]
 
 
 def test_graphs_are_measured_and_compared_where_there_are_any():
@@ -71,18 +69,3 @@ def test_a_capture_changes_nothing_and_a_replay_repeats_it():
         "replay 1": [2, 2, 2, 2, 4],
         "replay 2": [3, 3, 4, 4, 6],
     }
-
-
-@pytest.mark.parametrize(
-    ("step", "error"),
-    [
-        ("to the device", "_to_copy.default: not permitted"),
-        ("back", "_to_copy.default: not permitted"),
-        ("a value", "_local_scalar_dense.default: not permitted"),
-        ("sizes by values", "index.Tensor: not permitted"),
-        ("an index of the CPU", "index.Tensor: not permitted"),
-        ("an operation on the CPU", "clone.default: a graph of pretend:0 has no operation of"),
-    ],
-)
-def test_a_graph_holds_operations_of_the_device_alone(step, error):
-    assert error in results()["refused"][step]
