@@ -63,28 +63,6 @@ def test_vector_and_module_share_memory(name: str) -> None:
     assert (vector[-tensors[-1].numel() :] == -1).all() and (vector == -1).sum() == len(tensors[-1])
 
 
-def test_training_writes_into_the_vector_of_buffers() -> None:
-    """Momentum 0.1: the mean of a channel moves from 0 to a tenth of the batch's."""
-    model = FlatModel(network())
-    images = torch.randn(7, 1, 5, 5, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        means = model.module[0](images).mean((0, 2, 3))
-        model.module.train()(images)
-    torch.testing.assert_close(model.buffers[:3], means / 10)
-
-
-def test_gradients_accumulate_in_the_vector() -> None:
-    model, twin = FlatModel(network()), network()
-    loss(twin, 0).backward()
-    expected = torch.cat([p.grad.reshape(-1) for p in twin.parameters()])
-    assert expected.count_nonzero() > len(expected) / 2
-    for times in (1, 2):
-        loss(model.module, 0).backward()
-        assert torch.equal(model.gradients, times * expected)
-    model.gradients.zero_()
-    assert all(not p.grad.any() for p in model.module.parameters())
-
-
 def test_load_copies() -> None:
     """Later changes of the model leave the loaded vectors unchanged, and the views stay views."""
     model = FlatModel(network())
@@ -160,13 +138,6 @@ def test_weights_are_channels_last_inside_the_vector() -> None:
     assert all(a.shape == b.shape for a, b in zip(first.tensors, last.tensors, strict=True))
 
 
-def test_both_layouts_hold_the_same_initial_weights() -> None:
-    first, last = models()
-    assert all(torch.equal(a, b) for a, b in zip(first.tensors, last.tensors, strict=True))
-    assert torch.equal(first.parameters[permuted(first)], last.parameters)
-    assert not torch.equal(first.parameters, last.parameters)
-
-
 def test_the_gradient_has_the_order_of_the_weights() -> None:
     """By `backward` and by `grad`, whose strides depend on the images'."""
     for model in models():
@@ -211,21 +182,6 @@ def test_sgd_is_bit_identical_to_torch(momentum: float, decay: float) -> None:
     assert (start != model.parameters).float().mean() > 0.9
 
 
-def test_new_sgd_starts_without_velocity() -> None:
-    """Step 1 of momentum 0.9 on a gradient of 1 is -lr; step 2 would be -1.9 lr."""
-    model = FlatModel(network())
-    model.parameters.zero_()
-    training = Training(1, 1, 1, 1.0, momentum=0.9)
-    model.gradients.fill_(1.0)
-    for _ in range(2):
-        FlatSGD(model, training).step()
-    assert (model.parameters == -2).all()
-    sgd = FlatSGD(model, training)
-    sgd.step()
-    sgd.step()
-    torch.testing.assert_close(model.parameters, torch.full_like(model.parameters, -2 - 1 - 1.9))
-
-
 def test_the_first_velocity_is_the_gradient_bit_by_bit() -> None:
     """A velocity of 0.0 would make 0.0 of a gradient of -0.0, and then 0.0 of a weight of -0.0."""
     model = FlatModel(network())
@@ -266,14 +222,6 @@ def test_the_mean_is_that_of_float64_rounded_once(pairs: list[tuple[float, float
     np.testing.assert_array_max_ulp(mean.numpy(), np.array([expected]), maxulp=1)
 
 
-def test_the_mean_by_hand() -> None:
-    """(1 * 1 + 3 * 3) / 4 = 2.5, (1 * 2 + 3 * -6) / 4 = -4; a weight of 0 adds nothing."""
-    vectors = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, -6.0]), torch.tensor([9.0, 9.0])]
-    mean = weighted_average(vectors, [1.0, 3.0, 0.0])
-    assert mean.tolist() == [2.5, -4.0] and mean.dtype == torch.float32
-    assert [v.tolist() for v in vectors] == [[1, 2], [3, -6], [9, 9]]
-
-
 @pytest.mark.parametrize(
     ("values", "mean"),
     [
@@ -286,8 +234,3 @@ def test_the_mean_is_added_up_in_order_in_float64(values: list[float], mean: flo
     """1e30 - 1e30 + 3 is 3, whereas 1e30 + 3 - 1e30 is 0 (float64 ends 16 digits below 1e30);
     2^24 + 1 + 1 is 2^24 + 2, where float32 would stay at 2^24."""
     assert weighted_average([torch.tensor([v]) for v in values], [1.0, 1.0, 1.0]).item() == mean
-
-
-def test_every_vector_needs_a_weight() -> None:
-    with pytest.raises(ValueError, match="argument 2 is shorter"):
-        weighted_average([torch.ones(1), torch.ones(1)], [1.0])

@@ -166,13 +166,6 @@ def test_sizes_are_the_published_ones(
     assert size(model.encoder) == encoder and size(model) == encoder + per_class * classes
 
 
-@pytest.mark.parametrize("network", [RESNET, SMALL_STEM], ids=name)
-def test_buffers_are_those_of_batch_normalisation(network: Network) -> None:
-    """The 20 norms of ResNet-18, of 64 to 512 channels, hold 4,800 means and as many variances."""
-    model = FlatModel(build_network(network, (3, 32, 32), 10, 0))
-    assert len(model.buffers) == 9_600 and model.buffers.dtype is torch.float32
-
-
 @pytest.mark.parametrize("network", [Network("resnet18", norm="group"), SWIN], ids=name)
 def test_without_batch_normalisation_there_are_no_buffers(network: Network) -> None:
     """Swin-T's indices are constants: as buffers they would be sent and averaged."""
@@ -214,15 +207,6 @@ def test_the_stem_is_initialised_like_the_other_convolutions() -> None:
     assert published.conv1.bias is small.conv1.bias is None
     rest = [flat(list(net.layer1.parameters())) for net in (published, small)]
     assert torch.equal(*rest) and published.layer1[0].conv1.weight.std() > 0.05
-
-
-def test_lenet_by_hand() -> None:
-    network = build_network(LENET, (1, 32, 32), 10, seed=0)
-    kinds = [type(layer).__name__ for layer in network.encoder]
-    block = ["Conv2d", "ReLU", "MaxPool2d"]
-    assert kinds == [*block, *block, "Flatten", "Linear", "ReLU", "Linear", "ReLU"]
-    shapes = [list(p.shape) for p in network.parameters() if p.dim() > 1]
-    assert shapes == [[6, 1, 5, 5], [16, 6, 5, 5], [120, 400], [84, 120], [10, 84]]
 
 
 @pytest.mark.parametrize(
@@ -300,24 +284,6 @@ def test_the_seed_alone_decides_the_weights(network: Network) -> None:
     torch.rand(3)
     assert torch.equal(weights(network, 1), first)
     assert (weights(network, 2) != first).float().mean() > 0.8
-
-
-@pytest.mark.parametrize(("network", "shape"), [ALL[2], ALL[5], ALL[9]], ids=name)
-def test_building_leaves_the_global_generator_unchanged(network: Network, shape: Shape) -> None:
-    torch.manual_seed(7)
-    expected = torch.rand(4)
-    torch.manual_seed(7)
-    build_network(network, shape, 5, seed=1)
-    with pytest.raises(ParameterError):
-        build_network(network, (3, 3, 3), 5, seed=1)
-    assert torch.equal(torch.rand(4), expected)
-
-
-def test_batch_normalisation_starts_without_statistics() -> None:
-    network = build_network(SMALL[2], (3, 20, 20), 5, seed=0)
-    means = [b for name, b in network.named_buffers() if name.endswith("running_mean")]
-    assert len(means) == 2 and not any(mean.any() for mean in means)
-    assert network.training
 
 
 def test_torchvision_loads_whatever_the_build_of_torch() -> None:

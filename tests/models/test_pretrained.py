@@ -126,15 +126,6 @@ def test_float16_weights_are_read_as_float32(raw: Path) -> None:
     assert all(p.dtype is torch.float32 and (p == 0.5).all() for p in loaded.parameters())
 
 
-def test_reading_weights_leaves_the_global_generator_unchanged(raw: Path) -> None:
-    torch.save(mlp_weights(), raw / "w.pth")
-    torch.manual_seed(7)
-    expected = torch.rand(4)
-    torch.manual_seed(7)
-    build_network(mlp("w.pth"), (3, 2, 2), 5, seed=0)
-    assert torch.equal(torch.rand(4), expected)
-
-
 def changed(key: str, value: Tensor | None = None) -> dict[str, Tensor]:
     """The weights of the MLP with another value for one name, or without it."""
     values = {name: each for name, each in mlp_weights().items() if name != key}
