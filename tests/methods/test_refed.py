@@ -102,6 +102,15 @@ def test_whole_runs_are_those_of_the_reference(params: dict[str, Any], configura
         assert sum(row["events"].get(text, 0) for row in record.history) == count
 
 
+def test_images_of_a_task_are_lost_if_the_next_one_is_missed() -> None:
+    """A client holds them until the next task but one; of tasks before its first one none."""
+    training = {"rounds": 1, "participation": 0.5}
+    experiment = tiny("refed", split={**FEW, "tasks": 5}, training=training, cache=15, steps=1)
+    record, naive = run(experiment), ReFedReference(experiment, plan(experiment))
+    naive.run()
+    assert sum(events(record, LOST)) == naive.events[LOST] > 0
+
+
 # --- gradient norms
 
 

@@ -37,12 +37,14 @@ class SRFDILReference(ReFedReference):
         self.nets = {name: (net, vector(net)) for name, net in nets.items()}
         self.known = np.full((len(self.plan.clients), 2), np.nan)
         self.rounds = 0
+        self.largest: list[float] = []
 
     def chosen(self, clients: list[int]) -> list[int]:
         """Clients that the server draws without replacement, by their chances."""
         if self.params.selected == 1:
             return clients
         shares = torch.tensor(self.chances())
+        self.largest.append(float(shares.max()))
         draw = generator(self.plan.seed, self.rounds, "selection")
         count = int(np.ceil(self.params.selected * len(shares) - 1e-9))
         self.rounds += 1
@@ -141,7 +143,10 @@ def vector(net: nn.Module) -> Tensor:
     ids=["all clients", "drawn clients"],
 )
 def test_whole_runs_are_those_of_the_reference(params: dict[str, Any], configuration: str) -> None:
-    reference.compare("srfdil", configuration, SRFDILReference, **params)
+    record, naive = reference.compare("srfdil", configuration, SRFDILReference, **params)
+    assert isinstance(naive, SRFDILReference)
+    for row, largest in zip(record.history, naive.largest[1:], strict=False):
+        assert row["notes"]["chance, largest share"] == pytest.approx(largest, abs=1e-4)
 
 
 @pytest.mark.parametrize("balance", ["none", "class"])
