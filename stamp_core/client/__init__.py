@@ -1,3 +1,3 @@
 """One client's work in one process: workspace (live model, batches), augmentation, scoring,
-temporal matching, personalisation, diagnostics. May import core, config, results, data, models,
+diagnostics. May import core, config, results, data, models,
 matching, coresets."""
