@@ -158,6 +158,19 @@ def test_a_client_without_images_keeps_the_received_model() -> None:
     assert float(reply.message["trace"]) == reply.samples == 0
 
 
+def test_a_client_never_selected_has_the_untrained_head_and_the_unaligned_encoder() -> None:
+    experiment = tiny("fedas")
+    plan = small.plan(experiment)
+    method = small.worker(experiment, plan).method
+    server, clients, _, _ = method.initial_states(plan)
+    sent = {"base": server["parameters"][:BASE] + 1}
+    method.load_personal_model(
+        method.client_round(RoundId(0, 0, 0, 1, True), plan, next(iter(clients)), sent)
+    )
+    expected = torch.cat([sent["base"], server["parameters"][BASE:]])
+    assert torch.equal(method.model.parameters, expected)
+
+
 # --- the server
 
 

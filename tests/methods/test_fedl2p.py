@@ -14,16 +14,14 @@ import torch
 import torch.nn.functional as F
 from reference import CLOSE, CONFIGURATIONS, FedAvgReference, Numbers, Reply, State, Visit
 from small import BATCH_NORM, BN_B, BN_P, P, run, tiny
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.functional import hessian, jacobian
 from torch.distributions import Normal, kl_divergence
 
 from stamp_core.client.runtime import RoundId
-from stamp_core.config.schema import Network
 from stamp_core.core.seeding import generator
 from stamp_core.methods.fedl2p import FedL2P
-from stamp_core.methods.fedl2p.meta_networks import LayerStatistics, MetaNets
-from stamp_core.models.networks import build_network
+from stamp_core.methods.fedl2p.meta_networks import LayerStatistics, layer_statistics
 
 FEW = {"images_per_class": 20}  # 40 images a task, 8 of them held out
 BN: dict[str, Any] = {"network": BATCH_NORM, "split": FEW}
@@ -223,9 +221,16 @@ def assert_personal_models(experiment: Any, plan: Any, saved: Any, naive: FedL2P
     np.testing.assert_allclose(saved["server"]["meta"], naive.meta, rtol=0, atol=2e-6)
     worker = small.worker(experiment, plan)
     for client, state in enumerate(saved["clients"]):
-        message = worker.method.broadcast(saved["server"], client)
+        method = worker.method
+        assert isinstance(method, FedL2P)
+        message = method.broadcast(saved["server"], client)
         last = RoundId(0, client, plan.experiences - 1, experiment.setting.training.rounds - 1)
-        worker.method.load_personal_model(worker.method.client_round(last, plan, state, message))
+        client_round = method.client_round(last, plan, state, message)
+        method.receive(client_round)
+        found = layer_statistics(method.runtime, method.norms, client_round.indices)
+        own = naive.statistics(torch.from_numpy(naive.theta), client_round.indices.numpy())
+        np.testing.assert_allclose(torch.cat([*found][::-1]), torch.cat(own), rtol=1e-3, atol=1e-5)
+        method.load_personal_model(client_round)
         theta, moments = naive.personal(client)
         np.testing.assert_allclose(worker.runtime.model.parameters, theta, **CLOSE)
         np.testing.assert_allclose(worker.runtime.model.buffers, torch.cat(moments), **CLOSE)
@@ -336,16 +341,6 @@ def test_meta_networks_are_sent_each_way_and_a_frozen_network_only_once(
     assert all(row["bytes"] == {"down": each, "up": each} for row in record.history)
     setup = record.about["setup"]
     assert (setup["down"], setup["up"]) == ((3 * 16 * net, 2 * 16 * net) if frozen else (0, 0))
-
-
-def test_meta_of_resnet18_has_38944_numbers() -> None:
-    """BNNet 20 x 100 + 100 + 100 x 100 + 100 + 100 x 20 + 20 = 14,220; LRNet 82 x 100 + 100 +
-    10,100 + 100 x 62 + 62 = 24,662; 62 learning rates: 155,776 bytes for all widths."""
-    net = build_network(Network("resnet18", norm="batch"), (3, 32, 32), 100, seed=0)
-    nets = MetaNets(net, sum(isinstance(m, nn.BatchNorm2d) for m in net.modules()))
-    meta = nets.initial(0, 0.001)
-    assert (meta.numel(), meta.numel() * meta.element_size()) == (38_944, 155_776)
-    assert (nets.bn_size, sum(nets.tensors)) == (14_220, 11_227_812)
 
 
 # --- extreme values

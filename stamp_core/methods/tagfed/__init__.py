@@ -291,7 +291,7 @@ class TagFed(Method):
             yield replace(batch, targets=labels[places], soft=answers[places])
 
     def step(self, batch: Batch, context: TagFedContext) -> Tensor:
-        """One SGD step; fixed weights are restored after it, as weight decay changes them."""
+        """One SGD step, after which the weights of other tasks are restored."""
         loss = super().step(batch, context)
         if context.weights is not None:
             context.weights.compose(self.model.parameters)
@@ -304,9 +304,9 @@ class TagFed(Method):
         return self.mixed_loss(self.model.module(batch.images), batch.targets, batch.soft)
 
     def correct_gradient(self, batch: Batch, context: TagFedContext) -> None:
-        """No gradient for weights of other tasks; one step of the mask that picks them."""
+        """One step of the mask that picks the weights of earlier tasks."""
         if context.weights is not None:
-            context.weights.correct(self.model.gradients)
+            context.weights.train_mask(self.model.gradients)
 
     def update_state(self, client_round: ClientRound, context: TagFedContext) -> State:
         """The state with the trained weights and, after a first round, with what is picked."""

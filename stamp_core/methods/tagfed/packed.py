@@ -167,12 +167,11 @@ class TaskWeights:
         used = self.earlier * (self.mask.parameters > THRESHOLD)
         torch.where(self.trained, parameters, used, out=parameters)
 
-    def correct(self, gradients: Tensor) -> None:
-        """One step of the mask, if it is trained; the gradients of other tasks' weights are 0."""
+    def train_mask(self, gradients: Tensor) -> None:
+        """One step of the mask, if it is trained."""
         if self.adam is not None:
             torch.mul(self.earlier, gradients, out=self.mask.gradients)
             self.adam.step()
-        gradients.mul_(self.trained)
 
     def picked(self) -> Tensor:
         """Which weights the mask uses.  # bool [P]"""
