@@ -73,6 +73,7 @@ class FedAvgReference:
 
     def __init__(self, experiment: Experiment, plan: Plan) -> None:
         self.training = experiment.setting.training
+        self.network = experiment.setting.network
         self.params = experiment.params
         self.plan = plan
         self.data = experiment.dataset()

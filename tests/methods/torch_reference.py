@@ -22,6 +22,7 @@ class TorchReference(FedAvgReference):
         self.x = torch.from_numpy(self.x).float()
         self.y = torch.from_numpy(self.y)
         self.theta = torch.from_numpy(self.theta).float()
+        self.rounds = 0  # so far
         self.seen = torch.zeros(self.classes, dtype=torch.bool)  # classes that anybody reported
         self.past = self.seen  # those of the experiences before
         self.told = set[int]()  # clients that have been told them

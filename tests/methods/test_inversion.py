@@ -1,0 +1,453 @@
+"""TARGET and LANDER against a naive reference in torch over whole runs; statistics, failures."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import small
+import torch
+import torch.nn.functional as F
+import torch_reference
+from reference import CONFIGURATIONS, Numbers, Reply, State, Visit
+from small import BATCH_NORM, SYNTHESIS, plan, run, whole
+from torch import Tensor, nn
+from torch_reference import Adam, Descent, TorchReference, divergence, soft_cross_entropy
+
+from stamp_core.core.seeding import address, generator
+from stamp_core.methods.base import synthesis
+from stamp_core.methods.base.inversion import NO_IMAGES
+from stamp_core.methods.base.method import Log
+from stamp_core.methods.base.synthesis import NormStatistics, Synthesis
+from stamp_core.methods.lander import NoisyLabelGenerator
+from stamp_core.models.generators import ImageGenerator, build_seeded
+from stamp_core.models.networks import build_network
+
+KINDS = ("target", "lander")
+BETAS = (0.5, 0.999)
+
+
+class InversionReference(TorchReference):
+    """The server inverts its model into images, and clients distil from them."""
+
+    shape = (1, 8, 8)
+    replay: tuple[Tensor, Tensor, Tensor] | None = None  # images, labels, teacher
+
+    def local(self, visit: Visit, state: State) -> Reply:
+        """A client round; what was announced stays for the experience."""
+        if visit.client not in self.told:
+            state["past"], state["replay"] = self.past, self.replay
+        state["batches"] = None
+        own = self.own_classes(visit)
+        state["others"] = others = state["past"] & ~own
+        if state["replay"] and len(visit.indices):
+            images, labels, state["teacher"] = state["replay"]
+            if len(kept := images[others[labels]]):
+                state["batches"] = self.synthetic(visit, kept)
+        return super().local(visit, state)
+
+    def synthetic(self, visit: Visit, images: Tensor) -> Iterator[Tensor]:
+        """Batches of synthetic images without end; a local epoch passes all of them once."""
+        draw = self.draw(visit, "replay")
+        steps = math.ceil(len(visit.indices) / self.training.batch_size)
+        size = self.params.replay_batch_size or math.ceil(len(images) / steps)
+        rows = torch.from_numpy(self.normalised(images)).float()
+        while True:
+            yield from rows[torch.randperm(len(rows), generator=draw)].split(size)
+
+    def step_loss(self, visit: Visit, theta: Tensor, batch: Numbers, state: State) -> Tensor:
+        """Cross-entropy, if so without past classes, and distillation over these."""
+        x, y, others = self.x[batch], self.y[batch], state["others"]
+        logits = self.logits(theta, x)
+        if self.params.ce_classes == "new":
+            logits = logits.masked_fill(others, -torch.inf)
+        loss = F.cross_entropy(logits, y) + self.anchor_loss(theta, x, y)
+        if state["batches"] is None:
+            return loss
+        own = self.plan.clients[visit.client][visit.task].classes
+        new, past = self.weights(int(others.sum()), len(own))
+        return new * loss + past * self.distil(theta, next(state["batches"]), state)
+
+    def weights(self, past: int, new: int) -> tuple[float, float]:
+        """The weights of the two losses."""
+        return 1.0, self.params.kd
+
+    def distil(self, theta: Tensor, x: Tensor, state: State) -> Tensor:
+        """The cross-entropy with the teacher's outputs."""
+        pair = (self.logits(each, x)[:, state["others"]] for each in (theta, state["teacher"]))
+        return soft_cross_entropy(*pair, self.params.temperature)
+
+    def anchor_loss(self, theta: Tensor, x: Tensor, y: Tensor) -> Tensor | float:
+        """What LANDER adds."""
+        return 0.0
+
+    # --- synthesis
+
+    def after_experience(self) -> None:
+        """A new set, if another experience will use it."""
+        if self.rounds == self.plan.experiences * self.training.rounds or not self.past.any():
+            return
+        p, seed = self.params, (self.plan.seed, self.rounds)
+        draw, known = generator(*seed, "synthesis"), self.past.nonzero().flatten()
+        network = build_network(self.network, self.shape, 10, address(*seed, "student"))
+        student = self.student(small.flat(list(network.parameters())), seed)
+        sgd = Descent(
+            self.training, lr=p.student_lr, momentum=0.9, weight_decay=p.student_weight_decay
+        )
+        self.begin(seed)
+        ready, kept, labels = False, torch.empty(0, *self.shape, dtype=torch.uint8), known[:0]
+        skipped = p.warmup if self.waits else 0
+        for place in range(skipped + math.ceil(p.images / p.synthesis_batch_size)):
+            targets = self.targets(len(known), draw)
+            images = self.best_images(targets, known, draw, student if ready else None)
+            if place >= skipped:
+                kept = torch.cat([kept, (255 * images).round().to(torch.uint8)])
+                labels = torch.cat([labels, known[targets]])
+            for _ in range(p.student_steps if len(kept) and place >= p.warmup else 0):
+                chosen = torch.randperm(len(kept), generator=draw)[: p.synthesis_batch_size]
+                x = torch.from_numpy(self.normalised(kept[chosen])).float()
+                student = sgd.step(student, lambda v: self.student_loss(v, x, known))  # noqa: B023
+                ready = True
+        self.replay = kept[: p.images], labels[: p.images], self.theta
+
+    waits = False  # whether the images of the first rounds are left out
+
+    def student(self, network: Tensor, seed: tuple[int, int]) -> Tensor:
+        """The initial student."""
+        return network
+
+    def student_loss(self, student: Tensor, x: Tensor, known: Tensor) -> Tensor:
+        """T^2 KL of outputs at temperature 20."""
+        pair = (self.logits(each, x)[:, known] / 20 for each in (student, self.theta))
+        return 400 * divergence(*pair).mean()
+
+    def begin(self, seed: tuple[int, int]) -> None:
+        """The meta-generator and its Adam."""
+        p = self.params
+        made = build_seeded(
+            lambda: ImageGenerator(self.shape, p.latent, p.generator_width), *seed, "generator"
+        )
+        self.meta = small.flat(list(made.parameters()))
+        self.meta_adam = Adam(p.generator_lr * p.generator_steps, BETAS)
+
+    def targets(self, count: int, draw: torch.Generator) -> Tensor:
+        """The labels of a batch."""
+        return torch.randint(count, (self.params.synthesis_batch_size,), generator=draw)
+
+    def best_images(
+        self, targets: Tensor, known: Tensor, draw: torch.Generator, student: Tensor | None
+    ) -> Tensor:
+        """Steps of a copy of the meta-generator and of its inputs, then one of the former."""
+        p = self.params
+        latent = torch.randn(len(targets), p.latent, generator=draw)
+        weights, total = self.meta, torch.zeros_like(self.meta)
+        adams = Adam(p.generator_lr, BETAS), Adam(p.latent_lr, BETAS)
+        found = []
+        for _ in range(p.generator_steps):
+            leaves = weights.clone().requires_grad_(), latent.clone().requires_grad_()
+            images = self.images(*leaves)
+            loss = self.generator_loss(images, targets, known, student)
+            found.append((float(loss), images.detach()))
+            slopes = torch.autograd.grad(loss, leaves)
+            weights, latent = adams[0].move(weights, slopes[0]), adams[1].move(latent, slopes[1])
+            total += slopes[0]
+        self.meta = self.meta_adam.move(self.meta, total)
+        return min(found, key=lambda each: each[0])[1]
+
+    def images(self, weights: Tensor, latent: Tensor) -> Tensor:
+        """Maps of 2 x 2, 4 x 4 and 8 x 8, each normalised by its batch and convolved."""
+        w, c = self.params.generator_width, self.shape[0]
+        shapes = [(8 * w, self.params.latent), (8 * w,), (2 * w,), (2 * w,), (2 * w, 2 * w, 3, 3)]
+        shapes += [(2 * w,), (2 * w,), (w, 2 * w, 3, 3), (w,), (w,), (c, w, 3, 3), (c,)]
+        parts = weights.split([math.prod(shape) for shape in shapes])
+        a, b, g1, h1, k1, g2, h2, k2, g3, h3, k3, last = (
+            part.view(shape) for part, shape in zip(parts, shapes, strict=True)
+        )
+        x = normalised((latent @ a.T + b).view(-1, 2 * w, 2, 2), g1, h1)
+        x = F.conv2d(x.repeat_interleave(2, 2).repeat_interleave(2, 3), k1, padding=1)
+        x = F.leaky_relu(normalised(x, g2, h2), 0.2)
+        x = F.conv2d(x.repeat_interleave(2, 2).repeat_interleave(2, 3), k2, padding=1)
+        x = F.leaky_relu(normalised(x, g3, h3), 0.2)
+        return F.conv2d(x, k3, last, padding=1).sigmoid()
+
+    def generator_loss(
+        self, images: Tensor, targets: Tensor, known: Tensor, student: Tensor | None
+    ) -> Tensor:
+        """The teacher's loss on the labels, less the student's divergence where both agree."""
+        p = self.params
+        x = (images.flatten(1) - float(self.data.mean)) / float(self.data.std)
+        logits = self.logits(self.theta, x)[:, known]
+        loss = p.label_weight * F.cross_entropy(logits, targets)
+        loss = loss + self.anchor_loss(self.theta, x, known[targets])
+        if student is not None:
+            own = self.logits(student, x)[:, known]
+            agree = own.argmax(1) == logits.argmax(1)
+            loss = loss - p.adversarial_weight * (divergence(own, logits) * agree).mean()
+        return loss
+
+
+def normalised(x: Tensor, gain: Tensor, shift: Tensor) -> Tensor:
+    """Batch normalisation by the statistics of the batch."""
+    axes = [0, *range(2, x.dim())]
+    variance, mean = torch.var_mean(x, axes, correction=0, keepdim=True)
+    each = (1, -1, *(1 for _ in axes[1:]))
+    return (x - mean) / (variance + 1e-5).sqrt() * gain.view(each) + shift.view(each)
+
+
+class LanderReference(InversionReference):
+    """The map of features is the end of the model's vector: it is trained and averaged with it."""
+
+    waits = True
+
+    def start(self) -> None:
+        """The initial map, and random anchors of deviation sqrt(0.081 / 2)."""
+        super().start()
+        size = self.params.anchor_features
+        linear = build_seeded(lambda: nn.Linear(32, size), self.plan.seed, "map")
+        self.shapes = [*self.shapes, (size, 32), (size,)]
+        self.theta = torch.cat([self.theta, small.flat(list(linear.parameters()))])
+        table = torch.randn(10, size, generator=generator(self.plan.seed, "anchors"))
+        self.anchors = (math.sqrt(0.081 / 2) * table).half().float()
+
+    def mapped(self, theta: Tensor, x: Tensor) -> Tensor:
+        """The features in the space of anchors."""
+        a, c = self.parts(theta)[4:]
+        mapped: Tensor = self.features(theta, x) @ a.T + c
+        return mapped
+
+    def anchor_loss(self, theta: Tensor, x: Tensor, y: Tensor) -> Tensor | float:
+        """By how much the mean squared distance from the anchors exceeds the radius."""
+        distance = (self.mapped(theta, x) - self.anchors[y]).square().mean()
+        return self.params.anchor_weight * (distance - self.params.radius).clamp(min=0)
+
+    def weights(self, past: int, new: int) -> tuple[float, float]:
+        """ce (1 + 1 / a) / b and kd a b with a = log2((k + n) / 2 + 1), b = sqrt(k / (k + n))."""
+        a, b = math.log2((past + new) / 2 + 1), math.sqrt(past / (past + new))
+        return self.params.ce * (1 + 1 / a) / b, self.params.kd * a * b
+
+    def distil(self, theta: Tensor, x: Tensor, state: State) -> Tensor:
+        """Outputs and mapped features."""
+        away = self.mapped(theta, x) - self.mapped(state["teacher"], x)
+        return super().distil(theta, x, state) + away.square().mean()
+
+    def student(self, network: Tensor, seed: tuple[int, int]) -> Tensor:
+        """A student with a map of its own."""
+        size = self.params.anchor_features
+        linear = build_seeded(lambda: nn.Linear(32, size), *seed, "student's map")
+        return torch.cat([network, small.flat(list(linear.parameters()))])
+
+    def student_loss(self, student: Tensor, x: Tensor, known: Tensor) -> Tensor:
+        """Outputs and mapped features."""
+        away = (self.mapped(student, x) - self.mapped(self.theta, x)).square().mean()
+        return super().student_loss(student, x, known) + self.params.anchor_weight * away
+
+    def begin(self, seed: tuple[int, int]) -> None:
+        """The generator with its noisy layers."""
+        p = self.params
+        sizes = p.latent, p.generator_width, p.anchor_features, p.synthesis_batch_size
+        made = build_seeded(lambda: NoisyLabelGenerator(self.shape, *sizes), *seed, "generator")
+        self.layer = made.weight.shape
+        self.meta = small.flat(list(made.parameters()))
+
+    def targets(self, count: int, draw: torch.Generator) -> Tensor:
+        """All classes in turn, then random ones."""
+        cycles, rest = divmod(self.params.synthesis_batch_size, count)
+        drawn = torch.randint(count, (rest,), generator=draw)
+        return torch.cat([torch.arange(count).repeat(cycles), drawn])
+
+    def best_images(
+        self, targets: Tensor, known: Tensor, draw: torch.Generator, student: Tensor | None
+    ) -> Tensor:
+        """Steps of the generator, whose noisy layers are drawn anew."""
+        noise = torch.randn(self.layer, generator=draw)
+        bias = torch.zeros(len(noise) * self.params.latent)
+        rest = self.meta[noise.numel() + len(bias) :]
+        weights, adam = (
+            torch.cat([noise.flatten(), bias, rest]),
+            Adam(self.params.generator_lr, BETAS),
+        )
+        found = []
+        for _ in range(self.params.generator_steps):
+            leaf = weights.clone().requires_grad_()
+            images = self.from_anchors(leaf, self.anchors[known[targets]])
+            loss = self.generator_loss(images, targets, known, student)
+            found.append((float(loss), images.detach()))
+            weights = adam.move(weights, torch.autograd.grad(loss, leaf)[0])
+        self.meta = weights
+        return min(found, key=lambda each: each[0])[1]
+
+    def from_anchors(self, weights: Tensor, anchors: Tensor) -> Tensor:
+        """Every ten rows pass a noisy layer of their own."""
+        chunks, size, latent = self.layer
+        sizes = [chunks * size * latent, chunks * latent, size, size]
+        noisy, bias, gain, shift, rest = weights.split([*sizes, len(weights) - sum(sizes)])
+        x, layers = normalised(anchors, gain, shift), noisy.view(self.layer)
+        rows = [row @ layers[i // 10] + bias.view(chunks, -1)[i // 10] for i, row in enumerate(x)]
+        return self.images(rest, torch.stack(rows))
+
+    def run(self) -> Any:
+        """The final model, without the map."""
+        return super().run()[: small.P]
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        ("target", {"kd": 1.0, "server_lr": 1.5}),
+        ("target", {"kd": 2.0, "ce_classes": "all", "replay_batch_size": 5, "latent_lr": 0.1}),
+        ("lander", {"anchor_features": 6, "server_lr": 1.5}),
+    ],
+    ids=["target", "target all", "lander"],
+)
+def test_whole_runs_are_those_of_the_reference(
+    kind: str, params: dict[str, Any], configuration: str
+) -> None:
+    reference = LanderReference if kind == "lander" else InversionReference
+    torch_reference.compare(kind, configuration, reference, **SYNTHESIS, **params)
+
+
+# --- statistics of batch normalisation
+
+
+def test_statistics_by_hand_and_mixed_with_those_of_earlier_rounds() -> None:
+    """Running means (1, -1), variances (4, 0.25). First means off by (3, 4): 5. Then off by
+    (-7, -6): 0.1 of it and 0.9 of the first is (2, 3). Then no gap in the batch: (1.8, 2.7)."""
+    norm: Any = nn.BatchNorm2d(2).eval()
+    norm.running_mean.copy_(torch.tensor([1.0, -1.0]))
+    norm.running_var.copy_(torch.tensor([4.0, 0.25]))
+    statistics = NormStatistics([norm])
+    signs = torch.tensor([[1.0, 1.0], [-1.0, -1.0]])
+
+    def loss(means: tuple[float, float], deviations: tuple[float, float]) -> float:
+        values = torch.tensor(means) + signs * torch.tensor(deviations)
+        norm(values.view(2, 2, 1, 1))
+        return statistics.loss().item()
+
+    assert loss((1, -1), (2, 0.5)) == 0
+    assert loss((4, 3), (2, 1.25**0.5)) == pytest.approx(6)  # variances off by (0, 1)
+    for means, expected in (((4, 3), 5), ((-6, -7), 13**0.5), ((1, -1), 0.9 * 13**0.5)):
+        assert loss(means, (2, 0.5)) == pytest.approx(expected)
+        statistics.end_round()
+
+
+def begun(kind: str, **options: Any) -> tuple[Any, Log]:
+    """The method's synthesis after an experience with three classes, and its log."""
+    experiment = whole(kind, **options)
+    worker = small.worker(experiment, plan(experiment))
+    method: Any = worker.method
+    past = torch.zeros(10, dtype=torch.bool)
+    past[[0, 3, 4]] = True
+    log = Log()
+    server = {**worker.initial_states(0)[0], "past": past, "round": 1}
+    return method.synthesis(method.source(server), server, log), log
+
+
+def test_the_matched_statistics_are_those_of_the_teachers_layers() -> None:
+    """Written out for the only layer of the network, whose running statistics are 0 and 1."""
+    each, log = begun("target", network=BATCH_NORM)
+    images = torch.rand(5, 1, 8, 8, generator=generator("images"))
+    each.generator_loss(images, torch.tensor([0, 1, 2, 0, 1]))
+    conv = each.teacher.classifier.encoder[0](each.prepare(images * 255))
+    variance, mean = torch.var_mean(conv, (0, 2, 3), correction=0)
+    torch.testing.assert_close(each.statistics.loss(), mean.norm() + (variance - 1).norm())
+    assert not log.events
+
+
+@pytest.mark.parametrize(("network", "buffers"), [(small.NETWORK, "shared"), (BATCH_NORM, "local")])
+def test_without_statistics_an_event_says_so(network: dict[str, Any], buffers: str) -> None:
+    """No batch normalisation, or one whose statistics the server does not have."""
+    options = {"network": network, "training": {"buffers": buffers}}
+    assert begun("target", **options)[1].events == [synthesis.NO_STATISTICS]
+    assert begun("target", statistics_weight=0.0, **options)[1].events == []
+
+
+# --- generators
+
+
+@pytest.mark.parametrize("shape", [(1, 14, 14), (3, 20, 20), (2, 5, 9)], ids=str)
+def test_images_of_any_shape_have_pixels_from_0_to_1(shape: tuple[int, ...]) -> None:
+    """Also where the sides cannot be halved; the mode of the network changes nothing."""
+    latent = torch.randn(13, 6, generator=generator("latent"))
+    for make in (
+        lambda: ImageGenerator(shape, 6, 4),
+        lambda: NoisyLabelGenerator(shape, 5, 4, 6, images=13),
+    ):
+        module: nn.Module = build_seeded(make, "module")
+        images = module(latent)
+        assert images.shape == (13, *shape) and 0 <= images.min() <= images.max() <= 1
+        assert torch.equal(module.eval()(latent), images)
+
+
+def test_sizes_are_those_published() -> None:
+    plain = ImageGenerator((3, 32, 32), latent=256, width=64)
+    noisy = NoisyLabelGenerator((3, 32, 32), latent=256, width=64, anchor=512, images=256)
+    for module, size in ((plain, 2_328_899), (noisy, 5_744_451)):
+        assert sum(p.numel() for p in module.parameters()) == size and not list(module.buffers())
+
+
+# --- failures
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_generator_that_diverges_goes_back(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its second round has no finite loss: it gives no images, the others do."""
+    each, log = begun(kind, generator_steps=1, adversarial_weight=0.0, warmup=0)
+    calls, actual = list[int](), Synthesis.generator_loss
+
+    def loss(self: Synthesis, images: Tensor, targets: Tensor) -> Tensor:
+        calls.append(1)
+        return actual(self, images, targets) * (torch.nan if len(calls) == 2 else 1)
+
+    monkeypatch.setattr(Synthesis, "generator_loss", loss)
+    images, labels = each.run()
+    assert len(images) == len(labels) == 32 and len(calls) == 3
+    assert log.events.count(synthesis.NOT_FINITE) == 1
+    assert each.generator.parameters.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_finite_images_training_goes_on(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = lambda self, images, targets: images.sum() * torch.nan  # noqa: E731
+    monkeypatch.setattr(Synthesis, "generator_loss", broken)
+    record = run(whole(kind, training={"rounds": 1}, diagnostics={"memory": 1}))
+    events = [entry["events"].get(NO_IMAGES, 0) for entry in record.history]
+    assert events == [1, 1, 0] and not record.memory
+    assert all(np.isfinite(entry["loss"]) for entry in record.history)
+
+
+def test_a_student_that_diverges_is_left_out() -> None:
+    each, log = begun("target", student_lr=1e30)
+    assert len(each.run()[0]) == 40
+    assert log.events.count(synthesis.STUDENT_DIVERGED) == 1 and each.student is None
+
+
+def test_images_that_are_all_alike_are_an_event() -> None:
+    each, log = begun("target")
+    each.examine(torch.full((9, 1, 8, 8), 7, dtype=torch.uint8), torch.zeros(9, dtype=torch.int64))
+    assert log.events[-1] == synthesis.ALIKE
+
+
+# --- runs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_set_is_sent_once_in_an_experience_and_shown_as_memory(kind: str) -> None:
+    """40 images of 64 bytes with a byte for each label, and the teacher with its statistics."""
+    record = run(whole(kind, network=BATCH_NORM, diagnostics={"memory": 2}))
+    down = [entry["bytes"]["down"] for entry in record.history]
+    once = 40 * (64 + 1) + 4 * (small.BN_P + small.BN_B) + 2
+    once += 4 * (8 * 6 + 6) if kind == "lander" else 0  # the teacher's map
+    assert [down[place] - down[place + 1] for place in (2, 4)] == 2 * [4 * once]
+    assert down[1] == down[3] == down[5]
+    assert set(record.memory["experiences"].tolist()) == {0, 2}
+    assert record.memory["images"].dtype == np.uint8 and record.memory["images"].std() > 1
+
+
+def test_one_image_of_each_kind_does_no_harm_to_micro_batches() -> None:
+    """With batch normalisation, in micro-batches, and one synthetic image at a time."""
+    network = {**BATCH_NORM, "micro_batch_size": 4}
+    few = {"images_per_class": 10, "clients": 2}
+    record = run(whole("target", network=network, split=few, replay_batch_size=1))
+    assert all(np.isfinite(value).all() for value in record.weights.values())
