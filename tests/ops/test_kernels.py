@@ -57,17 +57,23 @@ def execute(*cells: str) -> list[str]:
     return [output.get("text") or min(output["data"]) for output in outputs]
 
 
+def test_ctrl_c_does_not_end_the_process_that_kernels_are_forked_from(
+    server: subprocess.Popen[str],
+) -> None:
+    """It belongs to the terminal's process group, and still imports: this is the first test."""
+    children = psutil.Process(server.pid).children()
+    (forker,) = (child for child in children if "forkserver" in str(child.cmdline()))
+    forker.send_signal(signal.SIGINT)
+    assert WarmKernel(["-f", "none.json"], {}, "/no/such/folder").wait() == 1
+    assert not gone(forker)
+
+
 @pytest.mark.usefixtures("server")
 def test_a_warm_kernel_has_torch_before_its_first_import_and_shows_figures() -> None:
     loaded = "import sys; print({'torch', 'seaborn', 'stamp_core.engine.train'} <= {*sys.modules})"
     figure = "import matplotlib.pyplot as plt; plt.plot([1]);"
     assert execute(loaded, figure) == ["True\n", "image/png"]
     assert execute("print('a' in globals()); a = 1") == ["False\n"]  # a process of its own
-
-
-@pytest.mark.usefixtures("server")
-def test_a_kernel_that_fails_reports_its_status() -> None:
-    assert WarmKernel(["-f", "none.json"], {}, "/no/such/folder").wait() == 1
 
 
 ASKER = """
@@ -95,23 +101,6 @@ def test_a_kernel_ends_when_its_asker_is_killed(tmp_path: Path) -> None:
     asker.kill()
     asker.communicate()
     wait_until(lambda: gone(kernel), "the end of the kernel")
-
-
-def test_ctrl_c_does_not_end_the_process_that_kernels_are_forked_from() -> None:
-    """It belongs to the terminal's process group, and takes seconds to import everything."""
-    script, address = start(SERVER)
-    try:
-        children = psutil.Process(script.pid).children()
-        (forker,) = (each for each in children if "forkserver" in str(each.cmdline()))
-        forker.send_signal(signal.SIGINT)
-        code = "import sys; from stamp_ops.kernels import WarmKernel\n"
-        code += "print(WarmKernel(['-f', 'none.json'], {}, '/no/such/folder').wait())"
-        environment = {**os.environ, kernels.ADDRESS: address}
-        asked = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
-        assert asked.stdout == b"1\n" and not gone(forker)
-    finally:
-        script.kill()
-        script.communicate()
 
 
 def test_a_kernel_ends_when_the_server_is_killed(

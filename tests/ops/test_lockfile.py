@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -25,18 +24,6 @@ STAGE = """\
 """
 NAMES = ("source", "train@tiny-fedavg-0to1", "sweep@kappa")
 WHOLE = "schema: '2.0'\nstages:\n" + "".join(STAGE.format(name, name, name) for name in NAMES)
-
-DRIVER = """
-import sys, time
-from pathlib import Path
-from stamp_core.core import paths
-from stamp_ops.lockfile import driver_lock
-paths.ROOT = Path(sys.argv[1])
-with driver_lock():
-    print("working", flush=True)
-    time.sleep(120)
-"""
-
 
 FIRST_STAGE = """
 import sys
@@ -88,15 +75,42 @@ def test_processes_that_a_killed_driver_left_are_waited_for(
         assert not rwlock.exists()
 
 
-@pytest.mark.parametrize("copied", [True, False])
-def test_a_folder_in_place_of_a_lock_file_is_set_aside(lock: Path, copied: bool) -> None:
+OLDER = WHOLE[: WHOLE.index("  sweep@kappa")]  # as after `git checkout` of other results
+BACK = "dvc.lock was damaged: its last good copy is back\n"
+ASIDE = "dvc.lock was damaged, and is now dvc.damaged\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "copied", "expected", "message"),
+    [
+        (None, True, WHOLE, BACK),
+        (None, False, None, ASIDE),
+        (b"\xff\x00 of somebody else", False, None, ASIDE),
+        (WHOLE[:-1].encode(), True, WHOLE, BACK),
+        (OLDER.encode(), True, OLDER, ""),
+    ],
+)
+def test_what_dvc_refuses_is_replaced_by_a_copy_or_set_aside(
+    content: bytes | None,
+    copied: bool,
+    expected: str | None,
+    message: str,
+    lock: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Be it a file or a folder (None); of a damaged file no copy is made."""
     if copied:
         lockfile.copy_sound_files()
     lock.unlink()
-    lock.mkdir()
+    if content is None:
+        lock.mkdir()
+    else:
+        lock.write_bytes(content)
+        lockfile.copy_sound_files()
     lockfile.restore_damaged_files()
-    assert lock.with_suffix(".damaged").is_dir()
-    assert lock.read_text() == WHOLE if copied else not lock.exists()
+    assert (lock.read_text() if lock.exists() else None) == expected
+    assert lock.with_suffix(".damaged").exists() == (content is None or expected is None)
+    assert capsys.readouterr().out == message
 
 
 def test_all_threads_of_the_driver_may_copy_at_once() -> None:
@@ -106,70 +120,25 @@ def test_all_threads_of_the_driver_may_copy_at_once() -> None:
             done.result()
 
 
-def test_of_a_damaged_file_there_is_no_copy(lock: Path) -> None:
-    lockfile.copy_sound_files()
-    lock.write_text(WHOLE[:-1])
-    lockfile.copy_sound_files()
-    lockfile.restore_damaged_files()
-    assert lock.read_text() == WHOLE
-
-
-def test_without_a_copy_a_damaged_file_is_set_aside(
-    lock: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lock.write_bytes(b"\xff\x00 of somebody else")
-    lockfile.restore_damaged_files()
-    assert not lock.exists() and (lock.parent / "dvc.damaged").exists()
-    assert capsys.readouterr().out == "dvc.lock was damaged, and is now dvc.damaged\n"
-
-
-def test_a_sound_file_stays_whatever_the_copy_is(lock: Path) -> None:
-    """As after `git checkout` of other results."""
-    lockfile.copy_sound_files()
-    older = WHOLE[: WHOLE.index("  sweep@kappa")]
-    lock.write_text(older)
-    lockfile.restore_damaged_files()
-    assert lock.read_text() == older
-
-
 def test_stages_that_are_gone_leave_the_lock_file(lock: Path) -> None:
     lockfile.drop_gone_stages(["source", "sweep@kappa", "train@tiny-fedavg-0to10"])
     expected = STAGE.format(*3 * [NAMES[1]])
     assert expected in WHOLE and lock.read_text() == WHOLE.replace(expected, "")
 
 
-def start(program: str, root: Path) -> subprocess.Popen[str]:
-    """A process that runs a program on a project."""
-    command = [sys.executable, "-c", program, str(root)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-
-def test_a_second_driver_waits_for_the_first_and_says_for_whom(tmp_path: Path) -> None:
-    """The first one is killed: nothing has to be removed by hand."""
-    first = start(DRIVER, tmp_path)
-    assert first.stdout and first.stdout.readline() == "working\n"
-    second = start(DRIVER, tmp_path)
-    assert second.stdout
-    waiting = f"process {first.pid} runs this pipeline: waiting for its end\n"
-    assert second.stdout.readline() == waiting
-    os.kill(first.pid, signal.SIGKILL)
-    assert second.stdout.readline() == "working\n"
-    for process in (first, second):
-        process.kill()
-        process.communicate()
-
-
 def test_a_driver_waits_for_the_dvc_that_a_killed_one_has_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It may not have written yet which paths it uses."""
+    """It may not have written yet which paths it uses; nothing has to be removed by hand."""
     program, begun, ended = (tmp_path / name for name in ("dvc", "begun", "ended"))
     program.write_text(f"#!/bin/sh\ntouch {begun}\nsleep 1\ntouch {ended}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    with start(FIRST_STAGE, tmp_path) as driver:
+    with subprocess.Popen([sys.executable, "-c", FIRST_STAGE, str(tmp_path)]) as driver:
         wait_until(begun.exists, "its DVC")
         driver.kill()
     assert not ended.exists()
     with lockfile.driver_lock():
         assert ended.exists()
+    waiting = f"process {driver.pid} runs this pipeline: waiting for its end\n"
+    assert capsys.readouterr().out == waiting

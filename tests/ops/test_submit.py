@@ -14,14 +14,7 @@ class Pretended:
     """A cluster with the running jobs that it is given."""
 
     def __init__(self, *running: str) -> None:
-        self.running, self.submitted = {*running}, list[Path]()
-
-    def room(self) -> int:
-        return 1
-
-    def submit(self, folder: Path) -> str:
-        self.submitted.append(folder)
-        return folder.name
+        self.running = {*running}
 
     def alive(self, folder: Path, job: str) -> bool:
         return job in self.running
@@ -44,26 +37,24 @@ def make_job(home: Path, name: str, identity: str, status: int | None = None) ->
     return folder
 
 
-def test_a_job_is_found_again_if_it_runs_or_has_ended_well(tmp_path: Path) -> None:
-    runs, ended = make_job(tmp_path / "a", "1", "same"), make_job(tmp_path / "b", "2", "same", 0)
-    cluster = Pretended("1")
-    assert submit.find_job(tmp_path / "a", "same", cluster) == runs
-    assert submit.find_job(tmp_path / "b", "same", cluster) == ended
-    assert cluster.running == {"1"} and runs.exists() and ended.exists()
-
-
-def test_a_job_that_failed_or_ended_without_a_status_is_forgotten(tmp_path: Path) -> None:
-    for name, status in (("1", 1), ("2", None)):
-        folder = make_job(tmp_path, name, "same", status)
-        assert submit.find_job(tmp_path, "same", Pretended()) is None
-        assert not folder.exists()
-
-
-def test_a_job_of_other_inputs_is_cancelled(tmp_path: Path) -> None:
-    """Two jobs of one stage would write to the same checkpoint."""
-    folder, cluster = make_job(tmp_path, "1", "before"), Pretended("1")
-    assert submit.find_job(tmp_path, "now", cluster) is None
-    assert not folder.exists() and not cluster.running
+@pytest.mark.parametrize(
+    ("identity", "status", "running", "found"),
+    [
+        ("same", None, {"1"}, True),
+        ("same", 0, set(), True),  # has ended well
+        ("same", 1, set(), False),
+        ("same", None, set(), False),  # has ended without a status
+        ("before", None, {"1"}, False),  # is cancelled: two would write to one checkpoint
+        ("before", 0, set(), False),
+    ],
+)
+def test_a_job_of_the_same_inputs_is_found_again_and_others_are_ended(
+    tmp_path: Path, identity: str, status: int | None, running: set[str], found: bool
+) -> None:
+    folder = make_job(tmp_path, "1", identity, status)
+    cluster = Pretended(*running)
+    assert submit.find_job(tmp_path, "same", cluster) == (folder if found else None)
+    assert folder.exists() == found and cluster.running == (running if found else set())
 
 
 def test_all_jobs_can_be_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,18 +122,10 @@ def test_a_driver_lives_as_long_as_it_holds_its_file(
     assert not submit.driver_lives()
 
 
-@pytest.mark.parametrize(
-    ("text", "options"),
-    [
-        ("gpu", {"partition": "gpu"}),
-        (
-            "--partition=gpu --gpus-per-node=1 --time=2-00:00:00 --exclusive",
-            {"partition": "gpu", "gpus_per_node": "1", "time": "2-00:00:00", "exclusive": True},
-        ),
-    ],
-)
-def test_options_are_those_of_sbatch(text: str, options: dict[str, str | bool]) -> None:
-    assert sbatch_options(text) == options
+def test_options_are_those_of_sbatch_or_a_partition() -> None:
+    assert sbatch_options("gpu") == {"partition": "gpu"}
+    options = sbatch_options("--gpus-per-node=1 --time=2-00:00:00 --exclusive")
+    assert options == {"gpus_per_node": "1", "time": "2-00:00:00", "exclusive": True}
 
 
 @pytest.mark.parametrize(("name", "package"), [("RAY", "ray"), ("SLURM", "submitit")])

@@ -8,53 +8,46 @@ import pytest
 
 from stamp_core.config.decode import ParameterError
 from stamp_core.engine.experiment import load_experiment
-from stamp_core.pipeline.grid import (
-    load_grid,
-    load_plans,
-    load_records,
-    run_folder,
-    save_plans,
-    train_and_save,
-)
+from stamp_core.pipeline import grid
 
 
 def test_outdated_records_are_named_or_count_as_missing(params: dict[str, Any]) -> None:
     experiment = load_experiment("tiny", "fedavg", params)
-    assert load_records(experiment, "0to1", "default") == []
-    train_and_save(experiment, "0to1", "default", device="cpu")
-    assert len(load_records(experiment, "0to1", "default", outdated=False)) == 2
+    assert grid.load_records(experiment, "0to1", "default") == []
+    grid.train_and_save(experiment, "0to1", "default", device="cpu")
+    assert len(grid.load_records(experiment, "0to1", "default", outdated=False)) == 2
     params["settings"]["tiny"]["training"]["lr"] = 0.05
     other = load_experiment("tiny", "fedavg", params)
-    assert load_records(other, "0to1", "default", outdated=False) == []
+    assert grid.load_records(other, "0to1", "default", outdated=False) == []
     with pytest.warns(UserWarning, match=r"tiny-fedavg-0to1 was made with other parameters: run"):
-        assert len(load_records(other, "0to1", "default")) == 2
-    shutil.rmtree(run_folder(experiment, "0to1", "default") / "1")
-    assert load_records(experiment, "0to1", "default") == []  # one seed is missing
+        assert len(grid.load_records(other, "0to1", "default")) == 2
+    shutil.rmtree(grid.run_folder(experiment, "0to1", "default") / "1")
+    assert grid.load_records(experiment, "0to1", "default") == []  # one seed is missing
 
 
 def test_the_quick_profile_trains_what_is_missing_the_default_one_refuses(
     params: dict[str, Any], trained: list[str]
 ) -> None:
     with pytest.raises(ParameterError) as error:
-        load_grid("comparison", "default")
+        grid.load_grid("comparison", "default")
     assert str(error.value) == ("no records of tiny-fedavg-0; make them with `make repro`")
-    assert load_grid("comparison", "paper") == [] and not trained
-    runs = [record.run for record in load_grid("comparison", "quick")]
+    assert grid.load_grid("comparison", "paper") == [] and not trained
+    runs = [record.run for record in grid.load_grid("comparison", "quick")]
     assert runs == [("tiny", method, 0) for method in ("fedavg", "near", "keep_all")]
-    load_grid("comparison", "quick")
+    grid.load_grid("comparison", "quick")
     assert trained == ["tiny-fedavg", "tiny-near", "tiny-keep_all"]
 
 
 def test_plans_are_loaded_while_they_fit_the_setting(params: dict[str, Any]) -> None:
     experiment = load_experiment("tiny", "fedavg", params)
     dataset = experiment.dataset()
-    plans = load_plans(experiment.setting, dataset, "0to1", "default")
-    other_seed = load_plans(experiment.setting, dataset, "5", "default")[5]
+    plans = grid.load_plans(experiment.setting, dataset, "0to1", "default")
+    other_seed = grid.load_plans(experiment.setting, dataset, "5", "default")[5]
     renumbered = replace(other_seed, seed=0)
-    save_plans({0: renumbered, 1: other_seed}, experiment.setting, "0to1", "default")
-    loaded = load_plans(experiment.setting, dataset, "0to1", "default")
+    grid.save_plans({0: renumbered, 1: other_seed}, experiment.setting, "0to1", "default")
+    loaded = grid.load_plans(experiment.setting, dataset, "0to1", "default")
     assert loaded == {0: renumbered, 1: plans[1]}  # of the wrong seed: drawn anew
     params["settings"]["tiny"]["split"]["tasks"] = 1
     other = load_experiment("tiny", "fedavg", params)
-    drawn = load_plans(other.setting, dataset, "0to1", "default")
+    drawn = grid.load_plans(other.setting, dataset, "0to1", "default")
     assert [(plan.seed, plan.tasks) for plan in drawn.values()] == [(0, 1), (1, 1)]

@@ -70,17 +70,13 @@ def test_without_operations_stages_run_in_the_plain_environment(
 
 @pytest.mark.parametrize("path", notebooks.all_notebooks(), ids=lambda p: p.name)
 def test_notebooks_call_and_do_not_define(path: Path) -> None:
-    cells = [c for c in nbformat.read(path, 4).cells if c.cell_type == "code"]
-    for cell in cells:
-        for node in ast.walk(ast.parse(cell.source)):
-            assert not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.For | ast.While)
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                names = (
-                    [alias.name for alias in node.names]
-                    if isinstance(node, ast.Import)
-                    else [node.module or ""]
-                )
-                assert all(name.split(".")[0] == "stamp_core" for name in names)
+    for cell in [c for c in nbformat.read(path, 4).cells if c.cell_type == "code"]:
+        nodes = [*ast.walk(ast.parse(cell.source))]
+        defining = ast.FunctionDef | ast.ClassDef | ast.For | ast.While
+        assert not any(isinstance(node, defining) for node in nodes)
+        modules = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+        modules += [a.name for node in nodes if isinstance(node, ast.Import) for a in node.names]
+        assert {name.split(".")[0] for name in modules} <= {"stamp_core"}
         assert len(cell.source.splitlines()) <= 16
 
 
@@ -89,26 +85,21 @@ TABLES_ONLY = {"9_paper.ipynb"}  # of runs that few machines have: where there a
 
 @pytest.mark.parametrize("path", notebooks.all_notebooks(), ids=lambda p: p.name)
 def test_notebooks_are_stored_as_run_top_to_bottom(path: Path) -> None:
-    """nbval compares nothing in a cell without a count, and everything else as it stands here."""
-    notebook = nbformat.read(path, 4)
-    code = [c for c in notebook.cells if c.cell_type == "code"]
+    """With the quick profile. nbval compares nothing in a cell without a count."""
+    code = [c for c in nbformat.read(path, 4).cells if c.cell_type == "code"]
     assert [c.execution_count for c in code] == list(range(1, len(code) + 1))
-    assert not any(o.output_type == "error" for c in code for o in c.outputs)
-    drawn = any("image/png" in o.get("data", {}) for c in code for o in c.outputs)
+    outputs = [o for c in code for o in c.outputs]
+    assert not any(
+        o.output_type == "error" or notebooks.WIDGET in o.get("data", {}) for o in outputs
+    )
+    drawn = any("image/png" in o.get("data", {}) for o in outputs)
     assert drawn or path.name in TABLES_ONLY
-    assert not any(notebooks.WIDGET in o.get("data", {}) for c in code for o in c.outputs)
-    assert [c for c in code if "parameters" in c.metadata.get("tags", [])] == code[:1]
-    compared = [
-        c for c in code if c.outputs and "nbval-ignore-output" not in c.metadata.get("tags", [])
-    ]
+    tags = [cell.metadata.get("tags", []) for cell in code]
+    assert ["parameters" in each for each in tags] == [True] + [False] * (len(code) - 1)
+    compared = [t for c, t in zip(code, tags, strict=True) if c.outputs and not t]
     assert compared, "nbval would compare nothing"
-
-
-def test_notebooks_run_the_quick_profile_at_their_defaults() -> None:
-    for path in notebooks.all_notebooks():
-        cells = nbformat.read(path, 4).cells
-        if any(re.search(r"\bprofile\b", cell.source) for cell in cells):
-            assert 'profile: str = "quick"' in cells[1].source
+    if any(re.search(r"\bprofile\b", cell.source) for cell in code):
+        assert 'profile: str = "quick"' in code[0].source
 
 
 @pytest.mark.parametrize("file", ["dvc.yaml", "pipelines/paper/dvc.yaml"])

@@ -1,5 +1,6 @@
 """Sweeps train what has no current records and nothing else; slips in them are named."""
 
+import itertools
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,9 @@ def test_all_keys_get_each_value_and_everything_else_stays() -> None:
 
 def test_a_sweep_has_every_setting_method_and_value_with_names_filled_in() -> None:
     swept = sweep_experiments("exemplars", deepcopy(PARAMS))
+    expected = itertools.product(("tiny", "other"), ("kept", "herded"), (1, 2))
     assert [(e.setting.name, e.method, e.params.memory.exemplars_per_class) for e in swept] == [
-        (setting, method, value)
-        for setting in ("tiny", "other")
-        for method in ("kept", "herded")
-        for value in (1, 2)
+        *expected
     ]
     alphas = sweep_experiments("alpha", deepcopy(PARAMS))
     assert [e.setting.split.alpha for e in alphas] == [0.5, 1.0]
@@ -61,6 +60,42 @@ def test_a_preset_that_extends_another_can_be_swept() -> None:
     spatial = experiment.params.spatial
     assert (spatial.softmax.lr, spatial.softmax.rounds, spatial.kappa) == (5.0, 7, 0.25)
     assert experiment.params.temporal is None and params == before
+
+
+KEYS = "it must be a list of keys under settings.tiny. or methods.near."
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"keys": ["methods.near.spatial.kapa"]},
+            "with 0.0: params/methods.yaml: near.spatial: 'kapa' is unknown; did you mean 'kappa'?",
+        ),
+        ({"keys": ["methods.sam.server_lr"]}, f".keys is ['methods.sam.server_lr']; {KEYS}"),
+        ({"keys": ["settings.other.training.lr"]}, ".keys is ['settings.other.training.lr']; it"),
+        ({"keys": []}, ".keys is []; it must be a list that is not empty"),
+        ({"values": []}, ".values is []; it must be a list that is not empty"),
+        ({"values": [-1]}, "with -1: params/methods.yaml: near.spatial.kappa is"),
+        ({"values": ["../x"]}, ".values is '../x'; it must be a number, a word or true"),
+        ({"values": [[1]]}, ".values is [1]; it must be a number, a word or true"),
+        ({"seeds": "2to1"}, ".seeds is '2to1'; it must be a number such as '3' or a"),
+        ({"figure": "coreset"}, ".figure 'coreset' is unknown; did you mean 'cores"),
+    ],
+    ids=str,
+)
+def test_a_slip_in_a_sweep_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParameterError) as error:
+        experiments(**changes)
+    text = str(error.value).removeprefix("params.yaml: sweeps.kappa").lstrip()
+    assert text.startswith(message)
+
+
+@pytest.mark.parametrize("names", [{"setting": ["tny"]}, {"method": ["nera"]}], ids=str)
+def test_a_sweep_of_what_is_not_there_makes_no_new_block(names: dict[str, Any]) -> None:
+    key = "settings.{setting}.training.lr" if "setting" in names else "methods.{method}.server_lr"
+    with pytest.raises(ParameterError, match=r"is unknown; did you mean '(tiny|near)'"):
+        experiments(keys=[key], **names)
 
 
 @pytest.mark.parametrize("profile", ["default", "quick", "paper"])
@@ -91,58 +126,46 @@ def test_only_experiments_without_current_records_are_trained(
     assert {path.name for path in folder.iterdir()} == names
 
 
+@pytest.mark.parametrize("file", ["scores.safetensors", "run.json", "weights.safetensors"])
 def test_a_damaged_record_does_not_block_its_sweep(
-    params: dict[str, Any], trained: list[str], tmp_path: Path
+    file: str, params: dict[str, Any], trained: list[str], tmp_path: Path
 ) -> None:
-    """As a kill or a full disk left it before records were written whole: half of them, cut."""
+    """As a kill or a full disk left it before records were written whole."""
     params["sweeps"]["kappa"]["values"] = [0.5]
     first = run_sweep("kappa", "default", device="cpu")
-    folder = grid.ROOT / "data/sweeps/kappa/tiny-near-kappa-0.5-0to1/1"
-    for damage in (
-        lambda: (folder / "scores.safetensors").unlink(),
-        lambda: (folder / "run.json").write_text("{"),
-        lambda: (folder / "weights.safetensors").write_bytes(b""),
-    ):
-        trained.clear()
-        damage()
-        with pytest.warns(UserWarning, match=r"the record in .*0to1/1 is damaged .*; kept as"):
-            again = run_sweep("kappa", "default", device="cpu")
-        assert trained == ["tiny-near-kappa-0.5"]
-        assert (tmp_path / "resume" / "tiny-near-kappa-0.5-0to1-1.aside").is_dir()
-        for one, other in zip(first, again, strict=True):
-            small.assert_same(one, other)
-    trained.clear()
-    run_sweep("kappa", "default", device="cpu")
-    assert not trained
+    (grid.ROOT / "data/sweeps/kappa/tiny-near-kappa-0.5-0to1/1" / file).write_bytes(b"{")
+    with pytest.warns(UserWarning, match=r"the record in .*0to1/1 is damaged .*; kept as"):
+        again = run_sweep("kappa", "default", device="cpu")
+    assert trained == 2 * ["tiny-near-kappa-0.5"]
+    assert (tmp_path / "resume" / "tiny-near-kappa-0.5-0to1-1.aside").is_dir()
+    for one, other in zip(first, again, strict=True):
+        small.assert_same(one, other)
 
 
 @pytest.mark.parametrize(
-    ("path", "value"),
+    ("key", "value"),
     [
-        (["settings", "tiny", "training", "lr"], 0.05),
-        (["methods", "near", "memory", "exemplars_per_class"], 4),
-        (["sweeps", "kappa", "seeds"], "1"),
+        ("settings.tiny.training.lr", 0.05),
+        ("methods.near.memory.exemplars_per_class", 4),
+        ("sweeps.kappa.seeds", "1"),
+        ("code", "edited"),
     ],
-    ids=str,
 )
-def test_changed_parameters_are_trained_again(
-    path: list[str], value: object, params: dict[str, Any], trained: list[str]
+def test_changed_parameters_and_code_are_trained_again(
+    key: str,
+    value: object,
+    params: dict[str, Any],
+    trained: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     params["sweeps"]["kappa"] |= {"values": [0.5], "seeds": "0"}
     run_sweep("kappa", "default", device="cpu")
-    sweeps.set_value(params, path, value)
+    if key == "code":
+        monkeypatch.setattr(Experiment, "code", lambda self: value)
+    else:
+        sweeps.set_value(params, key.split("."), value)
     run_sweep("kappa", "default", device="cpu")
     assert trained == ["tiny-near-kappa-0.5"] * 2
-
-
-def test_edited_code_is_trained_again(
-    params: dict[str, Any], trained: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    params["sweeps"]["kappa"] |= {"values": [0.5], "seeds": "0"}
-    run_sweep("kappa", "default", device="cpu")
-    monkeypatch.setattr(Experiment, "code", lambda self: "edited")
-    run_sweep("kappa", "default", device="cpu")
-    assert len(trained) == 2
 
 
 def test_missing_records_are_an_error_with_the_command_except_in_the_quick_profile(
