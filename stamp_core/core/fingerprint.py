@@ -19,7 +19,7 @@ def find_imports(path: Path | str) -> set[Path]:
 
 
 def import_closure(*paths: Path | str) -> list[Path]:
-    """The files at `paths` and all with code that they import, directly or indirectly, sorted."""
+    """The files at `paths` and all that they import, directly or indirectly, sorted."""
     waiting = [Path(path).resolve() for path in paths]
     closure: set[Path] = set()
     while waiting:
@@ -27,14 +27,14 @@ def import_closure(*paths: Path | str) -> list[Path]:
         if path not in closure:
             closure.add(path)
             waiting += find_imports(path)
-    return sorted(path for path in closure if _has_code(path.read_bytes()))
+    return sorted(path for path in closure if not _is_bare_package(path))
 
 
-@cache
-def _has_code(code: bytes) -> bool:
-    """Whether a file has more than a docstring, as packages without names of their own have."""
-    body = ast.parse(code).body
-    return any(not isinstance(each, ast.Expr) for each in body)
+def _is_bare_package(path: Path) -> bool:
+    """Whether a file only makes its folder a package, with no more than a docstring."""
+    if path.name != "__init__.py":
+        return False
+    return all(isinstance(each, ast.Expr) for each in ast.parse(path.read_bytes()).body)
 
 
 def code_digest(path: Path | str) -> str:

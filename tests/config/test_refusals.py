@@ -131,7 +131,6 @@ LIMITS: list[tuple[str, str, str]] = [  # blocks, their fields, the limit
     ("fedprox", "mu", "at least 0"),
     ("fedssi", "lam epsilon", "above 0"),
     ("fedssi", "fedssi_alpha", "at least 0"),
-    ("fedssi", "steps", "at least 1"),
     ("fedweit", "sparsity", "at least 0 and below 1"),
     ("fedweit", "lambda1 lambda2 weight_decay adaptive", "at least 0"),
     ("fsdgpm", "inner_steps eta1 eta2 epsilon increment", "at least 0"),

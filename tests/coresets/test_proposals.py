@@ -244,22 +244,6 @@ def test_soft_labels_stay_with_their_images_when_classes_are_merged(merge: Any) 
 # --------------------------------------------------------------------------------- the training
 
 
-def test_exemplars_have_a_mean_and_a_weight_of_their_own() -> None:
-    """(CE(new) + weight CE(old)) / (1 + weight); without a weight it is one mean over both."""
-    logits, labels = torch.randn(10, CLASSES, generator=generator(1)), torch.arange(10)
-    new, old = (F.cross_entropy(logits[part], labels[part]) for part in (slice(6), slice(6, 10)))
-    losses = {0.0: new, 0.5: (new + old / 2) / 1.5, None: 0.6 * new + 0.4 * old}
-    for weight, expected in losses.items():
-        worker, client_round = arrived(replaying("herding", weight=weight), 1)
-        assert isinstance(worker.method, Rehearsal)
-        client_round.scratch["soft"] = torch.empty(4, 0)  # hard labels: no columns
-        loss = worker.method.weighted_loss(client_round, logits, labels)
-        torch.testing.assert_close(loss, expected)
-        client_round.scratch["soft"] = torch.empty(0, 0)
-        alone = worker.method.weighted_loss(client_round, logits, labels)
-        torch.testing.assert_close(alone, F.cross_entropy(logits, labels))
-
-
 def test_the_loss_of_soft_labels_by_definition() -> None:
     """1 / n sum_i sum_c q_ic (log q_ic - log p_ic), q and p the softmax of logits."""
     experiment = replaying("synthetic")
@@ -276,7 +260,7 @@ def test_the_loss_of_soft_labels_by_definition() -> None:
     labels = torch.zeros(5, dtype=torch.int64)
     assert float(method.exemplar_loss(logits, labels, soft)) == pytest.approx(expected)
     assert float(method.exemplar_loss(soft, labels, soft)) == pytest.approx(0)
-    hard = method.exemplar_loss(logits, labels, soft[:, :0])
+    hard = method.exemplar_loss(logits, labels, None)
     torch.testing.assert_close(hard, F.cross_entropy(logits, labels))
 
 
@@ -284,16 +268,16 @@ def test_balanced_batches_have_as_many_exemplars_of_each_class() -> None:
     """Of 8 old classes with 3 exemplars each, 16 are sampled: 2 of each class in every batch."""
     experiment = replaying("uniform", split={"clients": 1, "tasks": 5}, balanced=True)
     worker, client_round = arrived(experiment, 4)
-    client_round.indices = worker.method.train_indices(client_round)
     memory, sums = client_round.state["memory"], set()
-    stored = worker.work.normalise(memory["images"]).flatten(1)
-    for images, labels in worker.method.batches(client_round):
-        if len(labels) == 32:
-            old = labels[16:]
+    stored = worker.runtime.normalise(memory["images"]).flatten(1)
+    context = worker.method.start(client_round)
+    for batch in worker.method.batches(client_round, context):
+        if len(batch) == 32:
+            images, old = batch.images[16:], batch.targets[16:]
             assert sorted(old.unique(return_counts=True)[1].tolist()) == 8 * [2]
-            distances = torch.cdist(images[16:].flatten(1), stored)
+            distances = torch.cdist(images.flatten(1), stored)
             assert torch.equal(old, memory["labels"][distances.argmin(1)])
-            sums.add(images[16:].sum().item())
+            sums.add(images.sum().item())
     assert len(sums) > 5
 
 

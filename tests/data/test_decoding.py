@@ -501,7 +501,7 @@ def test_a_set_larger_than_memory_is_opened_and_trained_on(huge: ImageDataset) -
     training = Training(rounds=1, epochs=1, batch_size=2, lr=0.1, shift=1, flip=True)
     work = ClientRuntime(Setting("huge", {}, split, network, training), huge)
     some = torch.tensor([0, 1, len(huge.y_train) // 2, len(huge.y_train) - 1])
-    batches = [x for x, _ in work.batches(RoundId(0, 0, 0, 0), some)]
+    batches = [batch.images for batch in work.batches(RoundId(0, 0, 0, 0), some)]
     assert [x.shape for x in batches] == [(2, 3, 1000, 1000)] * 2
     assert not torch.cat(batches).any()
     assert work.x_train.data_ptr() == huge.x_train.data_ptr()

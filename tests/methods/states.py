@@ -8,18 +8,25 @@ import numpy as np
 import small
 from reference import CLOSE, CONFIGURATIONS, Array, FedAvgReference, Visit, uneven
 
+from stamp_core.data.split import Plan
 from stamp_core.results.records import Record
 
 
 def compare(
-    kind: str, configuration: str, reference: type[FedAvgReference], folder: Path, **params: Any
+    kind: str,
+    configuration: str,
+    reference: type[FedAvgReference],
+    folder: Path,
+    change: Callable[[Plan], Plan] = lambda plan: plan,
+    **params: Any,
 ) -> tuple[Record, list[dict[str, Any]], FedAvgReference]:
     """Refuse a run whose final model, if it has one, or a number of a client's state differs.
 
     Compared are the arrays of the reference's states, but for those whose names begin with "_".
+    `change` is made to the plan.
     """
     experiment = small.tiny(kind, **CONFIGURATIONS[configuration], **params)
-    plan = small.plan(experiment)
+    plan = change(small.plan(experiment))
     plan = uneven(plan) if "uneven" in configuration else plan
     record = small.run(experiment, plan, resume=folder)
     naive = reference(experiment, plan)

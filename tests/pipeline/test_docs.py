@@ -73,7 +73,7 @@ def test_every_kind_of_extension_has_a_complete_file() -> None:
 @pytest.mark.parametrize("name", named("methods"))
 def test_a_method_is_fedavg_with_its_neutral_parameters_only(name: str) -> None:
     fedavg = run("fedavg")
-    small.assert_same_weights(run(name, **get_method(name).neutral or {}), fedavg)
+    small.assert_same_weights(run(name, **get_method(name).fedavg_equivalent or {}), fedavg)
     assert differ(run(name), fedavg)
 
 
