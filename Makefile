@@ -10,7 +10,7 @@ export STAMP_DATA ?= $(CURDIR)/data/raw
 unexport PYTHONDONTWRITEBYTECODE  # with it every process compiles the package again: a second each
 
 .DEFAULT_GOAL := help
-.PHONY: tour repro tune test test-device test-end-to-end test-cluster test-federation federation paper cancel estimate lab notebooks docs lint bench faults clean help
+.PHONY: tour repro tune test test-device test-end-to-end test-cluster test-federation federation paper cancel estimate lab notebooks docs lint bench profile faults clean help
 
 tour: $(READY) .dvc/config.local  ## two minutes: a first table and figures, in figures/tour
 	$(VENV)/bin/python -m stamp_core.pipeline.repro --tour
@@ -71,6 +71,9 @@ lint: $(READY)  ## format the code, mend what ruff can mend, check types and imp
 
 bench: $(READY)  ## measure speed and memory; writes benchmarks/results.md (DEVICE=cuda: its own page)
 	$(VENV)/bin/python -m benchmarks.$(if $(DEVICE),device $(DEVICE),run)
+
+profile: $(READY)  ## where the time of one training goes: METHOD=stamp SETTING=digits
+	$(VENV)/bin/python -m benchmarks.profile $(or $(SETTING),digits) $(or $(METHOD),stamp)
 
 faults: $(READY)  ## try a thousand faults in 15 minutes; writes benchmarks/faults.md
 	$(VENV)/bin/python -m benchmarks.faults
