@@ -19,8 +19,7 @@ collect_ignore = [folder for folder, package in NEEDED.items() if not find_spec(
 def pytest_configure(config: pytest.Config) -> None:
     """Serve warm kernels, as `make repro` does, from the process that starts the others.
 
-    They are the driver's environment: Jupyter's own kernels where there is no stamp_ops.
-
+    Without stamp_ops they are Jupyter's own.
     A shell's `&` has interrupts ignored, also by children: those that tests interrupt would go on.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)

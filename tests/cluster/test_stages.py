@@ -198,7 +198,6 @@ def test_a_folder_that_a_node_does_not_see_is_named(
 def test_a_job_that_is_cancelled_ends_with_its_kernel(
     some_cluster: AnyCluster, tmp_path: Path, project: Project
 ) -> None:
-    """And leaves no status."""
     code = "import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(600)"
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
     view = tmp_path / "view"

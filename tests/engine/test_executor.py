@@ -19,7 +19,6 @@ from processes import PATIENCE
 from small import BATCH_NORM, ROUNDS, plans, run, saved, tiny, whole
 
 from stamp_core.client.batches import StepContext
-from stamp_core.config.decode import ParameterError
 from stamp_core.core.paths import ROOT
 from stamp_core.data.split import Plan
 from stamp_core.engine import executor
@@ -285,28 +284,11 @@ def test_a_killed_fork_server_is_named_as_a_killed_worker_is(
         engine.train(REPLAY, plans(REPLAY, 0), 2, "cpu")
 
 
-def test_without_ray_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAMP_EXECUTOR", "ray")
-    monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "stamp_core.engine.ray_executor", raising=False)
-    with pytest.raises(RuntimeError, match=r"run `pip install -e \.\[cluster\]`"):
-        engine.train(REPLAY, plans(REPLAY, 0), 1, "cpu")
-
-
 def test_without_flower_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flwr", None)
     monkeypatch.delitem(sys.modules, "federation", raising=False)
     with pytest.raises(RuntimeError, match=r"run `make \.venv-flower/\.ready`"):
         importlib.import_module("federation")
-
-
-def test_an_unknown_executor_is_refused_with_the_known_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("STAMP_EXECUTOR", "rya")
-    expected = r"\$STAMP_EXECUTOR 'rya' is unknown; did you mean 'ray'\? known: ray"
-    with pytest.raises(ParameterError, match=expected):
-        engine.train(REPLAY, plans(REPLAY, 0), 1, "cpu")
 
 
 def test_workers_keep_states_on_disk_and_pass_on_where_they_are(

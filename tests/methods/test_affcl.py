@@ -314,10 +314,10 @@ def test_statistics_of_normalisation_are_updated_once_a_batch(policy: str) -> No
 @pytest.mark.parametrize(
     ("params", "kept"),
     [
-        ({}, {"parameters", "flow"}),
-        ({"k_lastflow": 0.0}, {"parameters"}),
-        ({"k_kd_last": 0.0}, {"flow"}),
-        ({"k_loss_flow": 0.0}, {"parameters"}),
+        ({}, ["flow", "parameters"]),
+        ({"k_lastflow": 0.0}, ["parameters"]),
+        ({"k_kd_last": 0.0}, ["flow"]),
+        ({"k_loss_flow": 0.0}, ["parameters"]),
     ],
     ids=str,
 )

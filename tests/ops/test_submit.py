@@ -97,17 +97,6 @@ def test_a_job_that_has_vanished_is_an_error_with_its_reason(
         submit.wait_for_job(folder, Pretended())
 
 
-def test_output_is_shown_as_it_comes(
-    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
-) -> None:
-    assert submit.show_output(tmp_path, 0) == 0
-    (tmp_path / "output").write_bytes("α\n".encode())
-    assert (shown := submit.show_output(tmp_path, 0)) == 3
-    (tmp_path / "output").write_bytes("α\nβ\n".encode())
-    assert submit.show_output(tmp_path, shown) == 6
-    assert capfdbinary.readouterr().out.decode() == "α\nβ\n"
-
-
 def test_a_driver_lives_as_long_as_it_holds_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

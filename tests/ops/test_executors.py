@@ -1,0 +1,32 @@
+"""$STAMP_EXECUTOR: a module of stamp_ops, found by name."""
+
+import importlib.util
+import sys
+
+import pytest
+from small import plans, whole
+
+from stamp_core.config.decode import ParameterError
+from stamp_core.engine.train import train
+
+
+@pytest.mark.parametrize(
+    ("name", "missing", "error", "message"),
+    [
+        ("ray", "ray", RuntimeError, r"run `pip install -e \.\[cluster\]`"),
+        ("ray", "stamp_ops", RuntimeError, r"STAMP_EXECUTOR=ray needs stamp_ops: run `pip "),
+        ("rya", "", ParameterError, "'rya' is unknown; did you mean 'ray'\\? known: ray"),
+    ],
+)
+def test_the_error_names_what_is_missing(
+    name: str, missing: str, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STAMP_EXECUTOR", name)
+    monkeypatch.delitem(sys.modules, "stamp_ops.ray_executor", raising=False)
+    if missing == "ray":
+        monkeypatch.setitem(sys.modules, "ray", None)
+    if missing == "stamp_ops":
+        monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    experiment = whole("fedavg")
+    with pytest.raises(error, match=message):
+        train(experiment, plans(experiment, 0), 1, "cpu")
