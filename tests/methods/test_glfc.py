@@ -77,7 +77,7 @@ class GLFCReference(FedAvgReference):
         if visit.last or (may_miss and first):
             self.remember(visit, state, theta)
         state["_seen"].add(visit.experience)
-        sends = signal and self.params.old_weight > 0
+        sends = signal and self.params.proxy == "dlg"
         sent = {"labels": np.flatnonzero(own) if sends else [], "own": own}
         return Reply(visit.client, theta, len(visit.indices), sent)
 
@@ -185,9 +185,10 @@ def softmax(logits: Array) -> Array:
     [
         {**GLFC, "scale": 20.0},
         {**GLFC, **LGA, "scale": 10.0, "server_lr": 1.5},
+        {**GLFC, "scale": 20.0, "proxy": "none"},
         {"signal": "entropy", "threshold": 0.1, "exemplars": 12, "scale": 20.0, "groups": "none"},
     ],
-    ids=["glfc", "lga", "entropy"],
+    ids=["glfc", "lga", "no proxy", "entropy"],
 )
 def test_whole_runs_are_those_of_the_reference(
     params: dict[str, Any], configuration: str, tmp_path: Path

@@ -148,7 +148,7 @@ class InversionReference(TorchReference):
             leaves = weights.clone().requires_grad_(), latent.clone().requires_grad_()
             images = self.images(*leaves)
             loss = self.generator_loss(images, targets, known, student)
-            found.append((float(loss), images.detach()))
+            found.append((loss.item(), images.detach()))
             slopes = torch.autograd.grad(loss, leaves)
             weights, latent = adams[0].move(weights, slopes[0]), adams[1].move(latent, slopes[1])
             total += slopes[0]
@@ -272,7 +272,7 @@ class LanderReference(InversionReference):
             leaf = weights.clone().requires_grad_()
             images = self.from_anchors(leaf, self.anchors[known[targets]])
             loss = self.generator_loss(images, targets, known, student)
-            found.append((float(loss), images.detach()))
+            found.append((loss.item(), images.detach()))
             weights = adam.move(weights, torch.autograd.grad(loss, leaf)[0])
         self.meta = weights
         return min(found, key=lambda each: each[0])[1]
@@ -304,8 +304,15 @@ class LanderReference(InversionReference):
 def test_whole_runs_are_those_of_the_reference(
     kind: str, params: dict[str, Any], configuration: str
 ) -> None:
+    """The models, and the images that the server has synthesised last."""
     reference = LanderReference if kind == "lander" else InversionReference
-    torch_reference.compare(kind, configuration, reference, **SYNTHESIS, **params)
+    options = {**SYNTHESIS, **params, "diagnostics": {"memory": 99}}
+    record, naive = torch_reference.compare(kind, configuration, reference, **options)
+    newest = record.memory["experiences"] == record.memory["experiences"].max()
+    images, labels, _ = naive.replay
+    assert record.memory["labels"][newest].tolist() == labels.tolist()
+    away = np.abs(record.memory["images"][newest] - images.numpy().astype(float))
+    assert away.max() <= 1 and away.mean() < 0.01
 
 
 # --- statistics of batch normalisation
@@ -385,6 +392,13 @@ def test_sizes_are_those_published() -> None:
     noisy = NoisyLabelGenerator((3, 32, 32), latent=256, width=64, anchor=512, images=256)
     for module, size in ((plain, 2_328_899), (noisy, 5_744_451)):
         assert sum(p.numel() for p in module.parameters()) == size and not list(module.buffers())
+
+
+def test_weights_depend_on_their_address_alone() -> None:
+    drawn = torch.get_rng_state()
+    one, same, other = (build_seeded(lambda: nn.Linear(3, 4), 0, each) for each in "aab")
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert torch.equal(one.weight, same.weight) and not torch.equal(one.weight, other.weight)
 
 
 # --- failures

@@ -286,7 +286,8 @@ class GLFC(ProxyServer):
     def upload(self, client_round: ClientRound, context: GLFCContext) -> Message:
         """The trained model and, where there is a signal, the gradients of the prototypes."""
         message = super().upload(client_round, context)
-        if not self.params.old_weight or not context.signal or not len(client_round.indices):
+        asked = self.params.proxy == "dlg" and self.params.old_weight > 0 and context.signal
+        if not asked or not len(client_round.indices):
             return message
         with client_round.log.clock("prototypes"):
             images, labels = self.perturbed_prototypes(client_round, context.columns)

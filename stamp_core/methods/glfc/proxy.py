@@ -1,7 +1,7 @@
 """A proxy server: it chooses an old model by images that it reconstructs from gradients."""
 
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ class ProxyParams(FedAvgParams):
     """How the old model is chosen; with an `old_weight` of 0 nothing of this is done."""
 
     old_weight: float = 0.5  # of the loss that uses the old model; LGA: 1
+    proxy: Literal["dlg", "none"] = "dlg"  # none: the old model is a task's last, not its best
     proxy_init: int = 0  # rounds of a task in which the latest model counts as the best; LGA: 6
     perturb_steps: int = 50  # of SGD on a prototype before its gradient is taken
     perturb_lr: float = 0.2  # a tenth of the published learning rate of 2
