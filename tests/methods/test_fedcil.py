@@ -15,7 +15,6 @@ from small import ALWAYS, BATCH_NORM, plan, tiny
 from torch import Tensor, nn
 from torch_reference import Adam, Descent, TorchReference, divergence, taker
 
-from stamp_core.config.decode import ParameterError
 from stamp_core.core.seeding import generator
 from stamp_core.methods.base.method import Log
 from stamp_core.methods.fedcil import NOT_CONSOLIDATED
@@ -321,10 +320,3 @@ def test_awkward_federations_with_every_part_on(network: dict[str, Any]) -> None
 def test_if_everybody_drops_out_nothing_changes() -> None:
     record = small.run(tiny("fedcil", **SMALL, training={"dropout": ALWAYS}))
     assert all(row["completed"] == 0 for row in record.history)
-
-
-@pytest.mark.parametrize("name", ["replay", "consistency", "consolidation"])
-def test_a_generator_that_is_used_has_to_be_trained(name: str) -> None:
-    off = {"replay": 0.0, "consistency": 0.0, "consolidation": 0}
-    with pytest.raises(ParameterError, match=f"{name} is .*; it must be 0, as adversarial is 0"):
-        tiny("fedcil", **{**off, name: 0.5 if name != "consolidation" else 1}, adversarial=0.0)

@@ -11,7 +11,6 @@ import torch
 from reference import CLOSE, CONFIGURATIONS, Array, FedAvgReference, Numbers, Reply, State, Visit
 from small import BATCH_NORM, tiny, whole
 
-from stamp_core.config.decode import ParameterError
 from stamp_core.core.seeding import generator
 from stamp_core.methods.fedweit.decomposed import Channels, PastWeights, to_dense, to_sparse
 from stamp_core.results.records import SCORINGS
@@ -248,8 +247,3 @@ def test_convolutions_and_statistics_of_normalisation_travel_with_their_tasks(
     record = small.run(experiment, small.awkward(experiment))
     assert np.isfinite(record.scores["personal"][TASK]).any()
     assert all(np.isfinite(entry["loss"] or 0) for entry in record.history)
-
-
-def test_a_sparsity_that_leaves_no_channel_is_refused() -> None:
-    with pytest.raises(ParameterError, match="sparsity is 1"):
-        tiny("fedweit", sparsity=1.0)

@@ -10,10 +10,9 @@ import states
 import torch
 import torch.nn.functional as F
 from reference import CONFIGURATIONS, Array, FedAvgReference, Numbers, Reply, State, Visit
-from small import BATCH_NORM, plan, tiny, whole
+from small import BATCH_NORM, plan, whole
 from torch import Tensor, nn
 
-from stamp_core.config.decode import ParameterError
 from stamp_core.methods.base.method import Log
 from stamp_core.methods.glfc.gradients import GradientEncoder, reconstruct
 from stamp_core.methods.glfc.proxy import NOT_FINITE
@@ -283,11 +282,6 @@ def test_later_gradients_extend_the_monitor_and_those_not_finite_are_left_out() 
 def _first(worker: Any, server: Any) -> tuple[Any, Any]:
     """A first state and message."""
     return worker.method.init_client(0, server), worker.method.broadcast(server, 0)
-
-
-def test_cross_entropy_is_refused_beside_the_parts_of_binary_losses() -> None:
-    with pytest.raises(ParameterError, match="'binary' unless groups is none and old_weight 0"):
-        tiny("glfc", loss="cross_entropy")
 
 
 # --- images from gradients
