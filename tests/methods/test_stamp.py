@@ -214,8 +214,10 @@ SERVED: dict[str, dict[str, Any]] = {
 }
 PARTS: dict[str, dict[str, Any]] = {
     "trajectories": {"temporal": {"normalise": "current", "length": "current"}},
-    "gradients": {"temporal": {"past": "gradient", "images": 5, "reference": "current"}},
-    "one of all tasks": {"temporal": {"source": "all data", "tasks": 1, "lr": 0.5}},
+    "gradients": {"temporal": {"past": "gradient", "images": 5, "length": "free"}},
+    "one of all": {
+        "temporal": {"source": "all data", "tasks": 1, "lr": 0.5, "reference": "current"}
+    },
     "unmoved, by layers": {"temporal": {"past": "unmoved", "blocks": "layers"}, "network": WIDE},
     "prototypes": {"prototype": 0.05},
     "all": {
