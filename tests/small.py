@@ -28,7 +28,7 @@ from stamp_core.engine import train as engine
 from stamp_core.engine.checkpoint import Checkpoint, checkpoint_folder
 from stamp_core.engine.executor import Worker
 from stamp_core.engine.experiment import Experiment
-from stamp_core.engine.trees import read_tree
+from stamp_core.engine.trees import flatten, read_tree
 from stamp_core.methods.base import registry
 from stamp_core.methods.base.method import ClientRound
 from stamp_core.models import networks as models
@@ -287,7 +287,7 @@ def flat(tensors: Sequence[Tensor]) -> Tensor:
 
 def slope(net: nn.Module, loss: Tensor) -> Tensor:
     """The gradient of a loss as one vector."""
-    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(net.parameters()))])
+    return flat(torch.autograd.grad(loss, list(net.parameters())))
 
 
 def saved(experiment: Experiment, folder: Path, seed: int = 0) -> dict[str, Any]:
@@ -333,31 +333,13 @@ def tensors(tree: object, where: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from tensors(item, f"{where}.{place}")
 
 
-def copied(tree: Any) -> Any:
-    """A copy of a tree that shares nothing with it."""
-    if isinstance(tree, Tensor):
-        return tree.clone()
-    if isinstance(tree, Mapping):
-        return {key: copied(item) for key, item in tree.items()}
-    return [copied(item) for item in tree] if isinstance(tree, list) else tree
-
-
-def assert_equal_trees(one: Any, other: Any, where: str = "tree") -> None:
+def assert_equal_trees(one: Any, other: Any) -> None:
     """Refuse two trees that differ in shape, type or one bit."""
-    assert type(one) is type(other), where
-    if isinstance(one, Tensor):
-        assert one.dtype == other.dtype and one.shape == other.shape, where
-        assert one.contiguous().numpy().tobytes() == other.contiguous().numpy().tobytes(), where
-    elif isinstance(one, Mapping):
-        assert one.keys() == other.keys(), where
-        for key in one:
-            assert_equal_trees(one[key], other[key], f"{where}.{key}")
-    elif isinstance(one, list):
-        assert len(one) == len(other), where
-        for place, (a, b) in enumerate(zip(one, other, strict=True)):
-            assert_equal_trees(a, b, f"{where}.{place}")
-    else:
-        assert one == other or (one != one and other != other), where  # nan is itself here
+    (text, arrays), (expected, others) = flatten(one), flatten(other)
+    assert text == expected  # where nan is itself
+    for name, array in arrays.items():
+        assert (array.dtype, array.shape) == (others[name].dtype, others[name].shape), name
+        assert array.tobytes() == others[name].tobytes(), name
 
 
 def kept(exemplars_per_class: int, **changes: Any) -> dict[str, Any]:

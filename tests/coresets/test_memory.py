@@ -4,6 +4,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ def test_a_memory_keeps_its_bounds(
         sequence = list(dict.fromkeys(sequence))
     now = memory.empty_memory(images(1), classes=2)
     for number, (label, task) in enumerate(sequence):
-        before, untouched = now, small.copied(now)
+        before, untouched = now, deepcopy(now)
         now = updated(before, label, task, pool[label, task], params, seed=number)
         small.assert_equal_trees(before, untouched)
         assert now["seen"][label] == before["seen"][label] + len(pool[label, task])

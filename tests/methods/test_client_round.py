@@ -112,6 +112,7 @@ def test_the_local_model_of_the_reply_is_scored_and_not_the_live_one() -> None:
         ("fedavg", {}, [24, 24, 24]),
         ("fedavg_tuned", {}, [24, 24, 24]),  # evaluation is not training
         ("replay", {"ratio": 0.5}, [24, 24 + 8 + 4, 24 + 8 + 4]),
+        ("replay", {"ratio": 0.0, "memory": kept(4, selection="herding")}, [24] * 3),  # features
         ("replay", {"ratio": 4.0}, [24, 24 + 8 + 8, 24 + 16 + 16]),
         ("gem", {}, [24, 24 + 2 * 8, 24 + 2 * 16]),
         ("agem", {"reference": 5}, [24, 24 + 2 * 5, 24 + 2 * 5]),

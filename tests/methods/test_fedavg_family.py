@@ -1,5 +1,6 @@
 """FedAvg, FedProx, fine-tuned FedAvg and joint training against naive references in NumPy."""
 
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -107,7 +108,7 @@ def test_fine_tuning_gathers_running_statistics_and_leaves_the_message_unchanged
     worker = small.worker(experiment, plan(experiment))
     arrived = small.arrived(worker, plan(experiment), 0)
     client_round = replace(arrived, message={**arrived.message, "buffers": torch.full((8,), 2.0)})
-    before = small.copied(client_round.message)
+    before = deepcopy(client_round.message)
     worker.method.load_personal_model(client_round)
     small.assert_equal_trees(client_round.message, before)
     net = models.build_network(experiment.setting.network, (1, 8, 8), 10, seed=0)
