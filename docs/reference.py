@@ -4,6 +4,7 @@ Nothing is imported: the site is built without torch.
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,7 +30,12 @@ def _package_page(folder: Path) -> str:
 
 def _docstring(path: Path) -> str:
     """The docstring of a module."""
-    return ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+    return _text(ast.parse(path.read_text("utf-8")))
+
+
+def _text(node: ast.Module | Documented) -> str:
+    """A docstring as Markdown: a line that begins with a shape is no heading."""
+    return re.sub("^#", r"\\#", ast.get_docstring(node) or "", flags=re.M)
 
 
 def _public(path: Path) -> Iterator[str]:
@@ -37,7 +43,7 @@ def _public(path: Path) -> Iterator[str]:
     for node in ast.parse(path.read_text("utf-8")).body:
         if isinstance(node, Documented) and not node.name.startswith("_"):
             yield f"### `{_heading(node)}`"
-            yield ast.get_docstring(node) or ""
+            yield _text(node)
             if isinstance(node, ast.ClassDef):
                 yield "\n".join(_members(node))
 
@@ -48,7 +54,7 @@ def _members(node: ast.ClassDef) -> Iterator[str]:
         if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
             yield f"- `{ast.unparse(each)}`"
         if isinstance(each, ast.FunctionDef) and not each.name.startswith("_"):
-            first = (ast.get_docstring(each) or "").partition("\n")[0]
+            first = _text(each).partition("\n")[0]
             yield f"- `{_heading(each)}`: {first}"
 
 

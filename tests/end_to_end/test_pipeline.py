@@ -15,7 +15,7 @@ from stamp_core.results.records import load_record
 
 REPRO = ("python", "-m", "stamp_core.pipeline.repro")  # what `make repro` runs
 SETTINGS, METHODS = "params/settings.yaml", "params/methods.yaml"
-STAMP, REHEARSAL = "stamp_core/methods/stamp.py", "stamp_core/methods/base/rehearsal.py"
+STAMP, REHEARSAL = "stamp_core/methods/stamp/__init__.py", "stamp_core/methods/base/rehearsal.py"
 PAGES = {"compare", "ablation", "analyses", "coresets"}  # which need every run
 OTHER_PAGES = {"tour", "heterogeneity", "related"}
 BROKEN = "train@tiny-broken-0to1"
@@ -29,10 +29,10 @@ from stamp_core.methods.base.method import Method
 
 
 class Broken(Method):
-    def train_indices(self, client_round):
+    def train_indices(self, plan, client, task):
         if (ROOT / "broken").exists():
             raise RuntimeError("broken on purpose")
-        return super().train_indices(client_round)
+        return super().train_indices(plan, client, task)
 """
 
 
