@@ -60,6 +60,7 @@ class RayExecutor:
         experiment, _, device, resume = of_worker
         share = {"num_cpus": 1, "num_gpus": 0 if device == "cpu" else 1}
         actors = [ray.remote(RemoteWorker).options(**share).remote() for _ in range(workers)]
+        self.workers = workers
         self.free = queue.SimpleQueue[Any]()
         for actor in actors:
             self.free.put(actor)
