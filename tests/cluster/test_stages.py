@@ -42,12 +42,12 @@ from stamp_core.methods.base.method import Method
 
 
 class Broken(Method):
-    def train_indices(self, client_round):
+    def train_indices(self, plan, client, task):
         while (ROOT / "held").exists():
             time.sleep(0.1)
         if (ROOT / "broken").exists():
             raise RuntimeError("broken on purpose")
-        return super().train_indices(client_round)
+        return super().train_indices(plan, client, task)
 """
 
 
