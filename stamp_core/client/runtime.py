@@ -24,8 +24,8 @@ from stamp_core.models.flat import FlatModel, FlatSGD, layer_blocks, weighted_av
 from stamp_core.models.networks import Classifier, build_network, set_train_mode
 from stamp_core.results.records import PIXEL_SCORINGS, SCORINGS
 
-# Images of up to 32 x 32 pixels per forward pass in evaluation; fewer of larger ones.
-EVALUATION_BATCH = 512
+EVALUATION_BATCH = 512  # images per forward pass in evaluation, at most,
+EVALUATION_PIXELS = 128 * 32 * 32  # and of so many pixels: more leave the cache of a CPU
 MEAN_IMAGES = 100  # of a class, at most, in its mean feature; of many classes fewer,
 ALL_MEAN_IMAGES = 2000  # so that there are at most as many of all together,
 LEAST_MEAN_IMAGES = 20  # but not fewer than these of a class
@@ -295,5 +295,5 @@ class ClientRuntime:
 
 def evaluation_batch_size(shape: Shape, micro_batch_size: int | None) -> int:
     """How many images of a shape are evaluated at once."""
-    size = max(1, min(EVALUATION_BATCH, EVALUATION_BATCH * 32 * 32 // (shape[1] * shape[2])))
+    size = max(1, min(EVALUATION_BATCH, EVALUATION_PIXELS // (shape[1] * shape[2])))
     return min(size, micro_batch_size or size)

@@ -50,12 +50,12 @@ def test_each_loop_of_steps_has_its_own_optimiser() -> None:
 @pytest.mark.parametrize(
     ("shape", "micro_batch_size", "many"),
     [
-        ((3, 32, 32), None, 512),
-        ((1, 28, 28), None, 512),  # never more
-        ((3, 64, 64), None, 128),  # four times the pixels, a quarter of the images
+        ((3, 32, 32), None, 128),
+        ((1, 8, 8), None, 512),  # never more
+        ((3, 64, 64), None, 32),  # four times the pixels, a quarter of the images
         ((3, 800, 1000), None, 1),
         ((3, 32, 32), 8, 8),
-        ((3, 224, 224), 64, 10),  # 512 x 1,024 / 50,176 = 10.4
+        ((3, 224, 224), 64, 2),  # 128 x 1,024 / 50,176 = 2.6
     ],
 )
 def test_how_many_images_are_evaluated_at_once(
