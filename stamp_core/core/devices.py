@@ -72,7 +72,7 @@ def cache_size(device: torch.device) -> int:
 
 
 def set_deterministic(device: torch.device, deterministic: bool) -> None:
-    """Choose between the same bits in every run on a GPU and the fastest kernels; no-op on a CPU.
+    """Choose between bit-identical runs on a GPU and the fastest kernels; no-op on a CPU.
 
     An operation without a deterministic kernel warns: a long training should not end there.
     """

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -72,7 +73,7 @@ class InversionContext(TaskContext):
     replay: Replay | None
 
 
-class Inversion(TaskServer):
+class Inversion(TaskServer, ABC):
     """FedAvg whose server synthesises images of all classes learnt so far after an experience.
 
     In the next one every client receives them once, with the model as a frozen teacher, and
@@ -116,9 +117,9 @@ class Inversion(TaskServer):
             replay["teacher buffers"] = state["buffers"]
         return {**state, "replay": replay}
 
+    @abstractmethod
     def synthesis(self, source: Source, server: Any, log: Log) -> Synthesis:
         """The method's synthesis."""
-        raise NotImplementedError
 
     def source(self, server: InversionServer) -> Source:
         """What images are synthesised from, after an experience."""

@@ -235,12 +235,12 @@ class FedCIL(TaskServer):
         """Batches of the previous task's generator without end."""
         size = self.runtime.training.batch_size
         steps = self.runtime.training.epochs * math.ceil(len(client_round.indices) / size)
-        at_once = size * max(1, min(steps, self.acgan.chunk // size))  # in few passes: faster
-        count = at_once * math.ceil(steps * size / at_once)
+        pool_size = size * max(1, min(steps, self.acgan.chunk // size))  # in few passes: faster
+        count = pool_size * math.ceil(steps * size / pool_size)
         draws = self.pool(last["classes"], count, client_round.round_id.generator("replay"))
         parameters = last["generator"].to(self.runtime.device)
         while True:
-            labels, noise = draws.take(at_once)
+            labels, noise = draws.take(pool_size)
             images = self.acgan.normalised(self.acgan.sample(parameters, labels, noise))
             yield from map(Batch, images.split(size), labels.split(size))
 

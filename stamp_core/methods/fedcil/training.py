@@ -31,7 +31,7 @@ class Teacher(NamedTuple):
     draws: Pool  # labels [n], and noise for their images and those of real labels [n, 3, noise]
 
 
-class Judged(NamedTuple):
+class Classified(NamedTuple):
     """A part of a batch with the discriminator's outputs."""
 
     labels: Tensor  # [n]
@@ -75,7 +75,9 @@ class AcganTraining:
     def plain_step(self, batch: Batch) -> Tensor:
         """One step of the classifier alone."""
         self.runtime.model.gradients.zero_()
-        loss = self.mixed([F.cross_entropy(part.logits, part.labels) for part in self.judge(batch)])
+        loss = self.mixed(
+            [F.cross_entropy(part.logits, part.labels) for part in self.classify(batch)]
+        )
         loss.backward()
         self.sgd.step()
         return loss.detach()
@@ -86,7 +88,7 @@ class AcganTraining:
         usable = (~self.stopped).float()
         self.runtime.model.gradients.zero_()
         self.acgan.head.gradients.zero_()
-        parts = self.judge(batch)
+        parts = self.classify(batch)
         weight = self.params.adversarial * usable
         loss = self.mixed(
             [
@@ -101,12 +103,12 @@ class AcganTraining:
         self.train_generator(images, labels)
         return loss.detach()
 
-    def judge(self, batch: Batch) -> list[Judged]:
+    def classify(self, batch: Batch) -> list[Classified]:
         """The discriminator's outputs on the new images and, if there are any, replayed ones."""
         outputs = batch.targets, *self.acgan.discriminate(batch.images)
         sizes = [batch.new, batch.exemplars] if batch.exemplars else [batch.new]
         return [
-            Judged(*part) for part in zip(*(each.split(sizes) for each in outputs), strict=True)
+            Classified(*part) for part in zip(*(each.split(sizes) for each in outputs), strict=True)
         ]
 
     def mixed(self, losses: list[Tensor]) -> Tensor:
@@ -121,7 +123,7 @@ class AcganTraining:
         self.stopped = self.stopped | ~images.isfinite().all()
         return images.where(~self.stopped, 0.0), labels
 
-    def generated_loss(self, images: Tensor, labels: Tensor, real: Judged) -> Tensor:
+    def generated_loss(self, images: Tensor, labels: Tensor, real: Classified) -> Tensor:
         """The loss on generated images, which leaves running statistics unchanged."""
         with constant_statistics(self.runtime):
             logits, scores = self.acgan.discriminate(images)
@@ -132,7 +134,7 @@ class AcganTraining:
                 loss = loss + self.params.consistency * consistency
         return loss
 
-    def consistency_loss(self, teacher: Teacher, real: Judged) -> Tensor:
+    def consistency_loss(self, teacher: Teacher, real: Classified) -> Tensor:
         """How far the outputs on the teacher's images are from their labels and other outputs.
 
         They are compared with those on real images with the same labels, and with those on the
