@@ -54,7 +54,9 @@ class MatchingParams:
     """The matching problem and its solver."""
 
     kappa: float = 0.5  # radius of the ball around g0, relative to |g0|
-    reference: Literal["mean", "weighted", "current"] = "mean"  # g0; current: the last one
+    # g0: the mean, the mean weighted by images, the last gradient, or half of it and half of the
+    # others' weighted mean
+    reference: Literal["mean", "weighted", "current", "halves"] = "mean"
     length: Literal["free", "1+kappa", "1+kappa^2", "reference", "current"] = "1+kappa"
     normalise: Literal["none", "mean", "current"] = "none"  # the norm that all gradients get
     blocks: Literal["model", "layers"] = "model"
@@ -110,7 +112,7 @@ def match(
 ) -> tuple[Tensor, MatchResult]:
     """The direction d [P] and what is recorded about it.
 
-    `weights` belong to the reference "weighted", `sizes` to the blocks "layers".
+    `weights` belong to the references "weighted" and "halves", `sizes` to the blocks "layers".
     """
     if matching.blocks == "model":
         sizes = None
@@ -176,11 +178,17 @@ def _reference_weights(finite: Mask, matching: MatchingParams, weights: Tensor |
     if matching.reference == "current":
         return np.asarray(np.eye(count)[-1])
     if weights is None or len(weights) != len(finite):
-        raise invalid("weights", weights, f"{len(finite)} numbers, as reference is 'weighted'")
+        right = f"{len(finite)} numbers, as reference is {matching.reference!r}"
+        raise invalid("weights", weights, right)
     values = weights.detach().to("cpu", torch.float64).numpy()[finite]
     if not (values >= 0).all() or not 0 < values.sum() < math.inf:
         raise invalid("weights", values.tolist(), "at least 0 and not all of them 0")
-    return np.asarray(values / values.sum())
+    shares = np.asarray(values / values.sum())
+    others = 1 - shares[-1]
+    if matching.reference == "halves" and others > 0:
+        shares *= 0.5 / others
+        shares[-1] = 0.5
+    return shares
 
 
 # --- the solutions and their certificates

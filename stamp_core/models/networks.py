@@ -50,7 +50,11 @@ class Classifier(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits over all classes, of images [N, classes] or of pixels [N, classes, H, W]."""
-        logits: Tensor = self.head(self.encode(images))
+        return self.classify(self.encode(images))
+
+    def classify(self, features: Tensor) -> Tensor:
+        """Logits of features, those of pixels at the size of the images."""
+        logits: Tensor = self.head(features)
         return double(logits) if self.pixels else logits
 
     def encode(self, images: Tensor) -> Tensor:

@@ -45,6 +45,7 @@ VALID: dict[str, Any] = {
         "often": {"kind": "replay", "memory": {"exemplars_per_class": 5, "selection": "uniform"}},
         "rare": {"extends": "often", "memory": {"exemplars_per_class": 1}},
         "near": {"kind": "stamp", "spatial": {"kappa": 0.25}, "temporal": {"kappa": 0.25}},
+        "steps": {"kind": "stamp", "ratio": 1.0, "temporal": {"every": 1, "past": "gradient"}},
     },
 }
 SETTING = "settings.one"
@@ -102,7 +103,7 @@ LIMITS: list[tuple[str, str, str]] = [  # blocks, their fields, the limit
     ("stamp.spatial.softmax", "lr decay", "above 0"),
     ("stamp.spatial.softmax", "momentum", "at least 0 and below 1"),
     ("stamp.temporal", "kappa", "at least 0"),
-    ("stamp.temporal", "tasks images", "at least 1"),
+    ("stamp.temporal", "tasks images every", "at least 1"),
     ("stamp.temporal", "lr", "above 0"),
     ("stamp", "prototype", "at least 0"),
     ("affcl", "k_loss_flow k_lastflow k_kd_last k_kd_feature k_kd_output flow_lr", "at least 0"),
@@ -332,7 +333,31 @@ COMBINATIONS: list[Row] = [
         (f"methods.stamp.spatial.{name}", "current", f"{M} stamp.spatial.{name} is 'current'; it m")
         for name in ("reference", "normalise", "length")
     ),
-    ("methods.stamp.temporal.reference", "weighted", f"{M} stamp.temporal.reference is 'weighted'"),
+    (
+        "methods.stamp.temporal.every",
+        4,
+        f"{M} stamp.temporal.past is 'trajectory'; it must be 'gra",
+    ),
+    (
+        "methods.steps.ratio",
+        0.0,
+        f"{M} steps.ratio is 0.0; it must be above 0, as temporal.every i",
+    ),
+    (
+        "methods.steps.weight",
+        1.0,
+        f"{M} steps.weight is 1.0; it must be null, as temporal.every is",
+    ),
+    (
+        "methods.steps.temporal.source",
+        "all data",
+        f"{M} steps.temporal.source is 'all data'; it mu",
+    ),
+    (
+        "methods.steps.memory.exemplars_per_class",
+        0,
+        f"{M} steps.memory.exemplars_per_class is 0; i",
+    ),
     ("methods.stamp.alternate", True, f"{M} stamp.prototype is 0.0; it must be above 0, as alte"),
     ("methods.fbl.weight", 1, f"{M} fbl.weight is 1.0; it must be absent: `weights` has its place"),
     ("methods.fedala.share", 1.1, f"{M} fedala.share is 1.1; it must be above 0 and at most 1"),

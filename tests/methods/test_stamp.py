@@ -71,7 +71,12 @@ def matched(g: Array, params: Any, samples: Array, sizes: list[int] | None = Non
         target = norms.mean() if params.normalise == "mean" else current
         g = g * (target / norms)[:, None]
     mean, own = np.full(len(g), 1 / len(g)), np.eye(len(g))[-1]
-    weights = {"mean": mean, "current": own, "weighted": samples / samples.sum()}
+    weights = {"mean": mean, "current": own}
+    if params.reference == "weighted":
+        weights["weighted"] = samples / samples.sum()
+    if params.reference == "halves":
+        others = np.append(samples[:-1] / samples[:-1].sum(), 0)
+        weights["halves"] = (own + others) / 2
     g0 = weights[params.reference] @ g
     blocks = np.split(np.arange(g.shape[1]), np.cumsum(sizes)[:-1] if sizes else [])
     d = np.concatenate([best_direction(g[:, b], g0[b], params.kappa) for b in blocks])
@@ -113,11 +118,28 @@ class StampReference(FedOMGReference, RehearsalReference):
     ) -> Array:
         """Cross-entropy on the batch with its exemplars, and the prototypical loss."""
         past = next(state["next"])
+        if len(past) and self.params.temporal is not None and self.params.temporal.every == 1:
+            return self.matched_gradient(theta, x, y, past, state)
         x, y = np.concatenate([x, self.x[past]]), np.concatenate([y, self.y[past]])
         gradient = self.gradient(theta, x, y)
         if not self.params.prototype:
             return gradient
         return gradient + self.prototype_gradient(theta, x, y)
+
+    def matched_gradient(
+        self, theta: Array, x: Array, y: Numbers, past: Numbers, state: State
+    ) -> Array:
+        """The match of the gradients of the exemplars of each task and of the new images."""
+        params = self.params.temporal
+        by_task = [past[np.isin(past, own)] for own in state["memory"].values()]
+        by_task = [own for own in by_task if len(own)]
+        gradients = [self.gradient(theta, self.x[own], self.y[own]) for own in by_task]
+        current = self.gradient(theta, x, y)
+        if self.params.prototype:
+            current = current + self.prototype_gradient(theta, x, y)
+        images = np.array([*(float(len(own)) for own in by_task), float(len(x))])
+        stacked = np.stack([*gradients, current])
+        return params.lr * matched(stacked, params, images, self.layers(params))
 
     def prototype_gradient(self, theta: Array, x: Array, y: Numbers) -> Array:
         """The gradient of the weighted prototypical loss."""
@@ -141,30 +163,53 @@ class StampReference(FedOMGReference, RehearsalReference):
         """Local SGD, then the match of its update with gradients of past tasks."""
         state["next"] = iter(self.replayed(visit, state))
         plain = self.alternating(visit, theta) if self.params.alternate else None
-        trained = super().sgd(visit, theta, state) if plain is None else plain
-        past = self.past_tasks(visit, state)
-        if self.params.temporal is None or not past or not len(visit.indices):
-            return trained
-        gradients = [self.past_gradient(visit, theta, trained, *each) for each in past]
-        stacked = np.stack([*gradients, theta - trained])
         params = self.params.temporal
-        direction = matched(stacked, params, np.empty(0), self.layers(params))
-        return theta - params.lr * direction
+        past = self.past_tasks(visit, state)
+        if params is None or not past or not len(visit.indices) or params.every == 1:
+            return super().sgd(visit, theta, state) if plain is None else plain
+        draws = {task: self.draw(visit, f"pictures of task {task}") for task, _ in past}
+        batches = self.batches(visit)
+        every = params.every or len(batches)
+        for start in range(0, len(batches), every):
+            segment = batches[start : start + every]
+            trained = self.descend(
+                theta, segment, lambda *at: self.step_gradient(visit, *at, state)
+            )
+            trained = trained if plain is None else plain
+            length = len(segment) * self.training.lr
+            gradients = [
+                self.past_gradient(visit, theta, trained, length, draws[task], task, images)
+                for task, images in past
+            ]
+            stacked = np.stack([*gradients, theta - trained])
+            used = [min(len(images), params.images) for _, images in past]
+            images = np.array([*used, sum(map(len, segment))], float)
+            theta = theta - params.lr * matched(stacked, params, images, self.layers(params))
+        return theta
 
     def past_tasks(self, visit: Visit, state: State) -> list[tuple[int, Numbers]]:
         """At most so many of the other tasks met, and their images."""
         params = self.params.temporal
         found = state["memory"]
         if params is not None and params.source == "all data":
-            met = range(min(visit.experience, self.plan.tasks))
-            found = {task: self.indices(visit.client, task) for task in met}
-        tasks = sorted(t for t, own in found.items() if t != visit.task and len(own))
+            met = range(visit.experience)
+            found = {e: self.indices(visit.client, e % self.plan.tasks) for e in met}
+        else:
+            found = {task: own for task, own in found.items() if task != visit.task}
+        tasks = sorted(task for task, own in found.items() if len(own))
         order = torch.randperm(len(tasks), generator=self.draw(visit, "past tasks"))
         chosen = sorted(tasks[place] for place in order[: params.tasks if params else 0].tolist())
         return [(task, found[task]) for task in chosen]
 
     def past_gradient(
-        self, visit: Visit, received: Array, trained: Array, task: int, images: Numbers
+        self,
+        visit: Visit,
+        received: Array,
+        trained: Array,
+        length: float,
+        draw: torch.Generator,
+        task: int,
+        images: Numbers,
     ) -> Array:
         """The update of SGD on a task's images, their gradient, or the update itself."""
         params = self.params.temporal
@@ -173,7 +218,7 @@ class StampReference(FedOMGReference, RehearsalReference):
         if params.past == "trajectory":
             batches = self.batches(visit, f" of task {task}", images)
             return received - self.descend(trained, batches, self.gradient)
-        order = torch.randperm(len(images), generator=self.draw(visit, f"pictures of task {task}"))
+        order = torch.randperm(len(images), generator=draw)
         by_class: dict[int, list[int]] = {}
         for image in images[order.numpy()]:
             by_class.setdefault(int(self.y[image]), []).append(int(image))
@@ -181,8 +226,7 @@ class StampReference(FedOMGReference, RehearsalReference):
         place = {image: k for k, image in enumerate(images[order.numpy()].tolist())}
         turns.sort(key=lambda each: (each[0], place[each[1]]))
         chosen = np.array([image for _, image in turns[: params.images]])
-        steps = len(self.batches(visit))
-        return steps * self.training.lr * self.gradient(trained, self.x[chosen], self.y[chosen])
+        return length * self.gradient(trained, self.x[chosen], self.y[chosen])
 
 
 def prototype_slopes(z: Array, y: Numbers) -> tuple[float, Array]:
@@ -219,6 +263,22 @@ PARTS: dict[str, dict[str, Any]] = {
         "temporal": {"source": "all data", "tasks": 1, "lr": 0.5, "reference": "current"}
     },
     "unmoved, by layers": {"temporal": {"past": "unmoved", "blocks": "layers"}, "network": WIDE},
+    "in steps": {
+        "temporal": {"every": 1, "past": "gradient", "reference": "weighted", "lr": 0.8},
+        "ratio": 1.0,
+    },
+    "in steps, with prototypes": {
+        "temporal": {"every": 1, "past": "gradient", "reference": "halves", "length": "current"},
+        "ratio": 0.5,
+        "prototype": 0.02,
+    },
+    "every two steps": {
+        "temporal": {"every": 2, "past": "gradient", "images": 5, "normalise": "current"}
+    },
+    "every two steps, with exemplars": {
+        "temporal": {"every": 2, "past": "gradient", "reference": "weighted", "length": "free"},
+        "ratio": 1.0,
+    },
     "prototypes": {"prototype": 0.05},
     "all": {
         "spatial": {"normalise": "mean", "length": "1+kappa"},
@@ -328,7 +388,8 @@ def test_spatial_and_temporal_notes_and_seconds_are_in_the_history() -> None:
         past = experience + 1 if experience else None
         assert notes.get("temporal gradient count") == past
         assert notes["spatial worst_product"] >= notes["spatial worst_product_reference"] - 1e-9
-        assert entry["seconds"]["spatial"] > 0 and entry["seconds"]["temporal"] > 0
+        assert entry["seconds"]["spatial"] > 0
+        assert ("temporal" in entry["seconds"]) == (experience > 0)
         assert ("coreset" in entry["seconds"]) == (entry["round"] == 1)
         assert entry["events"] == {}
 
@@ -352,7 +413,7 @@ def test_a_gradient_that_is_not_finite_is_dropped_and_counted(
     task_gradient = temporal_module.task_gradient
 
     def overflowing(*arguments: Any) -> Tensor:
-        return task_gradient(*arguments) + (bad if arguments[2] == 0 else 0.0)
+        return task_gradient(*arguments) + (bad if 0 in arguments[1].indices else 0.0)
 
     monkeypatch.setattr(temporal_module, "task_gradient", overflowing)
     record = run(tiny("stamp", memory=MEMORY, temporal={"past": "gradient", "kappa": 0.0}))
@@ -402,3 +463,34 @@ def test_past_gradients_start_from_the_buffers_of_local_training(past: str) -> N
     found = 2 * (received - message["parameters"]) - (received - trained)
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
     assert expected.norm() > 1e-3
+
+
+IN_STEPS = {"every": 1, "past": "gradient", "reference": "weighted", "length": "free"}
+
+
+def test_matching_in_steps_without_a_radius_is_replay() -> None:
+    """Whose gradient is the mean over all images, weighted by their numbers."""
+    shared = {"memory": MEMORY, "ratio": 1.0}
+    replay = run(tiny("replay", **shared)).weights
+    matched = run(tiny("stamp", temporal={**IN_STEPS, "kappa": 0.0}, **shared)).weights
+    for name, values in replay.items():
+        np.testing.assert_allclose(matched[name], values, rtol=1e-5, atol=2e-6)
+
+
+def test_matching_after_more_steps_than_a_round_has_is_matching_once_bit_for_bit() -> None:
+    temporal = {"past": "gradient", "kappa": 0.5}
+    once = run(tiny("stamp", memory=MEMORY, temporal=temporal))
+    rarely = run(tiny("stamp", memory=MEMORY, temporal={**temporal, "every": 1000}))
+    small.assert_same_weights(once, rarely)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_matching_within_a_round_is_logged_and_never_captured(every: int) -> None:
+    """As means over the matches of a client round: their number of gradients may differ."""
+    temporal = {**IN_STEPS, "every": every}
+    experiment = tiny("stamp", memory=MEMORY, ratio=1.0, temporal=temporal)
+    history = run(experiment).history
+    assert not any("temporal cosine" in entry["notes"] for entry in history[:2])
+    assert all(0 < entry["notes"]["temporal cosine"] <= 1 for entry in history[2:])
+    assert all(entry["seconds"]["temporal"] > 0 for entry in history[2:])
+    assert small.worker(experiment).method.graph_safe == (every > 1)

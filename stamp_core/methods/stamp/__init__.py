@@ -1,20 +1,32 @@
 """STAMP: spatio-temporal gradient matching, with past tasks remembered by prototypical coresets."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from stamp_core.client.batches import Batch
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_at_least
 from stamp_core.coresets.memory import Memory, MemoryParams, past_tasks, task_indices
+from stamp_core.matching.match import MatchResult
 from stamp_core.methods.base.method import ClientRound, Log, Reply, State
 from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalContext, RehearsalParams
-from stamp_core.methods.base.server_matching import SpatialParams, log_match, match_server
+from stamp_core.methods.base.server_matching import SpatialParams, log_matches, match_server
 from stamp_core.methods.stamp.prototypes import prototype_loss
-from stamp_core.methods.stamp.temporal import PastTask, TemporalParams, match_update, sample_tasks
-from stamp_core.models.flat import FlatSGD
+from stamp_core.methods.stamp.temporal import (
+    PastTask,
+    TemporalParams,
+    Update,
+    batch_groups,
+    match_gradients,
+    match_update,
+    sample_tasks,
+    segments,
+)
+from stamp_core.models.flat import FlatSGD, flatten_like
 
 
 @dataclass(frozen=True)
@@ -34,13 +46,34 @@ class StampParams(RehearsalParams):
         require_at_least(self, 0, "prototype")
         if self.alternate and not self.prototype:
             raise invalid("prototype", self.prototype, "above 0, as alternate is true")
+        if self.temporal is None or self.temporal.every is None:
+            return
+        if self.temporal.source == "memory" and not self.memory.exemplars_per_class:
+            raise invalid("memory.exemplars_per_class", 0, "above 0, as temporal.every is set")
+        if self.temporal.in_steps:
+            self._check_batches()
+
+    def _check_batches(self) -> None:
+        """Validate that a batch can be divided into tasks with one cross-entropy each."""
+        if not self.ratio:
+            raise invalid("ratio", self.ratio, "above 0, as temporal.every is 1")
+        if self.memory.soft:
+            right = "a rule that keeps labels, as temporal.every is 1"
+            raise invalid("memory.selection", self.memory.selection, right)
+        if self.weight is not None:
+            right = "null, as temporal.every is 1: temporal.reference weighs exemplars"
+            raise invalid("weight", self.weight, right)
+        if self.alternate:
+            raise invalid("alternate", True, "false, as temporal.every is 1")
 
 
 @dataclass
 class StampContext(RehearsalContext):
-    """What the steps read besides their batches."""
+    """What the steps read besides their batches, and what they leave."""
 
     encoder_sgd: FlatSGD | None  # with alternating losses
+    matches: list[MatchResult]  # of temporal matching
+    log: Log
 
 
 class Stamp(Rehearsal):
@@ -57,7 +90,9 @@ class Stamp(Rehearsal):
             raise invalid("alternate", True, "false, as training.weight_decay is set")
         if params.prototype and runtime.dataset.masks:
             raise invalid("prototype", params.prototype, "0, as the data have masks")
-        self.graph_safe = not params.alternate  # whose second optimiser is no tensor
+        # A second optimiser is no tensor, and matching is solved on the CPU.
+        in_steps = params.temporal is not None and params.temporal.in_steps
+        self.graph_safe = not params.alternate and not in_steps
 
     # --- the server
 
@@ -76,54 +111,120 @@ class Stamp(Rehearsal):
         """Load the received model."""
         self.receive(client_round)
         sgd = FlatSGD(self.model, self.runtime.training) if self.params.alternate else None
-        return StampContext(self.anchors_on_device(client_round), sgd)
+        return StampContext(self.anchors_on_device(client_round), sgd, [], client_round.log)
 
     def train(self, client_round: ClientRound, context: StampContext) -> list[Tensor]:
-        """Local SGD, then its update matched with gradients of past tasks."""
-        losses = super().train(client_round, context)
-        finite = bool(self.model.parameters.isfinite().all())  # else matching would hide it
-        if self.params.temporal and losses and finite:
-            with client_round.log.clock("temporal"):
-                self.match_past(client_round, len(losses))
+        """Local SGD, whose updates or gradients are matched with gradients of past tasks."""
+        params: TemporalParams | None = self.params.temporal
+        if params is None:
+            return super().train(client_round, context)
+        if params.in_steps:
+            losses = super().train(client_round, context)
+        else:
+            losses = self.train_in_segments(client_round, context, params)
+        log_matches(client_round.log, "temporal", context.matches)
         return losses
 
-    def match_past(self, client_round: ClientRound, sgd_steps: int) -> None:
-        """Replace the client round's update by the matched one, if there are past tasks."""
-        params: TemporalParams = self.params.temporal
-        past = self.past_tasks(client_round)
-        if client_round.experience and not past:
+    def train_in_segments(
+        self, client_round: ClientRound, context: StampContext, params: TemporalParams
+    ) -> list[Tensor]:
+        """Local SGD; the update of each segment is replaced by the matched one."""
+        runtime = self.runtime
+        past = self.past_tasks(client_round, params)
+        images = runtime.batch_sizes(len(client_round.indices))  # new ones, of each step
+        if client_round.experience and images and not past:
             client_round.log.events.append("temporal matching: nothing is remembered")
         if not past and not params.alone:
-            return
-        chosen = sample_tasks(sorted(past), params.tasks, client_round.round_id)
-        received = client_round.message["parameters"].to(self.runtime.device)
-        tasks = {task: past[task] for task in chosen}
-        result = match_update(
-            self.runtime, client_round.round_id, params, received, tasks, sgd_steps
-        )
-        log_match(client_round.log, "temporal", result)
+            return super().train(client_round, context)
+        losses = list[Tensor]()
+        for batches in segments(self.batches(client_round, context), params.every):
+            start = self.model.parameters.clone()
+            of_segment = self.runtime.run_steps(self.step, batches, context, self.graph_safe)
+            update = Update(start, images[len(losses) :][: len(of_segment)])
+            losses += of_segment
+            finite = bool(self.model.parameters.isfinite().all())  # else matching would hide it
+            if of_segment and finite:
+                with client_round.log.clock("temporal"):
+                    result = match_update(runtime, client_round.round_id, params, update, past)
+                context.matches.append(result)
+        return losses
 
-    def past_tasks(self, client_round: ClientRound) -> dict[int, PastTask]:
-        """The stored images of the client's other tasks."""
-        if self.params.temporal.source == "all data":
-            return self.all_data(client_round)
-        memory: Memory = client_round.state["memory"]
-        images, labels = self.exemplars_on_device(client_round)
-        tasks = past_tasks(memory, client_round.task)
-        return {task: PastTask(images, labels, task_indices(memory, task)) for task in tasks}
-
-    def all_data(self, client_round: ClientRound) -> dict[int, PastTask]:
-        """All images of the other tasks so far, as the public code reads them again."""
-        runtime, plan = self.runtime, client_round.plan
-        met = set(range(min(client_round.experience, plan.tasks))) - {client_round.task}
-        found = {task: self.train_indices(plan, client_round.client, task) for task in sorted(met)}
+    def past_tasks(self, client_round: ClientRound, params: TemporalParams) -> dict[int, PastTask]:
+        """The stored images of the client's other tasks; of many tasks, those of a sample."""
+        found = self.stored_images(client_round, params.source)
+        round_id = client_round.round_id
         return {
-            task: PastTask(runtime.x_train, runtime.y_train, indices)
-            for task, indices in found.items()
-            if len(indices)
+            task: PastTask(*found[task], round_id.generator(f"pictures of task {task}"))
+            for task in sample_tasks(sorted(found), params.tasks, round_id)
         }
 
+    def stored_images(
+        self, client_round: ClientRound, source: str
+    ) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
+        """Images, their labels and the indices of each task's.
+
+        "all data" are those of all earlier experiences, as the public code reads them again: in a
+        later cycle also of the current task.
+        """
+        if source == "all data":
+            images, labels = self.runtime.x_train, self.runtime.y_train
+            plan, client = client_round.plan, client_round.client
+            past = range(client_round.experience)
+            tasks = {e: self.train_indices(plan, client, e % plan.tasks) for e in past}
+        else:
+            memory: Memory = client_round.state["memory"]
+            images, labels = self.exemplars_on_device(client_round)
+            of_others = past_tasks(memory, client_round.task)
+            tasks = {task: task_indices(memory, task) for task in of_others}
+        return {key: (images, labels, own) for key, own in tasks.items() if len(own)}
+
     # --- a step
+
+    def past_indices(self, client_round: ClientRound) -> Tensor:
+        """Indices of the exemplars of other tasks, of a sample if steps match them.  # [m]"""
+        places = super().past_indices(client_round)
+        params: TemporalParams | None = self.params.temporal
+        if params is None or not params.in_steps:
+            return places
+        memory: Memory = client_round.state["memory"]
+        tasks = past_tasks(memory, client_round.task)
+        chosen = sample_tasks(tasks, params.tasks, client_round.round_id)
+        return places[torch.isin(memory["tasks"][places], torch.tensor(chosen))]
+
+    def step(self, batch: Batch, context: Any) -> Tensor:
+        """One SGD step on a batch, along the matched gradient if tasks are matched in steps."""
+        params: TemporalParams | None = self.params.temporal
+        if params is None or not params.in_steps or not batch.exemplars:
+            return super().step(batch, context)
+        self.runtime.start_step(len(batch))
+        groups = batch_groups(batch)
+        losses, gradients = self.group_gradients(batch, groups)
+        with context.log.clock("temporal"):
+            images = torch.tensor([len(group) for group in groups])
+            direction, result = match_gradients(gradients, images, params, self.runtime.layers())
+        context.matches.append(result)
+        self.model.gradients.copy_(direction)
+        self.runtime.sgd.step()
+        return losses @ images.to(losses) / len(batch)
+
+    def group_gradients(self, batch: Batch, groups: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """The mean loss of each group of images in a batch, and its gradient.  # [K], K of [P]
+
+        Batch normalisation needs the whole batch; without it smaller passes take half the time.
+        """
+        tensors = self.model.tensors
+        whole = self.classifier.encode(batch.images) if self.classifier.norms else None
+        losses, gradients = list[Tensor](), list[Tensor]()
+        for group in groups:
+            encoded = self.classifier.encode(batch.images[group]) if whole is None else whole[group]
+            loss = F.cross_entropy(self.classifier.classify(encoded), batch.targets[group])
+            losses.append(loss.detach())
+            if self.params.prototype and group is groups[-1]:
+                prototypical = prototype_loss(encoded, batch.targets[group])
+                loss = loss + self.params.prototype * prototypical
+            slopes = torch.autograd.grad(loss, tensors, retain_graph=whole is not None)
+            gradients.append(flatten_like(slopes, tensors))
+        return torch.stack(losses), gradients
 
     def loss(self, batch: Batch, context: StampContext) -> Tensor:
         """The rehearsal loss and the prototypical loss."""

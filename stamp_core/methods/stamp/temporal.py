@@ -1,23 +1,32 @@
-"""Temporal matching: gradients of past tasks, matched with the update of a client round."""
+"""Temporal matching: gradients of past tasks, matched with the update of the current one.
 
-from collections.abc import Mapping
+`every` says when: once a round, after local training (null); after so many SGD steps; or, with 1,
+inside every step, where the gradients are those of a batch's new images and of its exemplars, task
+by task.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stamp_core.client.batches import Batch
 from stamp_core.client.by_class import sample_balanced
 from stamp_core.client.runtime import ClientRuntime, RoundId
 from stamp_core.config.decode import invalid, require_above, require_at_least
-from stamp_core.matching.match import MatchingParams, MatchResult, match
+from stamp_core.matching.gram import combine, gram
+from stamp_core.matching.match import MatchingParams, MatchResult, match, match_gram
 
 
 @dataclass(frozen=True)
 class TemporalParams(MatchingParams):
-    """How gradients represent past tasks; the last (current) one is the client round's update."""
+    """When past tasks are matched and how gradients represent them; the last one is current."""
 
+    every: int | None = None  # SGD steps; null: once a round, after them; 1: inside each step
     past: Literal["trajectory", "gradient", "unmoved"] = "trajectory"
     source: Literal["memory", "all data"] = "memory"
     lr: float = 1.0  # received - lr * d
@@ -26,12 +35,23 @@ class TemporalParams(MatchingParams):
     images: int = 256  # images of a task per gradient; of more, a random sample
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be matched."""
+        """Validate what can be matched at the chosen moment."""
         super().__post_init__()
         require_above(self, 0, "lr")
         require_at_least(self, 1, "tasks", "images")
-        if self.reference == "weighted":
-            raise invalid("reference", self.reference, "'mean' or 'current' in time")
+        if self.every is None:
+            return
+        require_at_least(self, 1, "every")
+        if self.past != "gradient":
+            right = "'gradient', as every is set: the others need local epochs of their own"
+            raise invalid("past", self.past, right)
+        if self.every == 1 and self.source != "memory":
+            raise invalid("source", self.source, "'memory', as every is 1: a batch has exemplars")
+
+    @property
+    def in_steps(self) -> bool:
+        """Whether gradients are matched inside every step."""
+        return self.every == 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,37 +61,60 @@ class PastTask:
     images: Tensor
     labels: Tensor
     indices: Tensor
+    draw: torch.Generator  # of the images of each gradient
+
+
+# --- between steps
+
+
+def segments(batches: Iterable[Batch], every: int | None) -> Iterator[Iterable[Batch]]:
+    """The batches between two matches: all of them, or as many as `every` says, the last fewer."""
+    if every is None:
+        yield batches
+        return
+    remaining = iter(batches)
+    while segment := list(islice(remaining, every)):
+        yield segment
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """What SGD steps have done to the live model."""
+
+    start: Tensor  # [P], before them
+    images: list[int]  # new ones of each step
 
 
 def match_update(
     runtime: ClientRuntime,
     round_id: RoundId,
     params: TemporalParams,
-    received: Tensor,
+    update: Update,
     tasks: Mapping[int, PastTask],
-    sgd_steps: int,
 ) -> MatchResult:
-    """Match the live model's update of so many SGD steps with gradients of past tasks.
+    """Match an update of the live model with gradients of past tasks.
 
-    The live model moves from `received` along the matched update.
+    The live model moves from the update's start along the matched update.
     """
     model = runtime.model
     trained = model.parameters.clone()
     buffers = model.buffers.clone()
-    current = received - trained  # [P], old - new: an ascent direction
-    path = sgd_steps * runtime.training.lr  # scales a gradient to such an update
+    current = update.start - trained  # [P], old - new: an ascent direction
+    path = len(update.images) * runtime.training.lr  # scales a gradient to such an update
     gradients = []
     for task, stored in tasks.items():
         model.load(trained, buffers)
         if params.past == "unmoved":  # with coresets, the public code never trains its copies
             gradients.append(current)
         elif params.past == "gradient":
-            gradients.append(path * task_gradient(runtime, round_id, task, stored, params.images))
+            gradients.append(path * task_gradient(runtime, stored, params.images))
         else:
-            gradients.append(received - trained_on(runtime, round_id, task, stored))
+            gradients.append(update.start - trained_on(runtime, round_id, task, stored))
+    images = [min(len(stored.indices), params.images) for stored in tasks.values()]
+    weights = torch.tensor([*images, sum(update.images)])
     sizes = runtime.layers() if params.blocks == "layers" else None
-    direction, result = match([*gradients, current], params, sizes=sizes)
-    model.load(received - params.lr * direction, buffers)
+    direction, result = match([*gradients, current], params, weights, sizes)
+    model.load(update.start - params.lr * direction, buffers)
     return result
 
 
@@ -82,16 +125,13 @@ def trained_on(runtime: ClientRuntime, round_id: RoundId, task: int, stored: Pas
     return runtime.model.parameters
 
 
-def task_gradient(
-    runtime: ClientRuntime, round_id: RoundId, task: int, stored: PastTask, most: int
-) -> Tensor:
+def task_gradient(runtime: ClientRuntime, stored: PastTask, most: int) -> Tensor:
     """The live model's gradient on at most so many images of a past task.  # [P]
 
     In evaluation mode.
     """
-    draw = round_id.generator(f"pictures of task {task}")
     labels = stored.labels[stored.indices].cpu()
-    indices = stored.indices[sample_balanced(labels, most, draw)]
+    indices = stored.indices[sample_balanced(labels, most, stored.draw)]
     images = stored.images[indices]
     runtime.model.module.eval()
     runtime.model.gradients.zero_()
@@ -105,3 +145,27 @@ def sample_tasks(tasks: list[int], count: int, round_id: RoundId) -> list[int]:
     """At most `count` of the tasks at random, ascending."""
     places = torch.randperm(len(tasks), generator=round_id.generator("past tasks"))[:count]
     return sorted(tasks[place] for place in places.tolist())
+
+
+# --- inside a step
+
+
+def batch_groups(batch: Batch) -> list[Tensor]:
+    """The places of the exemplars of each task in a batch, and at last those of its new images."""
+    assert batch.tasks is not None
+    new = torch.arange(batch.new, device=batch.tasks.device)
+    groups = [(batch.tasks == task).nonzero().flatten() for task in batch.tasks.unique()]
+    return [*(group + batch.new for group in groups), new]
+
+
+def match_gradients(
+    gradients: list[Tensor], images: Tensor, params: TemporalParams, sizes: list[int] | None
+) -> tuple[Tensor, MatchResult]:
+    """The matched gradient of a step, from gradients on so many images each.  # [P]
+
+    Its certificate comes from the Gram matrix: a pass over the gradients would take as long as the
+    backward pass of a small network.
+    """
+    sizes = sizes if params.blocks == "layers" else None
+    result = match_gram(gram(gradients, sizes), params, images)
+    return combine(gradients, params.lr * result.coefficients, sizes), result
