@@ -61,6 +61,7 @@ def run_frame(records: Sequence[Record]) -> pd.DataFrame:
     Columns without prefix are of the global model, `personal_` of the clients' personal models,
     `main_` of the one that column `model` names. Accuracies are fractions, NaN where undefined;
     seconds and bytes are sums over all clients in a mean round; memory, gpu and disk are peaks.
+    `alpha` is Dirichlet's, `cycles` the number of passes over the tasks.
     """
     return pd.DataFrame(
         _labels(record) | _scores(record) | _costs(record) for record in unique_runs(records)
@@ -70,8 +71,12 @@ def run_frame(records: Sequence[Record]) -> pd.DataFrame:
 def _labels(record: Record) -> dict[str, Any]:
     setting, method, seed = record.run
     sweep, value = record.sweep
-    labels = {"setting": setting, "method": method, "seed": seed, "sweep": sweep, "value": value}
-    return {**labels, "group": record.group, "model": main_model(record)}
+    split = record.about["setting"]["split"]
+    return {
+        **{"setting": setting, "method": method, "seed": seed, "sweep": sweep, "value": value},
+        **{"group": record.group, "model": main_model(record)},
+        **{"alpha": split.get("alpha") or np.nan, "cycles": split["cycles"]},
+    }
 
 
 def _scores(record: Record) -> dict[str, float]:
@@ -96,6 +101,7 @@ def _costs(record: Record) -> dict[str, float]:
     history = record.history
     setup = record.about["setup"]
     lengths = [row.get("angles", {}).get("update length", np.nan) for row in history]
+    inside = [row.get("notes", {}).get("drift", np.nan) for row in history]
     return {
         "client_seconds": history_total(history, "seconds", "clients") / len(history),
         "images": history_total(history, "images"),
@@ -106,7 +112,10 @@ def _costs(record: Record) -> dict[str, float]:
         "disk": max(row["disk"] for row in history),
         "bytes_setup": setup["down"] + setup["up"],
         "setup_seconds": setup["seconds"],
-        "update_length": metrics.summarise(lengths)["mean"],  # of the rounds that recorded it
+        # means over the rounds that recorded them; `inside` is the share of the global update
+        # that lies in the subspaces which clients protect
+        "update_length": metrics.summarise(lengths)["mean"],
+        "inside": metrics.summarise(inside)["mean"],
     }
 
 
@@ -153,29 +162,7 @@ def _experience_rows(record: Record, model: str) -> Iterator[dict[str, Any]]:
         }
 
 
-# --- sweeps
-
-
-def alpha_frame(records: Sequence[Record]) -> pd.DataFrame:
-    """One row a run: that of `run_frame` with Dirichlet's `alpha`."""
-    alphas = [float(record.about["setting"]["split"]["alpha"]) for record in records]
-    return run_frame(records).assign(alpha=alphas)
-
-
-def returning_frame(records: Sequence[Record]) -> pd.DataFrame:
-    """One row a model, global or personal: that of `model_frame` with the number of cycles."""
-    cycles = [record.about["setting"]["split"]["cycles"] for record in records]
-    return model_frame(run_frame(records).assign(cycles=cycles))
-
-
-def protection_frame(records: Sequence[Record]) -> pd.DataFrame:
-    """One row a run: that of `run_frame` with `inside`.
-
-    That is the share of the global update that lies in the subspaces which clients protect, a mean
-    over clients and over the rounds in which it is noted.
-    """
-    noted = [[row["notes"].get("drift", np.nan) for row in r.history] for r in records]
-    return run_frame(records).assign(inside=[metrics.summarise(each)["mean"] for each in noted])
+# --- selection rules
 
 
 def coreset_frame(records: Sequence[Record]) -> pd.DataFrame:

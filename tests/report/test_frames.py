@@ -115,7 +115,7 @@ def test_a_selection_takes_a_client_the_seconds_of_all_divided_by_selections():
 
 def test_a_trained_record_holds_its_alpha():
     record = small.run(small.tiny(split={"order": "common", "alpha": 0.5}))
-    (row,) = frames.alpha_frame([record]).itertuples()
+    (row,) = frames.run_frame([record]).itertuples()
     assert (row.setting, row.method, row.alpha) == ("tiny", "fedavg", 0.5)
 
 

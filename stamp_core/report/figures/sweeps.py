@@ -64,7 +64,7 @@ def coreset_times(records: Sequence[Record]) -> Figure:
 
 def heterogeneity(records: Sequence[Record]) -> Figure:
     """Final accuracy by α on a logarithmic axis: a line per method, a panel per setting."""
-    rows = _percent(frames.alpha_frame(records))
+    rows = _percent(frames.run_frame(records))
     figure, panels = style.setting_panels(rows, 3.4)
     for axis, _, part in panels:
         _draw_by_number(axis, part, "alpha", "method")
@@ -105,7 +105,7 @@ def protection(records: Sequence[Record], captions: _Captions) -> Figure:
 
     `captions` has for each sweep its label and the preset's value.
     """
-    rows = _percent(frames.protection_frame(records))
+    rows = _percent(frames.run_frame(records))
     rows = rows.assign(inside=100 * rows.inside)
     columns = list(rows.groupby(["sweep", "setting"], sort=False))
     figure, axes = style.panels(2 * len(columns), len(columns), 1.8)

@@ -1,7 +1,7 @@
 """Tables from run records, as data frames and as pages in Markdown: results, ablation, sweeps
 (coresets, heterogeneity, related work, tuning), and the paper's tables compared with our runs."""
 
-from ..frames import alpha_frame, coreset_frame
+from ..frames import coreset_frame, run_frame
 from .ablation import ablation_findings, ablation_table, write_ablation
 from .page import show
 from .paper import (
@@ -34,7 +34,7 @@ from .sweeps import (
 __all__ = ["ablation_findings", "ablation_table", "write_ablation"]
 __all__ += ["coreset_accuracies", "coreset_costs", "coreset_differences", "coreset_findings"]
 __all__ += ["alpha_accuracies", "alpha_differences", "coreset_frame", "write_coresets"]
-__all__ += ["alpha_findings", "alpha_frame", "matching_table", "write_heterogeneity"]
+__all__ += ["alpha_findings", "matching_table", "run_frame", "write_heterogeneity"]
 __all__ += ["compare_costs_with_paper", "compare_with_paper", "write_paper"]
 __all__ += ["architectures", "modified_networks", "training_details"]
 __all__ += ["masks_table", "protection_table", "related_findings", "returning_table"]

@@ -8,7 +8,7 @@ import pandas as pd
 
 from stamp_core.report.frames import run_frame
 from stamp_core.report.tables import page, printed
-from stamp_core.report.tables.results import accuracy_csv, difference_sections, judged_differences
+from stamp_core.report.tables.results import JUDGED, accuracy_csv, model_differences
 from stamp_core.report.text import DASH
 from stamp_core.results.records import Record
 
@@ -111,8 +111,8 @@ def ablation_table(records: Sequence[Record]) -> pd.DataFrame:
 def ablation_findings(records: Sequence[Record]) -> str:
     """List items: which variants are above and below stamp and replay, by setting and part."""
     parts = {record.run[1]: PARTS[_part(record)] for record in records}
-    pairs = judged_differences(_by_part(records), BASES)
-    pairs = {base: own.assign(part=own.method.map(parts)) for base, own in pairs.items()}
+    pairs = model_differences(_by_part(records), BASES)
+    pairs = pairs[pairs.measure.isin(JUDGED)].assign(part=pairs.method.map(parts))
     heading = "{setting}, {measure} of {part} compared with {base}"
     return page.difference_findings(pairs, "method", ["setting", "measure", "part"], heading)
 
@@ -128,5 +128,6 @@ def write_ablation(records: Sequence[Record], folder: Path) -> list[Path]:
 def _section(records: Sequence[Record]) -> list[str]:
     """Findings, variants and differences of one setting."""
     table = page.markdown(ablation_table(records).drop(columns="setting"))
-    sections = difference_sections(_by_part(records), BASES)
+    pairs = model_differences(_by_part(records), BASES)
+    sections = page.difference_sections(pairs, ["method", "model"], "measure")
     return [ablation_findings(records), table, *sections]

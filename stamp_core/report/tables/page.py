@@ -52,11 +52,6 @@ def group_table(rows: pd.DataFrame, keys: Sequence[str], cells: Mapping[str, Cel
     )
 
 
-def first(column: str) -> Cell:
-    """A cell with the text of a column, which is the same for all runs of a group."""
-    return lambda runs: str(runs[column].iloc[0])
-
-
 def percent(column: str) -> Cell:
     """A cell with mean ± standard deviation of a fraction, in %."""
     return lambda runs: mean_std(runs[column])
@@ -89,56 +84,50 @@ def accuracy_table(rows: pd.DataFrame, keys: Sequence[str], by: str, heading: st
 def paired_differences(
     rows: pd.DataFrame,
     name: str,
-    base: object,
+    bases: Iterable[object],
     by: Sequence[str],
     measures: Mapping[str, str] = _ACCURACY,
 ) -> pd.DataFrame:
-    """One row for each `name`, model, group of `by` and measure: its difference from `base` there.
+    """One row for each base, `name`, model, group of `by` and measure: the difference from `base`.
 
     Differences are paired by seed, in percentage points, with n, the ends of their 95 % interval
     and where it lies (above 0, below 0, includes 0, undefined). `measures` are names and columns.
-    Of `base` the first model counts.
+    Of a base the first model counts.
     """
     keys = list(dict.fromkeys([*by, name, "model"]))
-    bases = rows[rows[name] == base].drop_duplicates([*by, "seed"])
     table = []
-    for values, group in rows.groupby(keys, sort=False):
-        labels = dict(zip(keys, values, strict=True))
-        others = bases[(bases[list(by)] == [labels[key] for key in by]).all(axis=1)]
-        if labels[name] != base and len(others):
-            for measure, column in measures.items():
-                table.append({**labels, "measure": measure, **_difference(group, others, column)})
-    columns = [*keys, "measure", "difference", "low", "high", "n", "interval"]
-    return pd.DataFrame(table, columns=columns)
-
-
-def _difference(rows: pd.DataFrame, others: pd.DataFrame, column: str) -> dict[str, Any]:
-    one, other = (dict(zip(r.seed, 100 * r[column], strict=True)) for r in (rows, others))
-    pair = metrics.paired_difference(one, other)
-    low, high = pair["low"], pair["high"]
-    outcome = "above 0" if low > 0 else "below 0" if high < 0 else "includes 0"
-    return {
-        **{"difference": pair["mean"], "low": low, "high": high, "n": int(pair["n"])},
-        "interval": "undefined" if np.isnan(low) else outcome,
-    }
+    for base in bases:
+        reference = rows[rows[name] == base].drop_duplicates([*by, "seed"])
+        for values, group in rows[rows[name] != base].groupby(keys, sort=False):
+            labels = dict(zip(keys, values, strict=True))
+            others = reference[(reference[list(by)] == [labels[key] for key in by]).all(axis=1)]
+            for measure, column in measures.items() if len(others) else ():
+                one, other = (
+                    dict(zip(r.seed, 100 * r[column], strict=True)) for r in (group, others)
+                )
+                pair = metrics.paired_difference(one, other)
+                about = {**labels, "base": base, "measure": measure, "difference": pair["mean"]}
+                table.append({**about, **pair})
+    columns = ["base", *keys, "measure", "difference", "low", "high", "n"]
+    pairs = pd.DataFrame(table, columns=columns)
+    places = {"above 0": pairs.low > 0, "below 0": pairs.high < 0, "undefined": pairs.low.isna()}
+    return pairs.assign(interval=np.select([*places.values()], [*places], "includes 0"))
 
 
 def difference_sections(
-    pairs: Mapping[str, pd.DataFrame], keys: Sequence[str], by: str, heading: str = "{}"
+    pairs: pd.DataFrame, keys: Sequence[str], by: str, heading: str = "{}"
 ) -> list[str]:
-    """For each base that has differences a line with its name and their table.
+    """For each base of `paired_differences` a line with its name and their table.
 
     The table has a row per combination of `keys` and a column per value of `by`. Below it stands
     how many of its intervals would exclude 0 if all differences were 0.
     """
     sections = []
-    for base, own in pairs.items():
-        count = int(own.low.notna().sum())
-        outside = int(own.interval.isin(_EXCLUDES_0).sum())
-        if len(own):
-            table = difference_table(own, keys, by, heading)
-            sections += [f"Difference from {base}:", markdown(table)]
-        if count:
+    for base, own in pairs.groupby("base", sort=False):
+        table = difference_table(own, keys, by, heading)
+        sections += [f"Difference from {base}:", markdown(table)]
+        if count := int(own.low.notna().sum()):
+            outside = int(own.interval.isin(_EXCLUDES_0).sum())
             chance = f"{outside} of {count} intervals exclude 0; by chance alone about"
             sections.append(f"{chance} {max(1, round(0.05 * count))} would.")
     return sections
@@ -165,23 +154,20 @@ def _cell(row: Mapping[str, Any]) -> str:
     return text if row["interval"] == "includes 0" else f"**{text}**"
 
 
-def difference_findings(
-    pairs: Mapping[Any, pd.DataFrame], name: str, by: Sequence[str], heading: str
-) -> str:
+def difference_findings(pairs: pd.DataFrame, name: str, by: Sequence[str], heading: str) -> str:
     """A list item for each base and group of `by`: whose differences are above 0, below or neither.
 
-    `heading` names the comparison with `base` and columns of the differences in braces.
+    `heading` names the comparison, with columns of the differences in braces.
     """
     items = []
-    for base, own in pairs.items():
-        for _, group in own.groupby(list(by), sort=False):
-            outcomes = [
-                f"{words} {', '.join(_names(group[group.interval == outcome], name))}"
-                for outcome, words in _OUTCOMES.items()
-                if outcome in set(group.interval)
-            ]
-            place = heading.format(base=base, **group.iloc[0].to_dict())
-            items.append(f"- {place} (n = {count_range(group.n)}): {'; '.join(outcomes)}.")
+    for _, group in pairs.groupby(["base", *by], sort=False):
+        outcomes = [
+            f"{words} {', '.join(_names(group[group.interval == outcome], name))}"
+            for outcome, words in _OUTCOMES.items()
+            if outcome in set(group.interval)
+        ]
+        place = heading.format(**group.iloc[0].to_dict())
+        items.append(f"- {place} (n = {count_range(group.n)}): {'; '.join(outcomes)}.")
     return "\n".join(items)
 
 

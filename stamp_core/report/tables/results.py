@@ -22,13 +22,13 @@ _MEASURES = {
     "average incremental accuracy": "main_average_incremental_accuracy",
     "learning accuracy": "main_learning_accuracy",
 }
-_JUDGED = ("accuracy", "forgetting")  # measures that the findings name
+JUDGED = ("accuracy", "forgetting")  # measures that the findings name
 _SUMMARY = """accuracy nearest_mean personal_accuracy local_accuracy
 main_average_incremental_accuracy main_learning_accuracy main_forgetting main_forgetting_diagonal
 main_worst_client gap images update_length client_seconds bytes_up bytes_down disk"""
 
 _SCORES: dict[str, page.Cell] = {
-    "model": page.first("model"),
+    "model": lambda runs: str(runs.model.iloc[0]),
     "accuracy": page.percent("accuracy"),
     "nearest mean": page.percent("nearest_mean"),
     "personal accuracy": page.percent("personal_accuracy"),
@@ -88,27 +88,21 @@ def differences(records: Sequence[Record], base: str = "fedavg") -> pd.DataFrame
     A method with a global model and personal ones has rows for both. Settings without `base` have
     no rows.
     """
+    return model_differences(records, [base]).drop(columns="base")
+
+
+def model_differences(records: Sequence[Record], bases: Sequence[str]) -> pd.DataFrame:
+    """`differences` from each of `bases`."""
     rows = model_frame(run_frame(records))
-    return page.paired_differences(rows, "method", base, ["setting"], _MEASURES)
+    return page.paired_differences(rows, "method", bases, ["setting"], _MEASURES)
 
 
-def judged_differences(records: Sequence[Record], bases: Sequence[str]) -> dict[str, pd.DataFrame]:
-    """By base its `differences` in accuracy and forgetting alone, which findings name."""
-    pairs = {base: differences(records, base) for base in bases}
-    return {base: own[own.measure.isin(_JUDGED)] for base, own in pairs.items()}
-
-
-def difference_sections(records: Sequence[Record], bases: Sequence[str]) -> list[str]:
-    """The tables of `differences` from each base."""
-    pairs = {base: differences(records, base) for base in bases}
-    return page.difference_sections(pairs, ["method", "model"], "measure")
-
-
-def findings(records: Sequence[Record], bases: Sequence[str] = _BASES[:2]) -> str:
-    """List items: which methods are above and below each of `bases`, by setting and measure."""
+def findings(records: Sequence[Record]) -> str:
+    """List items: which methods are above and below fedavg and replay, by setting and measure."""
+    pairs = model_differences(records, _BASES[:2])
     heading = "{setting}, {measure} compared with {base}"
-    pairs = judged_differences(records, bases)
-    return page.difference_findings(pairs, "method", ["setting", "measure"], heading)
+    shown = pairs[pairs.measure.isin(JUDGED)]
+    return page.difference_findings(shown, "method", ["setting", "measure"], heading)
 
 
 def matching_table(records: Sequence[Record]) -> pd.DataFrame:
@@ -118,26 +112,24 @@ def matching_table(records: Sequence[Record]) -> pd.DataFrame:
         runs = [record for record in records if record.run[:2] == (setting, method)]
         history = [row for record in runs for row in record.history]
         for side in ("spatial", "temporal"):
-            notes = [row["notes"] for row in history if f"{side} gap" in row.get("notes", {})]
-            if notes:
+            noted = [row["notes"] for row in history if f"{side} gap" in row.get("notes", {})]
+            if noted:
                 labels = {"setting": setting, "method": method, "where": side, "n": str(len(runs))}
                 events = [row["events"] for row in history]
-                table.append(labels | _matching_cells(side, notes, events))
+                table.append(labels | _matching_cells(side, pd.DataFrame(noted), events))
     return pd.DataFrame(table)
 
 
-def _matching_cells(
-    side: str, notes: list[dict[str, float]], events: list[dict[str, int]]
-) -> dict[str, str]:
+def _matching_cells(side: str, notes: pd.DataFrame, events: list[dict[str, int]]) -> dict[str, str]:
     """The means of one side's notes, the largest gap, and what happened how often."""
     counts = Counter[str]()
     for each in events:
         counts.update({k.partition(": ")[2]: n for k, n in each.items() if k.startswith(side)})
-    means = {name: metrics.mean([n[f"{side} {k}"] for n in notes]) for name, k in _MATCHED.items()}
+    means = {name: notes[f"{side} {key}"].mean(skipna=False) for name, key in _MATCHED.items()}
     return {
         "rounds": str(len(notes)),
         **{name: f"{value:.2f}" for name, value in means.items()},
-        "duality gap": f"{max(row[f'{side} gap'] for row in notes):.0e}",
+        "duality gap": f"{notes[f'{side} gap'].max():.0e}",
         "events": ", ".join(f"{event}: {n}" for event, n in counts.items()) or DASH,
     }
 
@@ -176,4 +168,6 @@ def _section(records: Sequence[Record]) -> list[str]:
     """Findings, accuracies, differences and costs of one setting."""
     table = page.markdown(results_table(records).drop(columns="setting"))
     costs = page.markdown(cost_table(records).drop(columns=["setting", "n"]))
-    return [findings(records), table, *difference_sections(records, _BASES), "Costs:", costs]
+    pairs = model_differences(records, _BASES)
+    sections = page.difference_sections(pairs, ["method", "model"], "measure")
+    return [findings(records), table, *sections, "Costs:", costs]

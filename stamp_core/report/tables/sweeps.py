@@ -8,13 +8,11 @@ import pandas as pd
 
 from stamp_core.report.frames import (
     RULES,
-    alpha_frame,
     coreset_frame,
     final_score,
     limited_memory,
-    protection_frame,
+    model_frame,
     reference_memories,
-    returning_frame,
     run_frame,
 )
 from stamp_core.report.tables import page
@@ -22,7 +20,7 @@ from stamp_core.report.text import DASH, MB, marked, mean_std, significant
 from stamp_core.results.records import Record
 
 _BASES = ("fedavg", "replay")  # that pages compare methods with, where they were run
-_RANDOM, _HERDING = RULES["uniform"], RULES["herding"]
+_RANDOM = RULES["uniform"]
 
 
 # --- coresets
@@ -40,15 +38,19 @@ def coreset_accuracies(rows: pd.DataFrame) -> pd.DataFrame:
     return page.accuracy_table(shown, ["selection"], "exemplars", "{} per class")
 
 
-def coreset_differences(rows: pd.DataFrame, base: str = _RANDOM) -> pd.DataFrame:
-    """One row a setting, rule and number of exemplars: its paired difference from `base`."""
+def coreset_differences(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row a setting, rule and number of exemplars: its paired difference from `random`."""
+    return _coreset_differences(rows, [_RANDOM]).drop(columns="base")
+
+
+def _coreset_differences(rows: pd.DataFrame, bases: Sequence[str]) -> pd.DataFrame:
     rows = limited_memory(rows).sort_values("exemplars", kind="stable")
-    return page.paired_differences(rows, "selection", base, ["setting", "exemplars"])
+    return page.paired_differences(rows, "selection", bases, ["setting", "exemplars"])
 
 
 def coreset_findings(rows: pd.DataFrame) -> str:
     """List items: which rules are above and below random selection and herding, by exemplars."""
-    pairs = {base: coreset_differences(rows, base) for base in (_RANDOM, _HERDING)}
+    pairs = _coreset_differences(rows, [_RANDOM, RULES["herding"]])
     heading = "{setting}, accuracy compared with {base} at {exemplars} per class"
     return page.difference_findings(pairs, "selection", ["setting", "exemplars"], heading)
 
@@ -75,17 +77,16 @@ def coreset_costs(rows: pd.DataFrame) -> pd.DataFrame:
 
 def write_coresets(records: Sequence[Record], folder: Path) -> Path:
     """The file written: coresets.md."""
-    return page.write_page(folder / "coresets.md", "Coresets", records, _coreset_section)
 
+    def section(own: Sequence[Record]) -> list[str]:
+        rows = coreset_frame(own)
+        pairs = _coreset_differences(rows, [_RANDOM])
+        sections = page.difference_sections(pairs, ["selection"], "exemplars", "{} per class")
+        table = page.markdown(coreset_accuracies(rows))
+        costs = page.markdown(coreset_costs(rows))
+        return [coreset_findings(rows), table, *sections, "Costs:", costs]
 
-def _coreset_section(records: Sequence[Record]) -> list[str]:
-    """Findings, accuracies, differences from random selection and costs of one setting."""
-    rows = coreset_frame(records)
-    pairs = {_RANDOM: coreset_differences(rows)}
-    sections = page.difference_sections(pairs, ["selection"], "exemplars", "{} per class")
-    table = page.markdown(coreset_accuracies(rows))
-    costs = page.markdown(coreset_costs(rows))
-    return [coreset_findings(rows), table, *sections, "Costs:", costs]
+    return page.write_page(folder / "coresets.md", "Coresets", records, section)
 
 
 # --- data heterogeneity
@@ -96,37 +97,39 @@ def alpha_accuracies(rows: pd.DataFrame) -> pd.DataFrame:
     return page.accuracy_table(rows, ["method", "model"], "alpha", "α = {:g}")
 
 
-def alpha_differences(rows: pd.DataFrame, base: str = _BASES[0]) -> pd.DataFrame:
-    """One row a setting, method and α: its paired difference from `base`."""
+def alpha_differences(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row a setting, method and α: its paired difference from fedavg."""
+    return _alpha_differences(rows, _BASES[:1]).drop(columns="base")
+
+
+def _alpha_differences(rows: pd.DataFrame, bases: Sequence[str] = _BASES) -> pd.DataFrame:
     rows = rows.sort_values("alpha", kind="stable")
-    return page.paired_differences(rows, "method", base, ["setting", "alpha"])
+    return page.paired_differences(rows, "method", bases, ["setting", "alpha"])
 
 
 def alpha_findings(rows: pd.DataFrame) -> str:
     """List items of one setting: whose accuracy changes between the extremes of α; who is above."""
     least = rows.alpha.min()
     ends = rows[rows.alpha.isin([least, rows.alpha.max()])]
-    trend = page.paired_differences(ends, "alpha", least, ["setting", "method"])
+    trend = page.paired_differences(ends, "alpha", [least], ["setting", "method"])
     heading = "{setting}, accuracy at α = {alpha:g} compared with α = {base:g}"
-    trends = page.difference_findings({least: trend}, "method", ["setting"], heading)
-    pairs = {base: alpha_differences(rows, base) for base in _BASES}
+    trends = page.difference_findings(trend, "method", ["setting"], heading)
     heading = "{setting}, accuracy compared with {base} at α = {alpha:g}"
+    pairs = _alpha_differences(rows)
     others = page.difference_findings(pairs, "method", ["setting", "alpha"], heading)
     return "\n".join(filter(None, [trends, others]))
 
 
 def write_heterogeneity(records: Sequence[Record], folder: Path) -> Path:
     """The file written: heterogeneity.md."""
-    path = folder / "heterogeneity.md"
-    return page.write_page(path, "Data heterogeneity", records, _alpha_section)
 
+    def section(own: Sequence[Record]) -> list[str]:
+        rows = run_frame(own)
+        pairs = _alpha_differences(rows)
+        sections = page.difference_sections(pairs, ["method"], "alpha", "α = {:g}")
+        return [alpha_findings(rows), page.markdown(alpha_accuracies(rows)), *sections]
 
-def _alpha_section(records: Sequence[Record]) -> list[str]:
-    """Findings, accuracies and differences of one setting."""
-    rows = alpha_frame(records)
-    pairs = {base: alpha_differences(rows, base) for base in _BASES}
-    sections = page.difference_sections(pairs, ["method"], "alpha", "α = {:g}")
-    return [alpha_findings(rows), page.markdown(alpha_accuracies(rows)), *sections]
+    return page.write_page(folder / "heterogeneity.md", "Data heterogeneity", records, section)
 
 
 # --- related work
@@ -139,12 +142,12 @@ def protection_table(records: Sequence[Record]) -> pd.DataFrame:
         "accuracy": page.percent("main_accuracy"),
         "forgetting": page.percent("main_forgetting"),
     }
-    return page.group_table(protection_frame(records), ["setting", "sweep", "value"], cells)
+    return page.group_table(run_frame(records), ["setting", "sweep", "value"], cells)
 
 
 def returning_table(records: Sequence[Record]) -> pd.DataFrame:
     """One row a model as text: accuracy by the number of cycles, and where the task is given."""
-    rows = returning_frame(records)
+    rows = model_frame(run_frame(records))
     named = rows.assign(method=[f"{marked(r.method)} ({r.model})" for r in rows.itertuples()])
     table = page.accuracy_table(named, ["method"], "cycles", "accuracy, cycles = {}")
     last = named[named.cycles == named.cycles.max()].groupby("method")
@@ -152,12 +155,9 @@ def returning_table(records: Sequence[Record]) -> pd.DataFrame:
     return table.assign(**{"task-incremental, last": given[table.method].tolist()})
 
 
-def _returning_differences(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """By base the differences of each model from its main model, by number of cycles."""
-    return {
-        base: page.paired_differences(rows, "method", base, ["setting", "cycles"])
-        for base in _BASES
-    }
+def _returning_differences(rows: pd.DataFrame) -> pd.DataFrame:
+    """The differences of each model from the main model of each base, by number of cycles."""
+    return page.paired_differences(rows, "method", _BASES, ["setting", "cycles"])
 
 
 def masks_table(records: Sequence[Record]) -> pd.DataFrame:
@@ -174,33 +174,33 @@ def masks_table(records: Sequence[Record]) -> pd.DataFrame:
     return page.group_table(run_frame(records).assign(pixels=pixels), ["method"], cells)
 
 
-def _masks_differences(records: Sequence[Record]) -> dict[str, pd.DataFrame]:
+def _masks_differences(records: Sequence[Record]) -> pd.DataFrame:
     """The differences of each method's mean IoU and forgetting from those of fedavg."""
     measures = {"mean IoU": "main_accuracy", "forgetting": "main_forgetting"}
     rows = run_frame(records)
-    return {"fedavg": page.paired_differences(rows, "method", "fedavg", ["setting"], measures)}
+    return page.paired_differences(rows, "method", _BASES[:1], ["setting"], measures)
 
 
 def related_findings(records: Mapping[str, Sequence[Record]]) -> str:
     """List items on tasks that return and on masks: whose intervals exclude 0."""
-    rows = returning_frame(records["returning"])
+    rows = model_frame(run_frame(records["returning"]))
     by = ["setting", "cycles"]
-    fewest = rows.cycles.min()
     models = rows.sort_values("model", kind="stable")  # global models first
+    fewest = [rows.cycles.min()]
     more = page.paired_differences(models, "cycles", fewest, ["setting", "method", "model"])
     heading = "{setting}, accuracy with {cycles} cycles compared with one"
-    items = [page.difference_findings({fewest: more}, "method", by, heading)]
+    items = [page.difference_findings(more, "method", by, heading)]
     heading = "{setting}, accuracy with cycles = {cycles} compared with {base}"
     items.append(page.difference_findings(_returning_differences(rows), "method", by, heading))
-    pairs = _masks_differences(records["masks"])
+    masks = _masks_differences(records["masks"])
     heading = "{setting}, {measure} compared with {base}"
-    items.append(page.difference_findings(pairs, "method", ["setting", "measure"], heading))
+    items.append(page.difference_findings(masks, "method", ["setting", "measure"], heading))
     return "\n".join(filter(None, items))
 
 
 def write_related(records: Mapping[str, Sequence[Record]], folder: Path) -> Path:
     """The file written, related.md; records are those of "protection", "returning", "masks"."""
-    returning = _returning_differences(returning_frame(records["returning"]))
+    returning = _returning_differences(model_frame(run_frame(records["returning"])))
     masks = _masks_differences(records["masks"])
     sections = {
         "Protected subspaces": [page.markdown(protection_table(records["protection"]))],
