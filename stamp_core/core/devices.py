@@ -3,7 +3,6 @@
 import os
 import platform
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -87,29 +86,18 @@ def set_deterministic(device: torch.device, deterministic: bool) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-class Graphs(Protocol):
-    """Graphs of a device's operations: captured once, they are replayed on the same memory."""
+class Graphs:
+    """Graphs of a GPU's operations: captured once, they are replayed on the same memory.
 
-    def warm_up(self, step: Callable[[], Tensor]) -> Tensor:
-        """The result of `step`, run as it is and where a capture can follow."""
-        ...
-
-    def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """What replays `step`, and the tensor in which each replay leaves the result.
-
-        The capture itself changes no values.
-        """
-        ...
-
-
-class CudaGraphs:
-    """The graphs of a GPU. One is replayed at a time, so they share one pool of memory."""
+    One is replayed at a time, so they share one pool of memory.
+    """
 
     def __init__(self) -> None:
-        self.pool, self.side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        self.pool = torch.cuda.graph_pool_handle()
+        self.side = torch.cuda.Stream()
 
     def warm_up(self, step: Callable[[], Tensor]) -> Tensor:
-        """The result of `step`, run on the side stream, as a capture requires."""
+        """The result of `step`, run on the side stream, where a capture can follow."""
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
             result = step()
@@ -117,7 +105,10 @@ class CudaGraphs:
         return result
 
     def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """What replays `step`, and the tensor in which each replay leaves the result."""
+        """What replays `step`, and the tensor in which each replay leaves the result.
+
+        The capture itself changes no values.
+        """
         graph = torch.cuda.CUDAGraph()
         capturing = torch.cuda.graph(graph, pool=self.pool, stream=self.side)
         with torch.cuda.stream(self.side), capturing:  # one that fails does not leave the stream
@@ -125,7 +116,7 @@ class CudaGraphs:
         return graph.replay, result
 
 
-GRAPHS: dict[str, Callable[[], Graphs]] = {_GPU: CudaGraphs}  # by type of device
+GRAPHS: dict[str, Callable[[], Graphs]] = {_GPU: Graphs}  # by type of device
 
 
 def new_graphs(device: torch.device) -> Graphs | None:

@@ -1,11 +1,9 @@
 """Notebooks as files: copies without outputs that DVC can hash, and execution to store outputs."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from stamp_core.core.atomic import atomic_write
 from stamp_core.core.paths import NOTEBOOKS
 
 Notebook = dict[str, Any]
@@ -17,19 +15,6 @@ WIDGET = "application/vnd.jupyter.widget-view+json"  # shows nothing without its
 def all_notebooks() -> list[Path]:
     """Every notebook of the project."""
     return sorted(NOTEBOOKS.glob("*.ipynb"))
-
-
-def read_notebook(path: Path) -> Notebook:
-    """The notebook at `path`, as plain values: nbformat takes longer to import than torch."""
-    notebook: Notebook = json.loads(path.read_text(encoding="utf-8"))
-    return notebook
-
-
-def write_notebook(notebook: Notebook, path: Path) -> None:
-    """Write a notebook as JupyterLab does."""
-    text = json.dumps(notebook, indent=1, ensure_ascii=False)
-    with atomic_write(path) as scratch:
-        scratch.write_text(text + "\n", encoding="utf-8")
 
 
 def strip_outputs(notebook: Notebook) -> Notebook:

@@ -37,8 +37,9 @@ class Driver:
 
     def run(self, setting: str | None, tour: bool) -> int:
         """Run what is out of date, of everything, of one of the paper's settings or of the tour."""
-        if tour:
-            return self.reproduce_tour()
+        if tour:  # what the first table and figures need
+            with self.environment() as environment:
+                return dvc("repro", "tour", environment=environment)
         return self.reproduce_paper(setting) if setting else self.reproduce()
 
     def environment(self) -> AbstractContextManager[dict[str, str]]:
@@ -54,19 +55,8 @@ class Driver:
 
     def reproduce(self) -> int:
         """Run what is out of date in dvc.yaml; the exit status is that of the worst stage."""
-        if status := dvc("repro", "source"):
-            return status
-        with ThreadPoolExecutor(self.jobs) as pool, self.environment() as environment:
-            for stages in (SPLIT_STAGES, TRAIN_STAGES, PAGE_STAGES):
-                if status := self.run_stages(outdated(stages), pool, environment):
-                    break
-            # After a failure DVC makes what does not depend on it, and tries again what failed.
-            return max(status, dvc("repro", "-k", environment=environment))
-
-    def reproduce_tour(self) -> int:
-        """Run what the first table and figures need; the exit status."""
-        with self.environment() as environment:
-            return dvc("repro", "tour", environment=environment)
+        # After a failure DVC makes what does not depend on it, and tries again what failed.
+        return self.run_groups((SPLIT_STAGES, TRAIN_STAGES, PAGE_STAGES), "-k")
 
     def reproduce_paper(self, setting: str) -> int:
         """Run what is out of date of one of the paper's settings; the exit status."""
@@ -74,17 +64,27 @@ class Driver:
         runs = [f"{s}-{m}-{r}" for s, m, r in expand_grid(f"grid.{setting}", params)]
         seeds = [f"{setting}-{seeds}" for seeds in params["grid"]["seeds"]]
         sweeps = [name for name, block in params["sweeps"].items() if setting in block["setting"]]
+        stages = {"split": seeds, "train": runs, "sweep": sweeps, "compare": [setting]}
+        named = {
+            stage: [f"{PAPER_FILE}:{stage}@{item}" for item in items]
+            for stage, items in stages.items()
+        }
+        trained = [*named["train"], *named["sweep"]]
+        tables = [*named["compare"], f"{PAPER_FILE}:tables"]
+        return self.run_groups([named["split"], trained, tables])
+
+    def run_groups(self, groups: Sequence[Sequence[str]], *rest: str) -> int:
+        """Run groups of stages, each after the one before it unless that failed; the exit status.
+
+        With options `rest` of `dvc repro` what is then left in dvc.yaml is run, too.
+        """
         if status := dvc("repro", "source"):
             return status
         with ThreadPoolExecutor(self.jobs) as pool, self.environment() as environment:
-            for stages in (
-                paper_stages("split", seeds),
-                [*paper_stages("train", runs), *paper_stages("sweep", sweeps)],
-                [*paper_stages("compare", [setting]), f"{PAPER_FILE}:tables"],
-            ):
+            for stages in groups:
                 if status := self.run_stages(outdated(stages), pool, environment):
-                    return status
-        return 0
+                    break
+            return max(status, dvc("repro", *rest, environment=environment)) if rest else status
 
     def run_stages(self, stages: list[str], pool: ThreadPoolExecutor, where: dict[str, str]) -> int:
         """Run several stages at a time, the last first; 1 if one failed, whose traceback is named.
@@ -153,11 +153,6 @@ def find_driver() -> Driver:
         return Driver()
     driver: Driver = importlib.import_module(f"{OPERATIONS}.driver").OperationsDriver()
     return driver
-
-
-def paper_stages(stage: str, items: Sequence[str]) -> list[str]:
-    """The names of a stage's items in the paper's pipeline."""
-    return [f"{PAPER_FILE}:{stage}@{item}" for item in items]
 
 
 def dvc(*arguments: str, environment: dict[str, str] | None = None) -> int:

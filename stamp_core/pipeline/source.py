@@ -10,15 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from stamp_core.config.params import DEFAULT, PAPER, Params, expand_grid, read_params
+from stamp_core.core.atomic import atomic_write
 from stamp_core.core.fingerprint import PACKAGE, fingerprint_files
 from stamp_core.core.paths import SOURCE
 from stamp_core.engine.experiment import check_params, check_setting, load_experiment
-from stamp_core.pipeline.notebooks import (
-    all_notebooks,
-    read_notebook,
-    strip_outputs,
-    write_notebook,
-)
+from stamp_core.pipeline.notebooks import all_notebooks, strip_outputs
 from stamp_core.pipeline.sweeps import read_sweep, sweep_experiments
 
 
@@ -33,8 +29,11 @@ def write_source() -> None:
         check_setting(setting, params)
     print(f"the parameters are valid: {count} experiments, {swept} in sweeps")
     SOURCE.mkdir(parents=True, exist_ok=True)
-    for path in all_notebooks():
-        write_notebook(strip_outputs(read_notebook(path)), SOURCE / path.name)
+    for path in all_notebooks():  # nbformat takes longer to import than torch
+        notebook = strip_outputs(json.loads(path.read_text(encoding="utf-8")))
+        text = json.dumps(notebook, indent=1, ensure_ascii=False)  # as JupyterLab writes it
+        with atomic_write(SOURCE / path.name) as scratch:
+            scratch.write_text(text + "\n", encoding="utf-8")
     write_parameters(params)
     write_fingerprints(params, paper)
 

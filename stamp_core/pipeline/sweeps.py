@@ -17,7 +17,6 @@ from stamp_core.config.params import (
     read_block,
     read_params,
 )
-from stamp_core.config.schema import Setting
 from stamp_core.core.paths import ROOT
 from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.pipeline.grid import (
@@ -89,19 +88,22 @@ def sweep_experiments(name: str, params: dict[str, Any]) -> list[Experiment]:
             for key in sweep.keys:
                 set_value(changed, expand_placeholders(key, setting, method).split("."), value)
             try:
-                experiment = load_experiment(setting, method, changed)
+                swept = light_experiment(setting, method, changed, (name, str(value)))
             except ParameterError as error:
                 where = f"{params['file']}: sweeps.{name} with {value!r}"
                 raise ParameterError(f"{where}: {error}") from None
-            light = without_diagnostics(experiment.setting)
-            experiments.append(replace(experiment, setting=light, sweep=(name, str(value))))
+            experiments.append(swept)
     return experiments
 
 
-def without_diagnostics(setting: Setting) -> Setting:
-    """A setting without the diagnostics that no figure of sweeps shows; exemplars stay."""
-    recorded = replace(setting.diagnostics, angles=False, displacements=False, features=0)
-    return replace(setting, diagnostics=recorded)
+def light_experiment(
+    setting: str, method: str, params: dict[str, Any], sweep: tuple[str, str] | None = None
+) -> Experiment:
+    """An experiment without the diagnostics that no figure of sweeps shows; exemplars stay."""
+    experiment = load_experiment(setting, method, params)
+    whole = experiment.setting
+    recorded = replace(whole.diagnostics, angles=False, displacements=False, features=0)
+    return replace(experiment, setting=replace(whole, diagnostics=recorded), sweep=sweep)
 
 
 def set_value(block: dict[str, Any], key: list[str], value: object) -> None:
@@ -166,12 +168,9 @@ def sweep_captions(profile: str = QUICK, figure: str = "sensitivity") -> dict[st
     captions = {}
     for name in sweep_names(figure, params):
         sweep = read_sweep(name, params)
-        preset = load_experiment(sweep.setting[0], sweep.method[0], params)
-        default = (without_diagnostics(preset.setting), preset.params)
-        same = [
-            e.sweep[1]
-            for e in sweep_experiments(name, params)
-            if e.sweep and (e.setting, e.params) == default
-        ]
+        preset = light_experiment(sweep.setting[0], sweep.method[0], params)
+        swept = sweep_experiments(name, params)
+        equal = [e for e in swept if (e.setting, e.params) == (preset.setting, preset.params)]
+        same = [e.sweep[1] for e in equal if e.sweep]
         captions[name] = sweep.label, next(iter(same), "")
     return captions

@@ -8,7 +8,7 @@ import copy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Any
 
@@ -17,11 +17,11 @@ from stamp_core.config.params import parse_seeds, read_params, read_yaml
 from stamp_core.core.devices import resolve_device
 from stamp_core.core.paths import ROOT
 from stamp_core.engine.executor import resolve_workers
-from stamp_core.engine.experiment import Experiment, load_experiment
+from stamp_core.engine.experiment import Experiment
 from stamp_core.methods.base.method import DivergedError
 from stamp_core.methods.base.registry import read_preset
 from stamp_core.pipeline.grid import load_records, train_and_save
-from stamp_core.pipeline.sweeps import set_value, without_diagnostics
+from stamp_core.pipeline.sweeps import light_experiment, set_value
 from stamp_core.report.tables.sweeps import KINDS, write_tuning
 from stamp_core.results.records import Record
 
@@ -68,9 +68,7 @@ def candidate_experiments(tuning: Tuning) -> Iterator[Experiment]:
                 set_value(preset, key.split("."), value)
             candidate = ", ".join(f"{key} {value}" for key, value in values.items())
             for setting in tuning.setting:
-                experiment = load_experiment(setting, method, changed)
-                light = without_diagnostics(experiment.setting)
-                yield replace(experiment, setting=light, sweep=(kind, candidate))
+                yield light_experiment(setting, method, changed, (kind, candidate))
 
 
 def candidate_records(experiment: Experiment, seeds: str) -> list[Record]:

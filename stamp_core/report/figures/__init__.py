@@ -27,9 +27,3 @@ with without_garbage_collection():
     )
     from .style import save
     from .sweeps import coreset_times, coresets, heterogeneity, protection, returning, sensitivity
-
-__all__ = ["ablation", "accuracy", "accuracy_all", "angles", "coreset_times", "coresets"]
-__all__ += ["cost", "exemplars", "explore", "features", "forgetting", "gap"]
-__all__ += ["heterogeneity", "images", "matrices", "nearest_mean", "plane", "products"]
-__all__ += ["protection", "returning", "save", "scenes", "schedule", "sensitivity", "shares"]
-__all__ += ["solvers", "synthetic", "training"]

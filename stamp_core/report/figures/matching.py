@@ -233,7 +233,16 @@ def explore() -> Any:
     controls, image = _controls(), widgets.Image(format="png")
 
     def redraw(change: Any = None) -> None:
-        image.value = _draw_plane({name: control.value for name, control in controls.items()})
+        values = {name: control.value for name, control in controls.items()}
+        places = range(1, values["gradients"] + 1)
+        angles = np.radians([values[f"angle {place}"] for place in places])
+        norms = np.array([[values[f"norm {place}"]] for place in places])
+        gradients = norms * np.column_stack([np.cos(angles), np.sin(angles)])
+        matching = MatchingParams(kappa=values["kappa"], **{name: values[name] for name in MENUS})
+        figure, file = plane(gradients.tolist(), matching), io.BytesIO()
+        figure.savefig(file, dpi=100)
+        plt.close(figure)
+        image.value = file.getvalue()
 
     for name, control in controls.items():
         control.description = name
@@ -242,19 +251,6 @@ def explore() -> Any:
     shown = list(controls.values())
     columns = [widgets.VBox(part) for part in (shown[:5], shown[5:8], shown[8:])]
     return widgets.VBox([widgets.HBox(columns), image])
-
-
-def _draw_plane(values: dict[str, Any]) -> bytes:
-    """The PNG of `plane` for the values of the controls."""
-    places = range(1, values["gradients"] + 1)
-    angles = np.radians([values[f"angle {place}"] for place in places])
-    norms = np.array([[values[f"norm {place}"]] for place in places])
-    gradients = norms * np.column_stack([np.cos(angles), np.sin(angles)])
-    matching = MatchingParams(kappa=values["kappa"], **{name: values[name] for name in MENUS})
-    figure, file = plane(gradients.tolist(), matching), io.BytesIO()
-    figure.savefig(file, dpi=100)
-    plt.close(figure)
-    return file.getvalue()
 
 
 def _controls() -> dict[str, Any]:

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from stamp_core.report import frames
 from stamp_core.report.figures import style
@@ -155,7 +156,7 @@ def training(records: Sequence[Record]) -> Figure:
     left.set(title="Training loss", xlabel="round (grey line: next task)", ylabel="loss")
     right.set(title="Accuracy so far", xlabel="tasks learnt", ylabel="accuracy, %")
     for axis in (left, right):
-        style.count_in_integers(axis)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     title = f"{setting}, {style.method_label(rows)}"
     style.add_caption(figure, title, f"{style.seed_caption(rows)}: one line each")
     return figure

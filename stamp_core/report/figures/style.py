@@ -158,7 +158,7 @@ def draw_lines(axis: Axes, rows: pd.DataFrame, x: str, y: str, by: str = "method
         labels.append(Label(text, end[x].iloc[0], end[y].mean(), marks["color"]))
     axis.grid(alpha=0.3)
     if x == "experience":
-        count_in_integers(axis)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     return labels
 
 
@@ -235,11 +235,6 @@ def draw_arrow(axis: Axes, tail: _Point, tip: _Point, name: str = "", **options:
 def plain_text(name: Hashable) -> str:
     """A name in which a dollar sign starts no formula."""
     return str(name).replace("$", r"\$")
-
-
-def count_in_integers(axis: Axes) -> None:
-    """Ticks of the x axis at whole numbers alone."""
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def set_log_scale(axis: Axes) -> None:

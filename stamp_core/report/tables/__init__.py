@@ -30,13 +30,3 @@ from .sweeps import (
     write_related,
     write_tuning,
 )
-
-__all__ = ["ablation_findings", "ablation_table", "write_ablation"]
-__all__ += ["coreset_accuracies", "coreset_costs", "coreset_differences", "coreset_findings"]
-__all__ += ["alpha_accuracies", "alpha_differences", "coreset_frame", "write_coresets"]
-__all__ += ["alpha_findings", "matching_table", "run_frame", "write_heterogeneity"]
-__all__ += ["compare_costs_with_paper", "compare_with_paper", "write_paper"]
-__all__ += ["architectures", "modified_networks", "training_details"]
-__all__ += ["masks_table", "protection_table", "related_findings", "returning_table"]
-__all__ += ["write_related", "write_tuning"]
-__all__ += ["cost_table", "differences", "findings", "results_table", "show", "write_results"]

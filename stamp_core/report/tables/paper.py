@@ -219,31 +219,30 @@ def architectures() -> pd.DataFrame:
         for row in fedavg.itertuples()
         for data in row.data.split(", ")
     }
-    return pd.DataFrame(
-        _network_row(*row, stated.get((row[0], row[1].kind), DASH)) for row in _NETWORKS
-    )
-
-
-def _network_row(
-    data: str, network: Network, shape: Shape, classes: int, stated: str
-) -> dict[str, str]:
-    parameters, buffers = network_size(network, shape, classes)
-    size = 4 * (parameters + buffers)  # bytes
-    paper = printed.rows("tab:baselines-task2", data)
-    return {
-        "data": data,
-        "network": network.kind,
-        "stem": network.stem if network.kind == "resnet18" else DASH,
-        "norm": network.norm if network.norm != "none" else DASH,
-        "images": " x ".join(map(str, shape)),
-        "classes": f"{classes:,}",
-        "parameters": f"{parameters:,}",
-        "buffers": f"{buffers:,}",
-        "MB one way": significant(size / MB, 4),
-        "MiB one way": significant(size / MIB, 4),
-        "paper: parameters": stated,
-        "paper: MB one way": DASH if stated == DASH or paper.empty else f"{paper.mb_up['fedavg']}",
-    }
+    table = []
+    for data, network, shape, classes in _NETWORKS:
+        parameters, buffers = network_size(network, shape, classes)
+        size = 4 * (parameters + buffers)  # bytes
+        paper = printed.rows("tab:baselines-task2", data)
+        known = stated.get((data, network.kind), DASH)
+        row = {
+            "data": data,
+            "network": network.kind,
+            "stem": network.stem if network.kind == "resnet18" else DASH,
+            "norm": network.norm if network.norm != "none" else DASH,
+            "images": " x ".join(map(str, shape)),
+            "classes": f"{classes:,}",
+            "parameters": f"{parameters:,}",
+            "buffers": f"{buffers:,}",
+            "MB one way": significant(size / MB, 4),
+            "MiB one way": significant(size / MIB, 4),
+            "paper: parameters": known,
+            "paper: MB one way": DASH
+            if known == DASH or paper.empty
+            else f"{paper.mb_up['fedavg']}",
+        }
+        table.append(row)
+    return pd.DataFrame(table)
 
 
 # --- the page
@@ -253,9 +252,17 @@ def write_paper(records: Sequence[Record], folder: Path) -> Path:
     """The file written: paper.md, with every table of the paper compared with our runs."""
     runs = page.describe_runs(records) if records else "0 runs: the paper's numbers alone."
     parts = ["# The paper's tables compared with our runs", runs]
-    settings = {setting for label in TABLES for setting in printed.settings(label).values()}
+    settings = set[str]()
     for label, title in TABLES.items():
-        parts += [f"## {title} ({label})", *_section(label, records)]
+        parts.append(f"## {title} ({label})")
+        tables = {"": compare_with_paper(label, records)}
+        if label != printed.COMPONENTS[0]:  # the paper prints no costs of components
+            tables["Costs:"] = compare_costs_with_paper(label, records)
+        for data, setting in printed.settings(label).items():
+            settings.add(setting)
+            parts.append(f"### {data}, setting `{setting}`")
+            for heading, rows in tables.items():
+                parts += [heading, page.markdown(rows[rows.data == data].drop(columns="data"))]
     if others := [record for record in records if record.run[0] not in settings]:
         parts += ["## Settings without a printed table", page.markdown(results_table(others))]
     for title, rows in {
@@ -266,16 +273,3 @@ def write_paper(records: Sequence[Record], folder: Path) -> Path:
         parts += [f"## {title}", page.markdown(rows), page.definitions(title)]
     parts += ["## Definitions", page.definitions("Paper")]
     return page.write_parts(folder / "paper.md", parts)
-
-
-def _section(label: str, records: Sequence[Record]) -> list[str]:
-    """Scores and costs of one of the paper's tables under a heading for each data set."""
-    tables = {"": compare_with_paper(label, records)}
-    if label != printed.COMPONENTS[0]:  # the paper prints no costs of components
-        tables["Costs:"] = compare_costs_with_paper(label, records)
-    parts = []
-    for data, setting in printed.settings(label).items():
-        parts.append(f"### {data}, setting `{setting}`")
-        for heading, rows in tables.items():
-            parts += [heading, page.markdown(rows[rows.data == data].drop(columns="data"))]
-    return parts
