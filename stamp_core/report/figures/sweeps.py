@@ -75,8 +75,9 @@ def heterogeneity(records: Sequence[Record]) -> Figure:
 
 
 def _percent(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of `run_frame` with accuracy and forgetting of the main model in %."""
-    return rows.assign(accuracy=100 * rows.main_accuracy, forgetting=100 * rows.main_forgetting)
+    """The rows of `run_frame` with accuracy, forgetting and the share `inside` in %."""
+    columns = {"accuracy": "main_accuracy", "forgetting": "main_forgetting", "inside": "inside"}
+    return rows.assign(**{name: 100 * rows[column] for name, column in columns.items()})
 
 
 def _draw_by_number(axis: Axes, rows: pd.DataFrame, x: str, by: str) -> None:
@@ -106,7 +107,6 @@ def protection(records: Sequence[Record], captions: _Captions) -> Figure:
     `captions` has for each sweep its label and the preset's value.
     """
     rows = _percent(frames.run_frame(records))
-    rows = rows.assign(inside=100 * rows.inside)
     columns = list(rows.groupby(["sweep", "setting"], sort=False))
     figure, axes = style.panels(2 * len(columns), len(columns), 1.8)
     for place, ((sweep, setting), part) in enumerate(columns):

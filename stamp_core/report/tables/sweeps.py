@@ -155,11 +155,6 @@ def returning_table(records: Sequence[Record]) -> pd.DataFrame:
     return table.assign(**{"task-incremental, last": given[table.method].tolist()})
 
 
-def _returning_differences(rows: pd.DataFrame) -> pd.DataFrame:
-    """The differences of each model from the main model of each base, by number of cycles."""
-    return page.paired_differences(rows, "method", _BASES, ["setting", "cycles"])
-
-
 def masks_table(records: Sequence[Record]) -> pd.DataFrame:
     """One row a method as text: intersection over union, and the accuracy of pixels."""
     pixels = [final_score(record, "global", "pixels") for record in records]
@@ -191,7 +186,8 @@ def related_findings(records: Mapping[str, Sequence[Record]]) -> str:
     heading = "{setting}, accuracy with {cycles} cycles compared with one"
     items = [page.difference_findings(more, "method", by, heading)]
     heading = "{setting}, accuracy with cycles = {cycles} compared with {base}"
-    items.append(page.difference_findings(_returning_differences(rows), "method", by, heading))
+    pairs = page.paired_differences(rows, "method", _BASES, by)
+    items.append(page.difference_findings(pairs, "method", by, heading))
     masks = _masks_differences(records["masks"])
     heading = "{setting}, {measure} compared with {base}"
     items.append(page.difference_findings(masks, "method", ["setting", "measure"], heading))
@@ -200,7 +196,8 @@ def related_findings(records: Mapping[str, Sequence[Record]]) -> str:
 
 def write_related(records: Mapping[str, Sequence[Record]], folder: Path) -> Path:
     """The file written, related.md; records are those of "protection", "returning", "masks"."""
-    returning = _returning_differences(model_frame(run_frame(records["returning"])))
+    rows = model_frame(run_frame(records["returning"]))
+    returning = page.paired_differences(rows, "method", _BASES, ["setting", "cycles"])
     masks = _masks_differences(records["masks"])
     sections = {
         "Protected subspaces": [page.markdown(protection_table(records["protection"]))],
