@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import astuple, dataclass
-from operator import is_not
 from pathlib import Path
 
 from stamp_core.core.atomic import quarantine
@@ -59,23 +58,26 @@ class Checkpoint:
         identity: Mapping[str, str],
         client_states: Store | None = None,
     ) -> None:
-        self.folder, self.identity = checkpoint_folder(resume, name, seed), dict(identity)
-        self.file, self.lines = self.folder / "run.safetensors", self.folder / "journal.jsonl"
+        self.folder = checkpoint_folder(resume, name, seed)
+        self.identity = dict(identity)
+        self.file = self.folder / "run.safetensors"
+        self.lines = self.folder / "journal.jsonl"
         self.store = state_store(resume, name, seed)
         self.client_states = client_states or self.store
-        self.journal, self.evaluated = Journal(), True
+        self.journal = Journal()
+        self.evaluated = True
         self.saved: dict[int, Stored] = {}  # clients' states and results
         self.named = Counter[str]()  # how many of them have a digest
 
     def save(self, state: Tree, evaluated: bool = True, flush: bool = True) -> None:
         """Write what has changed; the results only if there was an evaluation."""
         self.evaluated |= evaluated  # or one whose results could not be written
-        changed, clients = {}, state["clients"]
-        differ = map(is_not, clients, map(self.saved.get, range(len(clients))))
-        for client in [client for client, differs in enumerate(differ) if differs]:
-            kept = clients[client]
-            stored = kept if isinstance(kept, Stored) else self.store.put(kept, flush)
-            changed[client] = clients[client] = stored
+        changed: dict[int, Stored] = {}
+        for client, kept in enumerate(state["clients"]):
+            if kept is not self.saved.get(client):
+                stored = kept if isinstance(kept, Stored) else self.store.put(kept, flush)
+                changed[client] = stored
+                state["clients"][client] = stored
         if self.evaluated:
             results = {name: state[name] for name in RESULTS}
             changed[OF_RESULTS] = self.store.put(results, flush)
@@ -196,3 +198,17 @@ def checkpoint_folder(resume: Path, name: str, seed: int) -> Path:
 def state_store(resume: Path, name: str, seed: int) -> Store:
     """The store of a run's checkpoint, in which workers keep the clients' states."""
     return Store(checkpoint_folder(resume, name, seed) / "states")
+
+
+def remove_checkpoint(resume: Path, name: str, seed: int) -> None:
+    """Delete the folder of a finished run; if that fails, warn: its record is saved."""
+    folder = checkpoint_folder(resume, name, seed)
+    if not folder.exists():
+        return
+    try:
+        with locked(resume, name, seed):
+            shutil.rmtree(folder)
+    except BlockingIOError:  # another process trains the same: it will delete the folder
+        pass
+    except OSError as error:
+        warnings.warn(f"checkpoint {folder} of a finished run stays: {error}", stacklevel=3)

@@ -5,7 +5,6 @@ import logging
 import math
 import os
 import platform
-import shutil
 import time
 import warnings
 from collections import Counter
@@ -14,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -29,9 +26,8 @@ from stamp_core.data.split import Plan
 from stamp_core.engine.checkpoint import (
     FSYNC_MIN_SECONDS,
     Checkpoint,
-    checkpoint_folder,
     checkpoint_lock,
-    locked,
+    remove_checkpoint,
 )
 from stamp_core.engine.executor import (
     ClientResult,
@@ -77,11 +73,41 @@ def train(
         worker, executor = start(experiment, plans, count, device, folder)
         try:
             runs = [Run(experiment, plan, worker, executor, folder) for plan in plans.values()]
-            total, done = sum(r.rounds for r in runs), sum(r.state["next"] for r in runs)
-            with Progress(total, done) as progress:
+            done = sum(run.state["next"] for run in runs)
+            with Progress(sum(run.rounds for run in runs), done) as progress:
                 return _train_side_by_side(runs, progress)
         finally:
             executor.close()
+
+
+def _train_side_by_side(runs: list["Run"], progress: Progress) -> dict[int, Record]:
+    """The records of all runs; the error of a failed run is raised after the others have ended."""
+    records: dict[int, Record] = {}
+    errors: dict[int, Exception] = {}
+
+    def finish(run: Run) -> None:
+        try:
+            records[run.seed] = run.finish(progress)
+        except Exception as error:
+            errors[run.seed] = error
+
+    if isinstance(runs[0].executor, SerialExecutor):
+        for run in runs:
+            finish(run)
+    else:
+        threads = concurrent.futures.ThreadPoolExecutor(len(runs))
+        try:
+            list(threads.map(finish, runs))
+        finally:
+            for run in runs:
+                run.stop = True  # Ctrl-C: the threads end after their round, which is saved
+            threads.shutdown()
+    failed = [run.seed for run in runs if run.seed in errors]
+    if failed:
+        error = errors[failed[0]]
+        error.add_note(f"seed {failed[0]}; seeds that failed: {failed} of {len(runs)}")
+        raise error
+    return {run.seed: records[run.seed] for run in runs}
 
 
 def save_records(records: Mapping[int, Record], folder: Path, resume: Path | None = None) -> None:
@@ -89,20 +115,8 @@ def save_records(records: Mapping[int, Record], folder: Path, resume: Path | Non
     for seed, record in records.items():
         record.save(folder / str(seed))
     for seed, record in records.items():
-        if resume and checkpoint_folder(resume, record.name, seed).exists():
+        if resume:
             remove_checkpoint(resume, record.name, seed)
-
-
-def remove_checkpoint(resume: Path, name: str, seed: int) -> None:
-    """Delete the folder of a finished run; if that fails, warn: its record is saved."""
-    folder = checkpoint_folder(resume, name, seed)
-    try:
-        with locked(resume, name, seed):
-            shutil.rmtree(folder)
-    except BlockingIOError:  # another process trains the same: it will delete the folder
-        pass
-    except OSError as error:
-        warnings.warn(f"checkpoint {folder} of a finished run stays: {error}", stacklevel=3)
 
 
 class Run:
@@ -116,27 +130,34 @@ class Run:
         executor: Executor,
         resume: Path | None,
     ) -> None:
-        self.experiment, self.plan, self.worker, self.executor = experiment, plan, worker, executor
-        self.method, self.models = worker.method, worker.method.models
-        self.training, self.seed = experiment.setting.training, plan.seed
+        self.experiment = experiment
+        self.plan = plan
+        self.worker = worker
+        self.executor = executor
+        self.method = worker.method
+        self.models = worker.method.models
+        self.training = experiment.setting.training
+        self.seed = plan.seed
         self.rounds = plan.experiences * self.training.rounds
         self.identity = experiment.identity(plan, str(worker.runtime.device))
+        self.stop = False
+        self.saving = 0.0  # seconds that the last checkpoint took
+        self.tests = count_tests(worker.runtime, plan, range(len(plan.clients)))  # [U, T]
+        count = experiment.setting.diagnostics.features
+        self.feature_indices = first_per_class(worker.runtime.dataset.y_test, count)
         self.checkpoint: Checkpoint | None = None
         if resume:
-            of_run = resume, experiment.name, plan.seed, self.identity
-            self.checkpoint = Checkpoint(*of_run, worker.stores[plan.seed])
+            store = worker.stores[plan.seed]
+            self.checkpoint = Checkpoint(resume, experiment.name, plan.seed, self.identity, store)
         saved = self.checkpoint.load() if self.checkpoint else None
         self.state = saved or self.initial_state()
         self.disk = [state_bytes(kept) for kept in self.state["clients"]]
-        self.saving, self.stop = 0.0, False
         if saved:
             logger.info(
                 "%s seed %d resumes after round %d", experiment.name, self.seed, saved["next"]
             )
         else:
             self.save(evaluated=True, flush=False)  # a warm-up is kept as well
-        count = experiment.setting.diagnostics.features
-        self.feature_indices = first_per_class(worker.runtime.dataset.y_test, count)
 
     def initial_state(self) -> dict[str, Any]:
         """The state before the first round, with the untrained model's accuracies."""
@@ -166,9 +187,10 @@ class Run:
 
     def train_round(self, experience: int, round_: int) -> None:
         """One round: broadcast, train clients, aggregate, evaluate, record, save."""
+        state = self.state
+        last = round_ == self.training.rounds - 1
         selected, completing = self.select_clients(experience, round_)
-        state, last = self.state, round_ == self.training.rounds - 1
-        clock = [time.perf_counter()]
+        start = time.perf_counter()
         messages = {client: self.method.broadcast(state["server"], client) for client in selected}
         results = self.executor.map(
             partial(
@@ -179,31 +201,60 @@ class Run:
             )
             for client in completing
         )
-        clock.append(time.perf_counter())
+        received = time.perf_counter()
+        before = state["server"]
+        log = Log()
         with self.worker.lock:  # one seed at a time uses this process's live model
-            before, log = state["server"], Log()
             replies = self.method.gather([result.reply for result in results])
             state["server"] = self.method.aggregate(before, replies, log)
         for result in results:
-            client = result.reply.client
-            state["clients"][client], self.disk[client] = result.state, state_bytes(result.state)
-        clock.append(time.perf_counter())
+            state["clients"][result.reply.client] = result.state
+            self.disk[result.reply.client] = state_bytes(result.state)
+        aggregated = time.perf_counter()
         angles = self.angles(before, replies, [result.angles for result in results])
         del replies  # they may fill the device
         if last:
             self.evaluate(experience, results)
-        clock.append(time.perf_counter())
-        entry = self.history_entry(experience, round_, messages, results, clock)
+        evaluated = time.perf_counter()
+        seconds = {
+            "clients": sum(result.seconds for result in results),  # their own work, added up
+            "waiting": received - start,  # for the clients, which work side by side
+            "server": aggregated - received,
+            "evaluation": evaluated - aggregated,
+            "checkpoint": self.saving,  # of the round before
+        }
         logs = [*(result.reply.log for result in results), log]
-        entry["seconds"] |= sum_by_name(each.seconds for each in logs)
-        state["history"].append({**entry, "angles": angles, **summarise_logs(logs)})
+        for each in logs:
+            for phase, spent in each.seconds.items():
+                seconds[phase] = seconds.get(phase, 0.0) + spent
+        entry = {
+            "experience": experience,
+            "round": round_,
+            "participants": len(messages),
+            "completed": len(results),
+            **summarise_training([result.reply for result in results]),
+            "seconds": seconds,
+            "bytes": {
+                "down": sum(map(tree_bytes, messages.values())),
+                "up": sum(tree_bytes(result.reply.message) for result in results),
+            },
+            "memory": {
+                "process": max([peak_memory(), *(result.memory for result in results)]),
+                "gpu": max([0, *(result.gpu for result in results)]),
+            },
+            "disk": max(self.disk),  # of the client that keeps most
+            "angles": angles,
+            "notes": mean_by_name(each.numbers for each in logs),
+            "events": dict(Counter(event for each in logs for event in each.events)),
+        }
+        state["history"].append(entry)
         state["next"] += 1
         logger.debug(
             "%s seed %d: experience %d round %d, %d of %d clients, loss %s, %.2f s",
             *(self.experiment.name, self.seed, experience, round_),
-            *(len(results), len(selected), entry["loss"], clock[-1] - clock[0]),
+            *(len(results), len(selected), entry["loss"], evaluated - start),
         )
-        self.save(last, flush=clock[-1] - clock[0] > FSYNC_MIN_SECONDS)
+        self.save(last, flush=evaluated - start > FSYNC_MIN_SECONDS)
 
     def select_clients(self, experience: int, round_: int) -> tuple[list[int], list[int]]:
         """The clients that receive the model in a round, and those of them that complete it."""
@@ -232,22 +283,24 @@ class Run:
 
     def evaluate(self, experience: int, results: list[ClientResult]) -> None:
         """Fill in the accuracies after an experience, of all models that the method has."""
-        scores, message = self.state["scores"], global_model(self.state["server"])
+        scores = self.state["scores"]
+        message = global_model(self.state["server"])
         for result in results:
             if result.scores is not None:
                 scores["local"][:, experience, result.reply.client] = result.scores[:, 0]
-        if "global" in self.models and self.has_local_buffers():
-            scores["global"][:, experience] = self.evaluate_clients(experience, personal=False)
-        elif "global" in self.models:
-            found = self.evaluate_global(experience, message, self.executor)
+        if "global" in self.models:
+            if self.training.buffers == "local" and len(message["buffers"]):
+                found = self.evaluate_clients(experience, personal=False)
+            else:
+                found = self.evaluate_global(experience, message, self.executor)
             scores["global"][:, experience] = found
+            if len(self.feature_indices):
+                extract = partial(
+                    Worker.extract_features, message=message, indices=self.feature_indices
+                )
+                self.state["features"] += self.executor.map([extract])
         if "personal" in self.models:
             scores["personal"][:, experience] = self.evaluate_clients(experience, personal=True)
-        if "global" in self.models and len(self.feature_indices):
-            extract = partial(
-                Worker.extract_features, message=message, indices=self.feature_indices
-            )
-            self.state["features"] += self.executor.map([extract])
         if experience in (0, self.plan.experiences - 1):
             self.state["memory"] += self.memory_samples(experience)
 
@@ -262,99 +315,68 @@ class Run:
             return executor.map([partial(evaluate, part=Part())])[0]
         count = min(executor.workers, 1 + len(runtime.y_test) // PART)
         counts = executor.map([partial(evaluate, part=Part(k, count)) for k in range(count)])
-        return to_accuracies(torch.stack(counts).sum(0), torch.from_numpy(self.test_counts()))
+        return to_accuracies(torch.stack(counts).sum(0), self.tests)
 
     def evaluate_clients(self, experience: int, personal: bool) -> Tensor:
         """Scores of each client's own version of a model.  # [scorings, U, T]"""
-        server, last = self.state["server"], self.training.rounds - 1
-        calls = [
-            partial(
-                Worker.evaluate_client,
-                round_id=RoundId(self.seed, client, experience, last, True),
-                state=state,
-                message=(
-                    self.method.broadcast(server, client) if personal else global_model(server)
-                ),
-                personal=personal,
+        server = self.state["server"]
+        last = self.training.rounds - 1
+        calls = []
+        for client, state in enumerate(self.state["clients"]):
+            message = self.method.broadcast(server, client) if personal else global_model(server)
+            round_id = RoundId(self.seed, client, experience, last, True)
+            calls.append(
+                partial(
+                    Worker.evaluate_client,
+                    round_id=round_id,
+                    state=state,
+                    message=message,
+                    personal=personal,
+                )
             )
-            for client, state in enumerate(self.state["clients"])
-        ]
         return torch.cat(self.executor.map(calls), dim=1)
 
-    def has_local_buffers(self) -> bool:
-        """Whether the global model needs each client's own batch normalisation."""
-        return self.training.buffers == "local" and len(self.worker.runtime.model.buffers) > 0
-
-    def history_entry(
-        self,
-        experience: int,
-        round_: int,
-        messages: Mapping[int, Message],
-        results: list[ClientResult],
-        clock: list[float],
-    ) -> dict[str, Any]:
-        """A round's history entry: loss, images, seconds by phase, bytes, memory, disk."""
-        replies = [result.reply for result in results]
-        losses = [(reply.loss, reply.samples) for reply in replies if reply.sgd_steps]
-        samples = sum(n for _, n in losses)
-        return {
-            "experience": experience,
-            "round": round_,
-            "participants": len(messages),
-            "completed": len(results),
-            "sgd_steps": sum(reply.sgd_steps for reply in replies),
-            "images": sum(reply.log.images for reply in replies),
-            "loss": sum(loss * n for loss, n in losses) / samples if samples else None,
-            "seconds": {
-                "clients": sum(result.seconds for result in results),  # their own work, added up
-                "waiting": clock[1] - clock[0],  # for the clients, which work side by side
-                "server": clock[2] - clock[1],
-                "evaluation": clock[3] - clock[2],
-                "checkpoint": self.saving,  # of the round before
-            },
-            "bytes": {
-                "down": sum(map(tree_bytes, messages.values())),
-                "up": sum(tree_bytes(reply.message) for reply in replies),
-            },
-            "memory": {
-                "process": max([peak_memory(), *(result.memory for result in results)]),
-                "gpu": max([0, *(result.gpu for result in results)]),
-            },
-            "disk": max(self.disk),  # of the client that keeps most
-        }
-
-    def save(self, evaluated: bool, flush: bool) -> None:
-        """Write the checkpoint; if that fails, as on a full disk, warn and continue training."""
-        if self.checkpoint is None:
-            return
-        start, where = time.perf_counter(), self.checkpoint.folder
-        try:
-            self.checkpoint.save(self.state, evaluated, flush)
-        except OSError as error:
-            warnings.warn(f"no checkpoint at {where}: {error}; training goes on", stacklevel=2)
-        self.saving = time.perf_counter() - start
+    def memory_samples(self, experience: int) -> list[dict[str, Tensor]]:
+        """Images of each class in the first client's memory now, if recorded and if it has any."""
+        count = self.experiment.setting.diagnostics.memory
+        if not count:
+            return []
+        with self.worker.lock:
+            client = self.worker.load_state(self.seed, self.state["clients"][0])
+            samples = self.method.memory_samples(self.state["server"], client, count)
+        if not samples:
+            return []
+        return [{**samples, "experiences": torch.full_like(samples["labels"], experience)}]
 
     def accuracy(self, experience: int) -> float:
         """Mean accuracy over the tasks learnt so far, of the first model that the method has."""
         scores = self.state["scores"][self.models[0]]
         a = scores[0, experience : experience + 1].double().numpy()  # [1, U, T]
-        return float(micro_average(a, self.test_counts())[0, : experience + 1].mean())
+        return float(micro_average(a, self.tests.numpy())[0, : experience + 1].mean())
 
-    def test_counts(self) -> npt.NDArray[np.int64]:
-        """How many test images each client has of each task.  # [U, T]"""
-        clients = range(len(self.plan.clients))
-        return count_tests(self.worker.runtime, self.plan, clients).numpy()
+    def save(self, evaluated: bool, flush: bool) -> None:
+        """Write the checkpoint; if that fails, as on a full disk, warn and continue training."""
+        if self.checkpoint is None:
+            return
+        start = time.perf_counter()
+        try:
+            self.checkpoint.save(self.state, evaluated, flush)
+        except OSError as error:
+            where = self.checkpoint.folder
+            warnings.warn(f"no checkpoint at {where}: {error}; training goes on", stacklevel=2)
+        self.saving = time.perf_counter() - start
 
     def record(self) -> Record:
         """The record of the finished run."""
         runtime = self.worker.runtime
+        state = self.state
         graphs = self.method.graph_safe and runtime.graphs.usable(self.training.batch_size)
         about = {
             **self.experiment.resolved(),
             "group": self.experiment.kind.group,
             "sweep": self.experiment.sweep,
             "seed": self.seed,
-            "setup": self.state["setup"],  # before the first round
+            "setup": state["setup"],  # before the first round
             "identity": self.identity,
             "environment": {
                 "python": platform.python_version(),
@@ -363,53 +385,47 @@ class Run:
                 "cores": os.cpu_count(),
             },
         }
-        return Record(
-            about,
-            self.state["history"],
-            {name: values.numpy() for name, values in self.state["scores"].items()},
-            self.test_counts(),
-            self.weights(),
-            self.features(),
-            concatenate(self.state["memory"]),
-        )
-
-    def features(self) -> dict[str, Any]:
-        """Features of test images after each experience, with their labels, if recorded."""
-        if not self.state["features"]:
-            return {}
-        labels = self.worker.runtime.dataset.y_test[self.feature_indices]
-        return {"features": torch.stack(self.state["features"]).numpy(), "labels": labels.numpy()}
-
-    def memory_samples(self, experience: int) -> list[dict[str, Tensor]]:
-        """Images of each class in the first client's memory now, if recorded and if it has any."""
-        count, state = self.experiment.setting.diagnostics.memory, self.state
-        if not count:
-            return []
-        with self.worker.lock:
-            client = self.worker.load_state(self.seed, state["clients"][0])
-            samples = self.method.memory_samples(state["server"], client, count)
-        if not samples:
-            return []
-        return [{**samples, "experiences": torch.full_like(samples["labels"], experience)}]
+        scores = {name: values.numpy() for name, values in state["scores"].items()}
+        features = {}
+        if state["features"]:
+            labels = runtime.dataset.y_test[self.feature_indices].numpy()
+            features = {"features": torch.stack(state["features"]).numpy(), "labels": labels}
+        memory = {
+            name: torch.cat([part[name] for part in state["memory"]]).numpy()
+            for name in (state["memory"][0] if state["memory"] else ())
+        }
+        tests = self.tests.numpy()
+        return Record(about, state["history"], scores, tests, self.weights(), features, memory)
 
     def weights(self) -> dict[str, Any]:
         """The final global model's tensors by name; none where there is no global model.
 
         As torch has them, on any device: a convolution's are O, I, H, W.
         """
+        weights: dict[str, Any] = {}
         if "global" not in self.models:
-            return {}
-        module, server = self.worker.runtime.model.module, self.state["server"]
-        weights = {}
-        for named, vector in (
-            (dict(module.named_parameters()), server["parameters"]),
-            (dict(module.named_buffers()), server["buffers"]),
+            return weights
+        module = self.worker.runtime.model.module
+        for key, tensors in (
+            ("parameters", dict(module.named_parameters())),
+            ("buffers", dict(module.named_buffers())),
         ):
-            values = split_like(vector, list(named.values()))
-            weights.update(
-                {name: v.contiguous().numpy() for name, v in zip(named, values, strict=True)}
-            )
+            values = split_like(self.state["server"][key], list(tensors.values()))
+            for name, value in zip(tensors, values, strict=True):
+                weights[name] = value.contiguous().numpy()
         return weights
+
+
+def summarise_training(replies: list[Reply]) -> dict[str, Any]:
+    """SGD steps, images encoded for a gradient, and the mean loss of those that were trained on."""
+    trained = [reply for reply in replies if reply.sgd_steps]
+    samples = sum(reply.samples for reply in trained)
+    total = sum(reply.loss * reply.samples for reply in trained)
+    return {
+        "sgd_steps": sum(reply.sgd_steps for reply in replies),
+        "images": sum(reply.log.images for reply in replies),
+        "loss": total / samples if samples else None,
+    }
 
 
 def state_bytes(kept: StateOrRef) -> int:
@@ -426,59 +442,6 @@ def mean_by_name(each: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(v) / len(v) for name, v in values.items()}
 
 
-def concatenate(parts: list[dict[str, Tensor]]) -> dict[str, Any]:
-    """The tensors of each name, one after the other."""
-    names = parts[0] if parts else ()
-    return {name: torch.cat([part[name] for part in parts]).numpy() for name in names}
-
-
-def sum_by_name(each: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The sum of each named number."""
-    total: Counter[str] = Counter()
-    for numbers in each:
-        total.update(numbers)
-    return dict(total)
-
-
-def summarise_logs(logs: list[Log]) -> dict[str, Any]:
-    """A round's notes, as means over clients, and how often each event occurred."""
-    events = Counter(event for log in logs for event in log.events)
-    return {"notes": mean_by_name(log.numbers for log in logs), "events": dict(events)}
-
-
 def global_model(server: Mapping[str, Any]) -> Message:
     """The global model as a message."""
     return {name: server[name] for name in ("parameters", "buffers")}
-
-
-def _train_side_by_side(runs: list[Run], progress: Progress) -> dict[int, Record]:
-    """The records of all runs; the error of a failed run is raised after the others have ended."""
-    if isinstance(runs[0].executor, SerialExecutor):
-        return _gather(runs, [_outcome(run, progress) for run in runs])
-    threads = concurrent.futures.ThreadPoolExecutor(len(runs))
-    try:
-        futures = [threads.submit(_outcome, run, progress) for run in runs]
-        return _gather(runs, [future.result() for future in futures])
-    finally:
-        for run in runs:
-            run.stop = True  # Ctrl-C: the threads end after their round, which is saved
-        threads.shutdown()
-
-
-def _outcome(run: Run, progress: Progress) -> Record | Exception:
-    """The record of a run, or the error that ended it."""
-    try:
-        return run.finish(progress)
-    except Exception as error:  # any error is raised again when the others have ended
-        return error
-
-
-def _gather(runs: list[Run], outcomes: list[Record | Exception]) -> dict[int, Record]:
-    """The records by seed, or the first error with the seeds that failed."""
-    pairs = list(zip(runs, outcomes, strict=True))
-    errors = [(run.seed, outcome) for run, outcome in pairs if isinstance(outcome, Exception)]
-    if errors:
-        seed, error = errors[0]
-        error.add_note(f"seed {seed}; seeds that failed: {[s for s, _ in errors]} of {len(runs)}")
-        raise error
-    return {run.seed: outcome for run, outcome in pairs if isinstance(outcome, Record)}
