@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from stamp_core.core.seeding import generator
-from stamp_core.data.counts import Counts
 from stamp_core.data.dataset import ImageDataset
+from stamp_core.data.images import Counts
 from stamp_core.data.loading import find_source, load_dataset
 
 

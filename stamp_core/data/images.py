@@ -11,6 +11,8 @@ import numpy.typing as npt
 from stamp_core.config.decode import invalid, require_at_least
 from stamp_core.data.store.cache import Bytes, Numbers
 
+Shape = tuple[int, int, int]  # channels, height, width
+
 
 @dataclass(frozen=True, eq=False)
 class ImageArrays:
@@ -25,6 +27,16 @@ class ImageArrays:
     domain_train: Numbers | None = None  # [N], indices into `domains`
     domain_test: Numbers | None = None
     masks: bool = False  # whether the last channel is the mask of an image, as in ImageDataset
+
+
+@dataclass(frozen=True, eq=False)
+class Counts:
+    """What `expected(options)` of a source returns: the numbers of images before they are there."""
+
+    shape: Shape  # of an image
+    train: Numbers  # [D, C], training images by domain and class
+    test: Numbers
+    domains: tuple[str, ...] = ("all",)
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -73,8 +72,12 @@ class Worker:
 
     def run(self, call: "Call[_T]") -> _T:
         """The result of a call; an error for lack of memory names the parameter to lower."""
-        with explain_out_of_memory(self.runtime.setting):
+        try:
             return call(self)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise MemoryError(memory_advice(self.runtime.setting)) from error
 
     def initial_states(self, seed: int) -> tuple[State, list[StateOrRef], int, int]:
         """The first states of the server and of every client, and the bytes sent down and up."""
@@ -172,17 +175,6 @@ def require_on_cpu(message: Message) -> None:
 
 
 Call = Callable[[Worker], _T]  # partial(Worker.evaluate, seed=0, ...): checked by mypy
-
-
-@contextmanager
-def explain_out_of_memory(setting: Setting) -> Iterator[None]:
-    """A context in which an error for lack of memory names the parameter to lower."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise MemoryError(memory_advice(setting)) from error
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

@@ -25,9 +25,8 @@ from stamp_core.methods.base.inversion import (
 )
 from stamp_core.methods.base.method import ClientRound, Log, Message, Reply, State
 from stamp_core.methods.base.synthesis import MappedClassifier, Outputs, Source, Synthesis
-from stamp_core.models.adam import FlatAdam
 from stamp_core.models.encoders import Shape
-from stamp_core.models.flat import FlatModel, FlatSGD
+from stamp_core.models.flat import FlatAdam, FlatModel, FlatSGD
 from stamp_core.models.generators import BETAS, ImageGenerator, build_seeded
 
 # Random anchors are as far from each other as the published ones of CIFAR-100: the mean square of

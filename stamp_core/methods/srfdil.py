@@ -17,8 +17,7 @@ from stamp_core.methods.base.exemplar_lists import ExemplarLists, empty_lists
 from stamp_core.methods.base.ledger import is_first
 from stamp_core.methods.base.method import ClientRound, InitialStates, Log, Message, Reply, State
 from stamp_core.methods.base.sample_cache import CacheContext, CacheParams, CacheState, SampleCache
-from stamp_core.models.adam import FlatAdam
-from stamp_core.models.flat import FlatModel
+from stamp_core.models.flat import FlatAdam, FlatModel
 from stamp_core.models.generators import build_seeded
 
 NETWORKS = ("generator", "discriminator")  # of features, sent and averaged

@@ -12,8 +12,7 @@ from stamp_core.config.decode import invalid, require_above
 from stamp_core.methods.base.inversion import Inversion, InversionParams
 from stamp_core.methods.base.method import Log
 from stamp_core.methods.base.synthesis import Source, Synthesis
-from stamp_core.models.adam import FlatAdam
-from stamp_core.models.flat import FlatModel
+from stamp_core.models.flat import FlatAdam, FlatModel
 from stamp_core.models.generators import BETAS, ImageGenerator, build_seeded
 
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from stamp_core.core.seeding import generator
-from stamp_core.models.adam import FlatAdam
-from stamp_core.models.flat import FlatModel
+from stamp_core.models.flat import FlatAdam, FlatModel
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.999)], ids=str)

@@ -13,8 +13,8 @@ from stamp_core.config.decode import ParameterError
 from stamp_core.config.params import PAPER, read_params
 from stamp_core.core import paths
 from stamp_core.data import split
-from stamp_core.data.counts import Counts
 from stamp_core.data.dataset import ImageDataset
+from stamp_core.data.images import Counts
 from stamp_core.data.sources import digits
 from stamp_ops import estimate, synthetic
 from stamp_ops.estimate import Needs, StepCost

@@ -12,10 +12,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from stamp_core.config.decode import require_above, require_at_least
 from stamp_core.coresets.selection.base import Proposal, TaskData
+from stamp_core.models.flat import Adam
 from stamp_core.models.networks import Classifier
 
 FIRST_LAYER = 10.0  # weight of the first batch normalisation's statistics; the others have 1
-BETA1, BETA2, EPSILON = 0.5, 0.9, 1e-8  # of Adam
+BETAS = (0.5, 0.9)  # of Adam
 FALLBACK_LOGIT = 10.0  # of the label where the teacher's logits are not finite
 
 NormInputs = dict[_BatchNorm, Tensor]  # the last input of each layer, in order of execution
@@ -79,7 +80,7 @@ def _recover(task: TaskData, labels: Tensor) -> Tensor:
     low, high = learner.normalise(dark), learner.normalise(dark + 255)  # [1, C, H, W]
     noise = torch.randn(len(labels), *low.shape[1:], generator=task.generator)
     x, labels = noise.to(low.device), labels.to(low.device)
-    adam = _Adam(x)
+    adam = Adam(x, BETAS)
     with _record_norm_inputs(learner.network) as norm_inputs:
         for step, (down, right) in enumerate(_random_rolls(task)):
             rolled = x.roll((down, right), (2, 3)).requires_grad_()
@@ -88,25 +89,9 @@ def _recover(task: TaskData, labels: Tensor) -> Tensor:
                 loss = loss + options.statistics_weight * _statistics_loss(norm_inputs)
             (gradient,) = torch.autograd.grad(loss, rolled)  # none for the teacher's parameters
             cosine = math.cos(math.pi * step / options.iterations)
-            adam.step(gradient.roll((-down, -right), (2, 3)), options.lr * (1 + cosine) / 2)
+            adam.descend(gradient.roll((-down, -right), (2, 3)), options.lr * (1 + cosine) / 2)
             torch.clamp(x, low, high, out=x)
     return ((x - low) / (high - low)).cpu()
-
-
-class _Adam:
-    """Adam on one tensor, in place: that of torch takes as long as a small network's gradient."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.x, self.steps = x, 0
-        self.mean, self.square = torch.zeros_like(x), torch.zeros_like(x)
-
-    def step(self, gradient: Tensor, lr: float) -> None:
-        """One step against the gradient."""
-        self.steps += 1
-        self.mean.lerp_(gradient, 1 - BETA1)
-        self.square.mul_(BETA2).addcmul_(gradient, gradient, value=1 - BETA2)
-        root = self.square.sqrt().div_(math.sqrt(1 - BETA2**self.steps)).add_(EPSILON)
-        self.x.addcdiv_(self.mean, root, value=-lr / (1 - BETA1**self.steps))
 
 
 def _random_rolls(task: TaskData) -> Iterator[tuple[int, int]]:

@@ -15,7 +15,7 @@ or, for image files of any number,
 - `listing(options)`: returns a `Listing` (stamp_core.data.store.decoding) of the files.
 
 A source of published files may also define `expected(options)`, which returns the `Counts`
-(stamp_core.data.counts) of its images before they are there.
+(stamp_core.data.images) of its images before they are there.
 
 The images are made again when the options, the code, a package or an input file has changed.
 """

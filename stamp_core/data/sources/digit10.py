@@ -9,10 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from stamp_core.config.decode import require, require_at_least, unknown_name
-from stamp_core.data.counts import Counts, join_counts
-from stamp_core.data.images import ImageArrays, ImageOptions, join_domains
+from stamp_core.data.images import Counts, ImageArrays, ImageOptions, join_domains
 from stamp_core.data.sources.torchvision_sets import SETS as TORCHVISION
-from stamp_core.data.store.cache import Numbers
 
 PACKAGES = TORCHVISION["svhn"].PACKAGES
 SETS = {
@@ -51,20 +49,17 @@ def make(options: Options) -> ImageArrays:
 def expected(options: Options) -> Counts:
     """The published numbers of images, cut to `per_class`."""
     parts = [SETS[name].expected(ImageOptions(size=28, grey=True)) for name in options.sets]
-    joined = join_counts(parts, options.sets)
-    if options.per_class is None:
-        return joined
-    train, test = (np.minimum(each, options.per_class) for each in (joined.train, joined.test))
-    return replace(joined, train=train, test=test)
+    most = np.iinfo(np.int64).max if options.per_class is None else options.per_class
+    train = np.minimum(np.concatenate([part.train for part in parts]), most)
+    test = np.minimum(np.concatenate([part.test for part in parts]), most)
+    return Counts(parts[0].shape, train, test, options.sets)
 
 
 def _take_first(part: ImageArrays, count: int) -> ImageArrays:
     """The first `count` images of each class, for training and for testing."""
-    train, test = (_first_places(y, count) for y in (part.y_train, part.y_test))
+    train, test = (
+        np.sort(np.concatenate([np.flatnonzero(y == label)[:count] for label in range(10)]))
+        for y in (part.y_train, part.y_test)
+    )
     x_train, y_train = part.x_train[train], part.y_train[train]
     return ImageArrays(x_train, y_train, part.x_test[test], part.y_test[test], part.classes)
-
-
-def _first_places(y: Numbers, count: int) -> Numbers:
-    """The sorted indices of the first `count` images of each class."""
-    return np.sort(np.concatenate([np.flatnonzero(y == label)[:count] for label in range(10)]))

@@ -11,8 +11,7 @@ import numpy as np
 
 from stamp_core.config.decode import require, require_at_least
 from stamp_core.core import paths
-from stamp_core.data.counts import Counts
-from stamp_core.data.images import require_inside
+from stamp_core.data.images import Counts, require_inside
 from stamp_core.data.sources.folder import find_images, make_listing
 from stamp_core.data.store.decoding import Listing
 

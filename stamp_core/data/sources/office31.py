@@ -9,8 +9,7 @@ import numpy as np
 
 from stamp_core.config.decode import require_at_least, unknown_name
 from stamp_core.core import paths
-from stamp_core.data.counts import Counts
-from stamp_core.data.images import require_inside
+from stamp_core.data.images import Counts, require_inside
 from stamp_core.data.sources import folder
 from stamp_core.data.store.decoding import Listing
 

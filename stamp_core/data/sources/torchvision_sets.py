@@ -19,8 +19,7 @@ import numpy as np
 
 from stamp_core.core import paths, vision
 from stamp_core.core.atomic import add_path_to_errors
-from stamp_core.data.counts import Counts, Shape, count_images
-from stamp_core.data.images import ImageArrays, ImageOptions, convert_images
+from stamp_core.data.images import Counts, ImageArrays, ImageOptions, Shape, convert_images
 from stamp_core.data.store.cache import SUBSETS, Bytes, Numbers
 
 STALL_SECONDS = 60  # seconds without a byte before a download is given up
@@ -54,7 +53,9 @@ class TorchvisionSet:
 
     def expected(self, options: ImageOptions) -> Counts:
         """The published numbers of images."""
-        return count_images(self.shape, options, self.train, self.test)
+        channels, height, width = self.shape
+        shape = (1 if options.grey else channels, options.size or height, options.size or width)
+        return Counts(shape, np.array([self.train]), np.array([self.test]))
 
 
 def read_cifar(name: str, kind: Any) -> ImageArrays:

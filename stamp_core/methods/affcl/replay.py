@@ -13,8 +13,7 @@ from stamp_core.client.pool import Pool
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.methods.base.distillation import soft_cross_entropy
 from stamp_core.methods.base.method import Log
-from stamp_core.models.adam import FlatAdam
-from stamp_core.models.flat import FlatModel, FlatSGD
+from stamp_core.models.flat import FlatAdam, FlatModel, FlatSGD
 
 TEMPERATURE = 2.0  # of distillation: probabilities are raised to 1/2 and normalised
 DIVERGED = "flow: its density is not finite, the received flow is kept"

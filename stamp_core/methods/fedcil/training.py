@@ -15,8 +15,7 @@ from stamp_core.client.runtime import ClientRuntime
 from stamp_core.methods.base.distillation import softened_divergence
 from stamp_core.methods.base.lookahead import constant_statistics
 from stamp_core.methods.fedcil.acgan import Acgan
-from stamp_core.models.adam import FlatAdam
-from stamp_core.models.flat import FlatSGD
+from stamp_core.models.flat import FlatAdam, FlatSGD
 from stamp_core.models.generators import BETAS
 
 COLLAPSED = 0.01  # the mean deviation of a pixel over images, in deviations of training pixels

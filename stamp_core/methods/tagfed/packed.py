@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from stamp_core.methods.base.ledger import latest
 from stamp_core.methods.base.task_server import pack_bits, unpack_bits
-from stamp_core.models.adam import FlatAdam
-from stamp_core.models.flat import FlatModel
+from stamp_core.models.flat import FlatAdam, FlatModel
 from stamp_core.models.networks import Classifier
 
 FREE = 0  # owner of a weight that belongs to no task; tasks are numbered from 1
