@@ -260,7 +260,9 @@ class FBL(Rehearsal):
         used = members.any(1)
         if self.params.weights == "none":
             return used.float()
-        gaps = 1 - (logits.softmax(1) * members).sum(1)  # [M]
+        # as released for masks: each class of a pixel has a probability of its own
+        p = logits.sigmoid() if self.runtime.dataset.masks else logits.softmax(1)
+        gaps = 1 - (p * members).sum(1)  # [M]
         gaps = gaps.clamp(min=SMALLEST_GAP) ** past.power
         groups = members @ past.groups  # [M, G]
         means = gaps @ groups / groups.sum(0).clamp(min=1)  # [G]

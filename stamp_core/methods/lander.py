@@ -240,19 +240,10 @@ class Lander(Inversion):
         held = client in server["holders"]
         return message if held else {**message, "anchors": server["anchors"]}
 
-    def averaged_vectors(self) -> tuple[str, ...]:
-        """Those of the model: the map moves with the server's learning rate, too."""
-        return self.shared_vectors()
-
     def aggregate(self, server: LanderServer, replies: list[Reply], log: Log) -> State:
-        """The mean of the models and of the maps."""
+        """The mean of the models and of the maps, and which clients have the anchors."""
         holders = sorted({*server["holders"], *(reply.client for reply in replies)})
-        feature_map = server["map"]
-        if trained := [reply for reply in replies if reply.samples]:
-            mean = self.average("map", trained)
-            feature_map = torch.lerp(feature_map, mean, self.params.server_lr)
-        state = {**server, "holders": holders, "map": feature_map}
-        return super().aggregate(state, replies, log)
+        return super().aggregate({**server, "holders": holders}, replies, log)
 
     def synthesis(self, source: Source, server: LanderServer, log: Log) -> Synthesis:
         """Synthesis from anchors."""

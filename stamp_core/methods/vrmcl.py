@@ -10,7 +10,7 @@ from torch.autograd import grad
 
 from stamp_core.client.batches import Batch
 from stamp_core.client.runtime import ClientRuntime
-from stamp_core.config.decode import require_at_least, require_fraction
+from stamp_core.config.decode import require_above, require_at_least, require_fraction
 from stamp_core.methods.base.lookahead import LookAhead, new_parts
 from stamp_core.methods.base.method import ClientRound
 from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalContext, RehearsalParams
@@ -27,6 +27,7 @@ class VrMclParams(RehearsalParams):
     inner_steps: int = 4  # K, each on a part of the batch; 0: no look-ahead
     inner_lr: float = 0.1  # α of VR-MCL, learning rate of these steps
     second_order: bool = True  # false: the gradients of these steps are constants
+    clip: float | None = None  # largest norm of h, as released: 1 or 2; null: any
     r: float = 0.15  # share of the last step's error that is kept; 0: no variance reduction
 
     def __post_init__(self) -> None:
@@ -34,6 +35,8 @@ class VrMclParams(RehearsalParams):
         super().__post_init__()
         require_at_least(self, 0, "inner_steps", "inner_lr")
         require_fraction(self, "r")
+        if self.clip is not None:
+            require_above(self, 0, "clip")
 
 
 @dataclass
@@ -122,6 +125,8 @@ class VrMcl(Rehearsal):
             losses.append(loss)
             slopes.append(slope)
         h = self.through(steps, slopes) if steps else slopes[0]
+        if params.clip is not None:
+            h = h * (params.clip / h.norm()).clamp(max=1)
         return torch.stack(losses).mean(), h
 
     def inner_slope(self, theta: Tensor, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

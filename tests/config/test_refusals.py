@@ -166,6 +166,7 @@ LIMITS: list[tuple[str, str, str]] = [  # blocks, their fields, the limit
     ("tagfed", "keep temperature tail_lr", "above 0"),
     ("tagfed", "mask_lr kd tail_epochs", "at least 0"),
     ("tagfed", "keep kd", "at most 1"),
+    ("vrmcl", "clip", "above 0"),
     ("vrmcl", "inner_steps inner_lr", "at least 0"),
     ("vrmcl", "r", "at least 0 and below 1"),
 ]
@@ -328,6 +329,8 @@ COMBINATIONS: list[Row] = [
         {"selection": "sre2l"},
         f"{M} replay.weight is None; it must be a number: sre2l makes soft labels",
     ),
+    ("methods.stamp.weight", 1.0, f"{M} stamp.weight is 1.0; it must be None, as ratio is 0: no b"),
+    ("methods.stamp.balanced", True, f"{M} stamp.balanced is True; it must be False, as ratio is"),
     ("methods.replay.anchor", 0.5, f"{M} replay.weight is None; it must be a number, as anchor is"),
     *(
         (f"methods.stamp.spatial.{name}", "current", f"{M} stamp.spatial.{name} is 'current'; it m")

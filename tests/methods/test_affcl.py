@@ -16,7 +16,7 @@ from torch_reference import Adam, Descent, TorchReference, soft_cross_entropy, t
 
 from stamp_core.core.seeding import generator
 from stamp_core.methods.affcl.flow import Flow, Scale
-from stamp_core.methods.affcl.replay import DIVERGED, NOT_REPLAYED
+from stamp_core.methods.affcl.replay import CLIPPED, DIVERGED, NOT_REPLAYED
 from stamp_core.models.generators import build_seeded
 
 SCALES: tuple[Scale, ...] = ("default", "general")
@@ -117,8 +117,7 @@ class AFFCLReference(TorchReference):
             if len(waiting) == p.flow_every or (waiting and not batch):
                 features, labels = map(torch.cat, zip(*waiting, strict=True))
                 flow = self.fit(adam, flow, features, labels, last, take_old)
-                again = 0.0 if batch else descent.gradient
-                theta = self.replay(of_head, theta, flow, features, labels, last, take, again)
+                theta = self.replay(of_head, theta, flow, features, labels, last, take)
                 waiting.clear()
             for each in batch:
                 theta = descent.step(theta, lambda v: self.image_loss(v, each, last))  # noqa: B023
@@ -135,20 +134,9 @@ class AFFCLReference(TorchReference):
         return adam.move(flow, torch.autograd.grad(loss, leaf)[0])
 
     def replay(
-        self,
-        sgd: Descent,
-        theta: Tensor,
-        flow: Tensor,
-        x: Tensor,
-        y: Tensor,
-        last: Any,
-        take: Any,
-        again: Any,
+        self, sgd: Descent, theta: Tensor, flow: Tensor, x: Tensor, y: Tensor, last: Any, take: Any
     ) -> Tensor:
-        """A step of the head on samples, each weighted by its credibility.
-
-        `again` is a gradient that is still there: after the last batch that of its step.
-        """
+        """A step of the head on samples, each weighted by its credibility; not a long one."""
         p = self.params
         labels, noise = take(len(y))
         samples = self.on(flow).sample(noise, labels)
@@ -169,9 +157,11 @@ class AFFCLReference(TorchReference):
             if last:
                 old = self.head(last[0], samples)
                 value = value + p.k_kd_last * p.k_kd_output * soft_cross_entropy(logits, old, 2.0)
-            return p.k_loss_flow * value + (again * vector).sum()
+            return p.k_loss_flow * value
 
-        return sgd.step(theta, loss)
+        leaf = theta.clone().requires_grad_()
+        norm = float(torch.autograd.grad(loss(leaf), leaf)[0].norm())
+        return sgd.step(theta, lambda vector: min(1, p.replay_clip / norm) * loss(vector))
 
     def image_loss(self, theta: Tensor, batch: Any, last: Any) -> Tensor:
         """Cross-entropy and the distances from the last task's features and outputs."""
@@ -189,9 +179,10 @@ class AFFCLReference(TorchReference):
         return loss
 
     def aggregate(self, replies: list[Reply]) -> None:
-        """The means of models and flows."""
+        """The server's step towards the means of models and flows."""
         super().aggregate(replies)
-        self.flow = self.mean([reply.sent["flow"] for reply in replies], replies)
+        mean = self.mean([reply.sent["flow"] for reply in replies], replies)
+        self.flow = self.flow + self.params.server_lr * (mean - self.flow)
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
@@ -200,8 +191,9 @@ class AFFCLReference(TorchReference):
     [
         {"k_loss_flow": 0.5, "k_kd_last": 1.0, "server_lr": 1.5},
         {"k_loss_flow": 2.0, "flow_every": 2, "flow_scale": "general", "theta": 1.0},
+        {"k_loss_flow": 2.0, "replay_clip": 0.2},
     ],
-    ids=["default", "general"],
+    ids=["default", "general", "clipped"],
 )
 def test_whole_runs_are_those_of_the_reference(params: dict[str, Any], configuration: str) -> None:
     torch_reference.compare("affcl", configuration, AFFCLReference, **SMALL, **params)
@@ -289,6 +281,23 @@ def test_samples_that_are_not_finite_are_not_replayed(monkeypatch: pytest.Monkey
     plain = small.worker(tiny(split={"images_per_class": 16}), client_round.plan)
     fedavg = plain.method.train_client(small.arrived(plain, client_round.plan, 1))
     assert torch.equal(reply.message["parameters"], fedavg.message["parameters"])
+
+
+@pytest.mark.parametrize(("clip", "clipped"), [(1e-3, 2), (1e9, 0)])
+def test_a_replay_step_is_no_longer_than_its_clip(
+    clip: float, clipped: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of samples that are far from all features; the clip is an event."""
+    far = lambda flow, noise, labels: 1e4 * noise  # noqa: E731
+    monkeypatch.setattr(Flow, "sample", far)
+    options = {"k_lastflow": 0.0, "k_kd_last": 0.0, "split": {"images_per_class": 16}}
+    worker, client_round = after_first_task(replay_clip=clip, **options)
+    reply = worker.method.train_client(client_round)
+    assert reply.log.events == [CLIPPED] * clipped
+    plain = small.worker(tiny(split={"images_per_class": 16}), client_round.plan)
+    fedavg = plain.method.train_client(small.arrived(plain, client_round.plan, 1))
+    away = (reply.message["parameters"] - fedavg.message["parameters"]).norm()
+    assert (away <= 3 * 0.1 * 1e-3) == (clipped > 0)  # of two steps at a learning rate of 0.1
 
 
 @pytest.mark.parametrize("policy", ["shared", "local", "frozen"])

@@ -2,6 +2,7 @@
 
 import math
 from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -152,8 +153,9 @@ class FBLReference(RehearsalReference):
         """Weighted cross-entropy and the divergence of class means; -1: no label."""
         columns, z, group = self.old_classes(visit)
         p = logits.softmax(1)
+        sure = logits.sigmoid() if isinstance(self, ScenesReference) else p
         known = np.flatnonzero(y >= 0)
-        gap = {n: max(1e-7, 1 - p[n, y[n]].item()) ** z for n in known}
+        gap = {n: max(1e-7, 1 - sure[n, y[n]].item()) ** z for n in known}
         weight = dict.fromkeys(gap, 1.0)
         for task in set(group.values()):
             own = [n for n in gap if group.get(y[n]) == task]
@@ -252,6 +254,23 @@ def test_runs_on_scenes_are_those_of_the_reference(options: dict[str, Any]) -> N
     # a pixel at its threshold may be on either side of it
     np.testing.assert_allclose(found, expected, rtol=0, atol=5e-4)
     assert_logged(record, naive)
+
+
+@pytest.mark.parametrize("masks", [True, False])
+def test_the_gap_of_a_pixel_is_that_of_a_sigmoid_and_of_an_image_that_of_a_softmax(
+    masks: bool,
+) -> None:
+    """Of one task the weights are (1 - p)^z over their mean."""
+    options = small.SCENES if masks else {}
+    experiment = tiny("fbl", **options)
+    method = small.worker(experiment, plan(experiment)).method
+    logits = torch.tensor([[2.0, 2.0, -1.0], [0.5, -1.0, 3.0]])
+    labels = torch.tensor([0, 2])
+    p = logits.sigmoid() if masks else logits.softmax(1)
+    gaps = (1 - p[[0, 1], labels]) ** 0.5
+    past = SimpleNamespace(power=0.5, groups=torch.tensor([[1.0, 0], [1, 0], [1, 0]]))
+    weights = method.compensation(past, logits, F.one_hot(labels, 3).float())
+    torch.testing.assert_close(weights, gaps / gaps.mean())
 
 
 def test_the_old_model_is_kept_from_the_second_task_and_never_sent() -> None:

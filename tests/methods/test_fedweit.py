@@ -12,7 +12,13 @@ from reference import CLOSE, CONFIGURATIONS, Array, FedAvgReference, Numbers, Re
 from small import BATCH_NORM, tiny, whole
 
 from stamp_core.core.seeding import generator
-from stamp_core.methods.fedweit.decomposed import Channels, PastWeights, to_dense, to_sparse
+from stamp_core.methods.fedweit.decomposed import (
+    Channels,
+    Decomposed,
+    PastWeights,
+    to_dense,
+    to_sparse,
+)
 from stamp_core.results.records import SCORINGS
 
 TASK = SCORINGS.index("task")
@@ -223,6 +229,28 @@ def test_channels_of_several_tensors_by_hand() -> None:
     assert channels.expand(torch.arange(5)).bincount().tolist() == [4, 4, 4, 3, 3]
     assert channels.largest(torch.tensor([1.0, 3, 2, 5, 4]), 0.4).tolist() == [0, 1, 0, 1, 0]
     assert not channels.largest(torch.ones(5), 0.3).any()  # none is above the threshold
+
+
+def test_each_decomposed_tensor_has_an_attention_of_its_own() -> None:
+    """The composed weights and the gradients of all parts, against automatic differentiation."""
+    channels = Channels([(3, 4), (3,), (2, 3)], [True, False, True])
+    sizes = (18, 5, 18, (2, 4))
+    parts = [torch.randn(size, dtype=torch.float64, requires_grad=True) for size in sizes]
+    base, mask, adaptive, attention = parts
+    knowledge = torch.randn(4, 18, dtype=torch.float64)
+    slopes = torch.randn(21, dtype=torch.float64)
+    known = knowledge.split([12, 6], 1)
+    foreign = torch.cat([row @ each for row, each in zip(attention, known, strict=True)])
+    expected = base * channels.expand(mask.sigmoid()) + adaptive + foreign
+    gradients = torch.autograd.grad(expected @ channels.gather(slopes), parts)
+    decomposed = Decomposed(channels, [part.detach() for part in parts], knowledge)
+    live = torch.zeros(21, dtype=torch.float64)
+    decomposed.compose(live)
+    torch.testing.assert_close(channels.gather(live), expected.detach())
+    torch.testing.assert_close(decomposed.foreign(), foreign.detach())
+    decomposed.backward(slopes)
+    for found, gradient in zip(decomposed.gradients, gradients, strict=True):
+        torch.testing.assert_close(found, gradient.flatten())
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5])

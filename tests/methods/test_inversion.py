@@ -459,6 +459,27 @@ def test_the_set_is_sent_once_in_an_experience_and_shown_as_memory(kind: str) ->
     assert record.memory["images"].dtype == np.uint8 and record.memory["images"].std() > 1
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_single_synthetic_image_does_not_freeze_the_statistics_of_real_ones(kind: str) -> None:
+    """It has no variance of its own; the real images of the same step have one."""
+    experiment = whole(kind, network=BATCH_NORM, replay_batch_size=1)
+    worker = small.worker(experiment, plan(experiment))
+    client_round = small.arrived(worker, plan(experiment), 1)
+    network = worker.method.teacher(worker.method.init_server(0))
+    received = client_round.message["buffers"]
+    client_round.message.update(
+        {
+            "announced images": worker.runtime.x_train[:1].clone(),
+            "announced labels": worker.runtime.y_train[:1].to(torch.uint8),
+            "announced teacher": network,
+            "announced teacher buffers": received,
+            "announced past": torch.tensor([255, 3], dtype=torch.uint8),
+        }
+    )
+    reply = worker.method.train_client(client_round)
+    assert (reply.message["buffers"] - received).abs().min() > 1e-4
+
+
 def test_one_image_of_each_kind_does_no_harm_to_micro_batches() -> None:
     """With batch normalisation, in micro-batches, and one synthetic image at a time."""
     network = {**BATCH_NORM, "micro_batch_size": 4}

@@ -1,5 +1,6 @@
 """VR-MCL: whole runs against one backward pass through all inner steps; its two passes agree."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,8 @@ class VrMclReference(RehearsalReference):
                 losses[-1] = both / (1 + weight)
         torch.stack(losses).mean().backward()
         assert start.grad is not None
-        return start.grad.numpy()
+        clip = params.clip or math.inf
+        return start.grad.numpy() * min(1, clip / float(start.grad.norm()))
 
     def loss(self, theta: Tensor, x: Array, y: Numbers) -> Tensor:
         """Cross-entropy as a function of the vector of weights."""
@@ -81,7 +83,7 @@ class VrMclReference(RehearsalReference):
     "params",
     [
         {"inner_steps": 3, "r": 0.5},
-        {"inner_steps": 2, "second_order": False, "weight": 2.0},
+        {"inner_steps": 2, "second_order": False, "weight": 2.0, "clip": 0.5},
         {"inner_steps": 0, "r": 0.8},
     ],
     ids=["second order", "first order", "no look-ahead"],

@@ -45,6 +45,9 @@ class AFFCLParams(FedAvgParams):
     flow_layers: int = 4
     flow_hidden: int | None = None  # width of the flow's networks; null: the number of features
     flow_every: int = 1  # the batches whose features make one step of the flow and one of replay
+    # Largest norm of the gradient of a replay step, as a flow's features may be of any size: the
+    # released Adam bounds its steps, SGD does not.
+    replay_clip: float = 10.0
     min_variance: float = 0.01  # released: 1e-30, at which one image of a class has weight 4e14
 
     def __post_init__(self) -> None:
@@ -52,7 +55,7 @@ class AFFCLParams(FedAvgParams):
         super().__post_init__()
         weights = ("k_loss_flow", "k_lastflow", "k_kd_last", "k_kd_feature", "k_kd_output")
         require_at_least(self, 0, *weights, "flow_lr")
-        require_above(self, 0, "min_variance")
+        require_above(self, 0, "min_variance", "replay_clip")
         require_at_least(self, 2, "flow_layers")  # fewer would leave half of the features as noise
         require_at_least(self, 1, "flow_every")
         if self.flow_hidden is not None:

@@ -17,6 +17,7 @@ from stamp_core.models.flat import FlatAdam, FlatModel, FlatSGD
 
 TEMPERATURE = 2.0  # of distillation: probabilities are raised to 1/2 and normalised
 DIVERGED = "flow: its density is not finite, the received flow is kept"
+CLIPPED = "flow: the gradient on its samples was shortened to replay_clip"
 NOT_REPLAYED = "flow: the loss on its samples is not finite, they are not replayed"
 
 
@@ -45,7 +46,7 @@ class FlowReplay:
         self.sgd = FlatSGD(self.runtime.model, undecayed)
         self.diverged = torch.zeros((), dtype=torch.bool, device=self.runtime.device)
         self.batches = list[tuple[Tensor, Tensor]]()  # features and labels since the last steps
-        self.outcomes = list[Tensor]()  # of each replay: density, credibility, used, failed
+        self.outcomes = list[Tensor]()  # of each replay, see `replay`
 
     def add(self, features: Tensor, labels: Tensor) -> None:
         """Take a batch, and the steps after every `flow_every` batches."""
@@ -80,8 +81,8 @@ class FlowReplay:
     def replay(self, features: Tensor, labels: Tensor) -> None:
         """One SGD step of the head alone on samples of the flow, weighted by credibility.
 
-        Its gradient is 0 if the loss is not finite, or the flow has diverged before. After the last
-        batch of a client round that batch's gradient is still there, and is taken once more.
+        Its gradient is 0 if the loss is not finite or the flow has diverged before, and has at most
+        the norm `replay_clip`: features of a flow may be of any size.
         """
         params = self.params
         model = self.runtime.model
@@ -97,13 +98,18 @@ class FlowReplay:
                 old = self.old_head(samples)
             distance = soft_cross_entropy(logits, old, TEMPERATURE)
             loss = loss + params.k_kd_last * params.k_kd_output * distance
+        model.gradients.zero_()
         (params.k_loss_flow * loss).backward()
         finite = loss.isfinite()
         usable = ~self.diverged
+        norm = model.gradients.norm()
+        model.gradients.mul_((params.replay_clip / norm).clamp(max=1))
         model.gradients.copy_(model.gradients.where(finite & usable, 0.0))
         self.sgd.step()  # between batches the encoder's gradients are 0
         model.gradients.zero_()
-        outcome = [density, weights.mean(), finite & usable, ~finite & usable]
+        taken = finite & usable
+        clipped = taken & (norm > params.replay_clip)
+        outcome = [density, weights.mean(), norm, taken, ~finite & usable, clipped]
         self.outcomes.append(torch.stack([each.float() for each in outcome]))
 
     def credibility(
@@ -132,9 +138,10 @@ class FlowReplay:
         if self.batches:
             self.take_steps()
         if self.outcomes:
-            *numbers, used, failed = torch.stack(self.outcomes, 1).cpu()  # [replays] each
-            self.log.events += [NOT_REPLAYED] * int(failed.sum())
-            for name, values in zip(("flow density", "credibility"), numbers, strict=True):
+            *numbers, used, failed, clipped = torch.stack(self.outcomes, 1).cpu()  # [replays] each
+            self.log.events += [NOT_REPLAYED] * int(failed.sum()) + [CLIPPED] * int(clipped.sum())
+            names = "flow density", "credibility", "replay gradient"
+            for name, values in zip(names, numbers, strict=True):
                 if used.any():
                     self.log.numbers[name] = float(values[used > 0].mean())
         failed = bool(self.diverged) or not self.flow.parameters.isfinite().all()

@@ -196,12 +196,13 @@ class Inversion(TaskServer, ABC):
         if replay is None:
             return self.new_loss(self.network(batch.images), batch.targets, context)
         images = next(replay.batches)
-        # one mode for both passes: the backward pass may compute parts of them again
-        self.runtime.train_mode(min(len(batch), len(images)))
         new = self.new_loss(self.network(batch.images), batch.targets, context)
         with torch.no_grad():
             teacher = replay.teacher(images)
+        self.runtime.train_mode(len(images))
         past = self.distillation_loss(self.network(images), teacher, replay.classes)
+        # the backward pass may compute parts of the larger batch again
+        self.runtime.train_mode(max(len(batch), len(images)))
         return replay.new_weight * new + replay.past_weight * past
 
     def new_loss(self, outputs: Outputs, labels: Tensor, context: Any) -> Tensor:

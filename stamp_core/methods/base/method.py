@@ -228,10 +228,9 @@ class Method:
         if not replies:
             return server
         mean = {name: self.average(name, replies) for name in self.averaged_vectors()}
-        if self.params.server_lr != 1 and "parameters" in mean:
-            mean["parameters"] = torch.lerp(
-                server["parameters"], mean["parameters"], self.params.server_lr
-            )
+        for name in {"parameters", *self.extra_networks} & mean.keys():
+            if self.params.server_lr != 1:
+                mean[name] = torch.lerp(server[name], mean[name], self.params.server_lr)
         return {**server, **mean}
 
     def average(self, name: str, replies: list[Reply]) -> Tensor:

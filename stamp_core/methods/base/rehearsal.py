@@ -55,6 +55,10 @@ class RehearsalParams(FedAvgParams):
         require_at_least(self, 0, "ratio", "anchor")
         if self.weight is not None:
             require_at_least(self, 0, "weight")
+        for name, neutral in (("weight", None), ("balanced", False)):
+            if not self.ratio and getattr(self, name) != neutral:
+                right = f"{neutral}, as ratio is 0: no batch has exemplars"
+                raise invalid(name, getattr(self, name), right)
         if self.weight is None and self.ratio and self.memory.soft:
             raise invalid("weight", None, f"a number: {self.memory.selection} makes soft labels")
         if self.weight is None and self.anchor:

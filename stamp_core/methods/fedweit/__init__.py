@@ -80,7 +80,7 @@ class FedWeITState(TypedDict):
     tasks: dict[str, LearntTask]
     base: Tensor  # [N], B
     rest: NotRequired[Tensor]  # [R], that a task starts with, unless it is sent
-    attention: NotRequired[Tensor]  # [K], alpha
+    attention: NotRequired[Tensor]  # [T, K], alpha of each decomposed tensor
     target: NotRequired[Tensor]  # [N], of `PastWeights`
 
 
@@ -254,7 +254,8 @@ class FedWeIT(TaskServer):
             mask = self.channels.draw_masks(draw("mask"))
             adaptive = base * (self.params.adaptive or 0)
         if is_first(client_round):
-            attention = torch.randn(len(knowledge), generator=draw("attention"))
+            size = len(self.channels.blocks), len(knowledge)
+            attention = torch.randn(size, generator=draw("attention"))
             attention = attention / max(1, len(knowledge)) ** 0.5
         else:
             attention = state["attention"]

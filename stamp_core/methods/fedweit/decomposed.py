@@ -77,7 +77,9 @@ class Channels:
 
 
 class Decomposed:
-    """The parts of theta that are trained: B [N], m [C], A [N] and alpha [K], with KB [K, N].
+    """The parts of theta that are trained: B [N], m [C], A [N] and alpha [T, K], with KB [K, N].
+
+    Each of the T decomposed tensors has an attention of its own.
 
     They are one flat vector, `flat.parameters`, with the gradients `flat.gradients`.
     """
@@ -86,13 +88,19 @@ class Decomposed:
         self.channels = channels
         self.knowledge = knowledge
         self.flat = FlatModel(nn.ParameterList(trained))
-        sizes = [len(part) for part in trained]
-        self.base, self.mask, self.adaptive, self.attention = self.flat.parameters.split(sizes)
+        sizes = [part.numel() for part in trained]
+        self.base, self.mask, self.adaptive, attention = self.flat.parameters.split(sizes)
+        self.attention = attention.view(len(channels.blocks), len(knowledge))
         self.gradients = self.flat.gradients.split(sizes)
+
+    def known(self) -> tuple[Tensor, ...]:
+        """KB, tensor by tensor.  # [K, block] each"""
+        return tuple(self.knowledge.split(self.channels.blocks, 1))
 
     def foreign(self) -> Tensor:
         """The sum over k of alpha_k KB_k.  # [N]"""
-        return torch.mv(self.knowledge.T, self.attention)
+        pairs = zip(self.known(), self.attention, strict=True)
+        return torch.cat([self.base[:0], *(torch.mv(known.T, row) for known, row in pairs)])
 
     def compose(self, parameters: Tensor) -> None:
         """Write theta into a vector of parameters.  # [P]"""
@@ -102,18 +110,19 @@ class Decomposed:
             channels.rows(self.base),
             channels.rows(self.adaptive),
             self.mask.sigmoid()[:, None].split(channels.widths),
-            self.knowledge.split(channels.blocks, 1),
+            self.known(),
+            self.attention,
             strict=True,
         )
-        for theta, base, adaptive, share, known in parts:
+        for theta, base, adaptive, share, known, attention in parts:
             torch.addcmul(adaptive, base, share, out=theta.view_as(base))
-            theta.addmv_(known.T, self.attention)
+            theta.addmv_(known.T, attention)
 
     def backward(self, gradients: Tensor) -> None:
         """Set the gradients of the parts from those of the parameters [P], composed as now.
 
         With g = dL/dtheta and s = sigmoid(m): dL/dB = g s, dL/dm = s (1 - s) sum g B over the
-        channel, dL/dA = g, dL/dalpha_k = <g, KB_k>.
+        channel, dL/dA = g, dL/dalpha_k = <g, KB_k> in each tensor.
         """
         channels = self.channels
         base, mask, g, attention = self.gradients
@@ -125,7 +134,9 @@ class Decomposed:
         rows = channels.rows(g), channels.rows(base), share[:, None].split(channels.widths)
         for row, to_base, part in zip(*rows, strict=True):
             torch.mul(row, part, out=to_base)
-        torch.mv(self.knowledge, g, out=attention)
+        rows = attention.view_as(self.attention)
+        for known, part, row in zip(self.known(), g.split(channels.blocks), rows, strict=True):
+            torch.mv(known, part, out=row)
 
 
 class PastWeights:
