@@ -62,27 +62,22 @@ def test_the_rounding_of_the_gram_matrix_is_bounded(width: int) -> None:
     assert gram_rounding(vectors, [width - width // 2, width // 2])[0] <= rounding
 
 
-def test_products_and_sums_of_blocks() -> None:
-    vectors = normal(3, 1_000_003)
-    sizes = [300_001, 2, 700_000]
+def test_products_sums_and_coordinates_of_blocks_by_definition() -> None:
+    vectors, sizes, coefficients = normal(3, 500_003), [400_000, 2, 100_001], normal(3, 2, 3)
     parts = vectors.split(sizes, 1)
-    for block, part in zip(gram(vectors, sizes), parts, strict=True):
-        torch.testing.assert_close(block, part @ part.T)
-    coefficients = normal(3, 3)
-    expected = torch.cat([c @ part for c, part in zip(coefficients, parts, strict=True)])
-    for form in (vectors, list(vectors), list(vectors.float())):
-        total = combine(form, coefficients, sizes)
-        assert total.dtype == form[0].dtype
-        assert (total - expected).norm() <= 1e-6 * expected.norm()
-
-
-def test_products_with_sums_by_definition() -> None:
-    vectors, sizes, coefficients = normal(3, 500_003), [400_000, 3, 100_000], normal(3, 2, 3)
     for form in (vectors, list(vectors)):
         products = products_with_sums(form, coefficients, sizes)
-        assert products.shape == (3, 5, 2)
-        for block, part, c in zip(products, vectors.split(sizes, 1), coefficients, strict=True):
-            torch.testing.assert_close(block, torch.cat([part, c @ part]) @ (c @ part).T)
+        blocks = orthonormal_coordinates(form, sizes)
+        assert products.shape == (3, 5, 2) and [len(block.T) for block in blocks] == [3, 2, 3]
+        for k, (part, c) in enumerate(zip(parts, coefficients, strict=True)):
+            torch.testing.assert_close(gram(form, sizes)[k], part @ part.T)
+            torch.testing.assert_close(blocks[k] @ blocks[k].T, part @ part.T)
+            torch.testing.assert_close(products[k], torch.cat([part, c @ part]) @ (c @ part).T)
+    expected = torch.cat([c[0] @ part for c, part in zip(coefficients, parts, strict=True)])
+    for form in (vectors, list(vectors.float())):
+        total = combine(form, coefficients[:, 0], sizes)
+        assert total.dtype == form[0].dtype
+        assert (total - expected).norm() <= 1e-6 * expected.norm()
 
 
 def test_sums_of_float32_vectors_are_rounded_once() -> None:
@@ -90,15 +85,6 @@ def test_sums_of_float32_vectors_are_rounded_once() -> None:
     a, b = normal(2, 100_000).float()
     total = combine([a, b, a], torch.tensor([[1e6, 1.0, -1e6]], dtype=torch.float64))
     torch.testing.assert_close(total, b, rtol=1e-7, atol=1e-9)
-
-
-def test_coordinates_in_an_orthonormal_basis_have_the_inner_products_of_the_vectors() -> None:
-    vectors, sizes = normal(4, 500_005), [400_000, 2, 100_003]
-    for form in (vectors, list(vectors)):
-        blocks = orthonormal_coordinates(form, sizes)
-        assert [tuple(block.shape) for block in blocks] == [(4, 4), (4, 2), (4, 4)]
-        for block, products in zip(blocks, gram(form, sizes), strict=True):
-            torch.testing.assert_close(block @ block.T, products)
 
 
 def test_coordinates_have_the_digits_in_which_nearly_equal_vectors_differ() -> None:

@@ -52,9 +52,10 @@ any_reference = st.sampled_from(["mean", "current", "weighted"])
 
 
 def drawn(instance: Instance) -> tuple[Tensor, Tensor]:
-    """The gradients of an instance, and weights for the reference "weighted"."""
+    """The gradients of an instance at some scale, and weights for the reference "weighted"."""
     family, count, width, seed = instance
-    return FAMILIES[family](count, width, seed), normal(count, seed=seed).abs()
+    scale = 10.0 ** (seed % 7 - 3)
+    return scale * FAMILIES[family](count, width, seed), normal(count, seed=seed).abs()
 
 
 def reference_of(g: Tensor, name: str, weights: Tensor) -> Tensor:
@@ -111,6 +112,8 @@ def test_the_duality_gap_certifies_the_result(instance, kappa, reference) -> Non
         w = result.weights[0]
         assert dual(g, g0, kappa, w) == pytest.approx(result.value * square, abs=1e-7 * square)
         assert float(w.sum()) == pytest.approx(1) and w.min() >= 0
+        assert result.entropy == pytest.approx(float(torch.special.entr(w).sum()), abs=1e-9)
+        assert result.support == int((w > 1e-6).sum())
 
 
 @quick
@@ -130,27 +133,6 @@ def test_d_lies_on_the_ball(instance, kappa, reference) -> None:
     if kappa < 1:
         assert result.cosine >= (1 - kappa**2) ** 0.5 - 1e-6
         assert result.cosine == pytest.approx(float(d @ g0 / d.norm() / rho), abs=1e-6)
-
-
-@quick
-@given(instances, any_kappa, st.integers(0, 10**6))
-def test_symmetries(instance, kappa, seed) -> None:
-    """Order, scale, sign and rotation of the gradients carry over to d; repeating all of them
-    changes nothing."""
-    g, matching = drawn(instance)[0], MatchingParams(kappa=kappa)
-    d, result = match(g, matching)
-    if result.status != "exact" or result.value < 1e-4:  # g_w is nearly 0 and has no direction
-        return
-    order = torch.randperm(len(g), generator=torch.Generator().manual_seed(seed))
-    rotation = torch.linalg.qr(normal(g.shape[1], g.shape[1], seed=seed))[0]
-    for changed, expected in (
-        (g[order], d),
-        (1e-3 * g, 1e-3 * d),
-        (-g, -d),
-        (g @ rotation, d @ rotation),
-        (g.repeat(3, 1), d),
-    ):
-        assert close(match(changed, matching)[0], expected, 1e-4)
 
 
 # --- the optimum itself
@@ -193,63 +175,12 @@ def test_one_gradient(seed, kappa, reference) -> None:
     assert result.weights.tolist() == [[1.0]] and result.value == pytest.approx(1 + kappa)
 
 
-@quick
-@given(st.integers(0, 10**6), st.sampled_from(KAPPAS))
-def test_two_gradients_of_one_norm(seed, kappa) -> None:
-    """F is symmetric and convex: w = (1/2, 1/2), d = (1 + kappa) g0."""
-    g = normal(2, 10, seed=seed)
-    d, result = match(g, MatchingParams(kappa=kappa, normalise="mean"))
-    normalised = g / g.norm(dim=1, keepdim=True) * g.norm(dim=1).mean()
-    assert close(d, normalised.mean(0))
-    assert result.weights[0].tolist() == pytest.approx([0.5, 0.5])
-
-
 def test_the_former_name_of_a_solver_is_refused_with_the_new_one() -> None:
     with pytest.raises(ParameterError, match="'authors' is unknown; it is now 'softmax_sgd'"):
         build(MatchingParams, {"solver": "authors"}, "matching")
 
 
-@pytest.mark.parametrize("count", [1, 2, 40])
-def test_identical_gradients_are_their_own_match(count: int) -> None:
-    """With "1+kappa" at their length; with the authors' 1 + kappa^2 longer: 1.25 / 1.0625 at kappa
-    0.25 and 1.5 / 1.25 at 0.5."""
-    g = normal(50)
-    for kappa, factor in ((0.25, 1.25 / 1.0625), (0.5, 1.2)):
-        matching = MatchingParams(kappa=kappa)
-        longer = replace(matching, length="1+kappa^2")
-        for each, expected, tolerance in (
-            (matching, g, 1e-6),
-            (longer, factor * g, 1e-6),
-            (replace(longer, solver="softmax_sgd"), factor * g, 1e-4),
-        ):
-            assert close(match(g.repeat(count, 1), each)[0], expected, tolerance)
-
-
-@pytest.mark.parametrize("count", [3, 5, 30])
-def test_orthogonal_gradients_of_one_norm(count: int) -> None:
-    """By symmetry w is uniform and d = (1 + kappa) g0."""
-    d, result = match(7 * torch.eye(count), MatchingParams(kappa=0.4))
-    assert close(d, torch.full((count,), 7 / count)) and result.support == count
-    assert result.entropy == pytest.approx(np.log(count)) and result.cosine == pytest.approx(1)
-
-
 # --- parameters
-
-
-def test_references_by_hand() -> None:
-    """(4, 0), (0, 2), (0, 0.5) at kappa 0, so d = g0: mean (4, 2.5) / 3, weights 1 : 1 : 2
-    (1, 0.75), current the last one."""
-    g, weights = torch.tensor([[4.0, 0.0], [0.0, 2.0], [0.0, 0.5]]), torch.tensor([1, 1, 2])
-    for reference, g0 in {
-        "mean": [4 / 3, 2.5 / 3],
-        "weighted": [1, 0.75],
-        "current": [0, 0.5],
-    }.items():
-        matching = MatchingParams(kappa=0, reference=reference)
-        assert match(g, matching, weights)[0].tolist() == pytest.approx(g0)
-        d, result = match(g, replace(matching, length="current"), weights)
-        assert float(d.norm()) == pytest.approx(0.5)
-        assert result.length == pytest.approx(0.5 / np.hypot(*g0))
 
 
 @quick
@@ -357,17 +288,16 @@ def test_tiny_gradients_are_in_the_reference_only() -> None:
     assert match(g, FREE)[1].dropped == 0
 
 
-def test_where_the_reference_is_zero_d_is_the_reference() -> None:
+@pytest.mark.parametrize("changes", [{}, {"length": "current"}], ids=str)
+def test_where_the_reference_is_zero_d_is_the_reference(changes: dict) -> None:
     """g - g = 0 leaves no ball; three gradients that add up to 0 leave rounding."""
     one, two = normal(1, 30), normal(2, 30).float()
-    changes: list[dict] = [{}, {"length": "current"}]
     for g in (torch.cat([one, -one]), torch.cat([two, -two.sum(0, keepdim=True)])):
-        for change in changes:
-            d, result = match(g.double(), MatchingParams(**change))
-            assert result.status == "reference is zero" and finite(result)
-            assert d.norm() <= 1e-6 * g.norm()
+        d, result = match(g.double(), MatchingParams(**changes))
+        assert result.status == "reference is zero" and finite(result)
+        assert d.norm() <= 1e-6 * g.norm()
     g = torch.cat([normal(2, 30), torch.zeros(1, 30)])
-    d, result = match(g, MatchingParams(reference="current", length="current"))
+    d, result = match(g, MatchingParams(reference="current", **changes))
     assert result.status == "reference is zero" and not d.any()
 
 
@@ -422,37 +352,23 @@ def test_the_direction_of_gradients_in_bfloat16_is_in_float32() -> None:
     assert close(d.double(), match(g.double(), matching)[0], 1e-5)
 
 
-# --- layers
-
-
-SIZES = [7, 1, 22]
-
-
 @quick
 @given(st.sampled_from(sorted(FAMILIES)), st.integers(2, 6), st.integers(0, 999), any_kappa)
-def test_layers_guarantee_less_than_the_model(family, count, seed, kappa) -> None:
-    """Each layer has its own ball and worst-served gradient: sum_l F_l* <= min_i <g_i, d> <= F*,
-    and the balls make up |d - g0| = kappa |g0|."""
-    g = FAMILIES[family](count, sum(SIZES), seed)
-    matching = replace(FREE, kappa=kappa)
-    d, own = match(g, replace(matching, blocks="layers"), sizes=SIZES)
-    model = match(g, matching)[1].value
-    g0 = g.mean(0)
-    square = float(g0 @ g0)
-    assert own.value <= own.worst_product + 1e-6 and own.worst_product <= model + 1e-6
-    assert float((g @ d).min()) == pytest.approx(own.worst_product * square, abs=1e-6 * square)
-    assert own.gap <= 1e-7 and own.weights.shape == (3, count)
-    if own.status == "exact":
-        for part, middle in zip(d.split(SIZES), g0.split(SIZES), strict=True):
-            radius = kappa * float(middle.norm())
-            assert float((part - middle).norm()) == pytest.approx(radius, rel=1e-5, abs=1e-9)
-
-
-def test_layers_are_separate_problems() -> None:
-    g = normal(4, sum(SIZES))
-    together, result = match(g, MatchingParams(blocks="layers"), sizes=SIZES)
-    alone = [match(part, MatchingParams())[0] for part in g.split(SIZES, 1)]
-    assert close(together, torch.cat(alone)) and result.coefficients.shape == (3, 4)
+def test_layers_are_separate_problems(family, count, seed, kappa) -> None:
+    """Each has its own ball and worst-served gradient; the record is of their sum."""
+    sizes = [7, 1, 22]
+    g, matching = FAMILIES[family](count, sum(sizes), seed), replace(FREE, kappa=kappa)
+    d, own = match(g, replace(matching, blocks="layers"), sizes=sizes)
+    parts = g.split(sizes, 1)
+    alone = [match(part, matching) for part in parts]
+    assert close(d, torch.cat([direction for direction, _ in alone]))
+    square = float(g.mean(0) @ g.mean(0))
+    values = [
+        r.value * float(p.mean(0) @ p.mean(0)) for p, (_, r) in zip(parts, alone, strict=True)
+    ]
+    assert own.value * square == pytest.approx(sum(values), abs=1e-6 * square)
+    assert own.worst_product * square == pytest.approx(float((g @ d).min()), abs=1e-6 * square)
+    assert own.gap <= 1e-7 and own.weights.shape == own.coefficients.shape == (3, count)
 
 
 # --- the public code
@@ -496,18 +412,3 @@ def test_the_solver_of_the_public_code(family: str, softmax: SoftmaxParams) -> N
         layered, _ = match(g, replace(matching, blocks="layers"), sizes=[20, 40])
         parts = [authors_by_torch(part, 0.25, softmax) for part in g.split([20, 40], 1)]
         assert close(layered, torch.cat(parts), 1e-7)
-
-
-@pytest.mark.parametrize("solver", ["softmax_sgd", "exact"])
-def test_only_the_public_code_depends_on_the_scale(solver: Any) -> None:
-    """Its 1e-4 exceed the squares of gradients of norm 1e-4: the weights stay uniform."""
-    g = normal(6, 40) * torch.arange(1, 7)[:, None]
-    g /= g.norm(dim=1).mean()
-    short, long = (
-        match_gram(gram(scale * g), MatchingParams(solver=solver)).weights for scale in (1e-4, 1.0)
-    )
-    away = [float((w - 1 / 6).abs().sum()) for w in (short, long)]
-    assert away[1] > 0.1
-    assert (
-        away[0] < 0.01 if solver == "softmax_sgd" else away[0] == pytest.approx(away[1], rel=1e-6)
-    )
