@@ -23,11 +23,12 @@ Params = Mapping[str, Any]
 FILES = {"settings": "params/settings.yaml", "methods": "params/methods.yaml"}
 GRIDS = ("grid", "more_seeds", "returning_classes")  # blocks that are trained
 REQUIRED = ("grid", "ablation", "sweeps")  # blocks of a profile
-BLOCKS = {*REQUIRED, *GRIDS, "tour"}
+OWN_PAGES = ("tour", "readings")  # blocks that a page of their own shows
+BLOCKS = {*REQUIRED, *GRIDS, *OWN_PAGES}
 AXES = ("setting", "method", "seeds")  # of a grid
 DEFAULT, QUICK, PAPER = "default", "quick", "paper"
 PROFILES = {DEFAULT: "params.yaml", QUICK: "params/quick.yaml", PAPER: "params/paper.yaml"}
-PAGES = ("grid", "comparison", "ablation", "tour")  # parts of a profile's grid
+PAGES = ("grid", "comparison", "ablation", *OWN_PAGES)  # parts of a profile's grid
 
 
 def read_params(profile: str = DEFAULT, root: Path = PARAMS.parent) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def check_names(params: Params) -> None:
 
     `read_params` has validated the names of settings, methods and sweeps.
     """
-    for grid in ("tour", *GRIDS):
+    for grid in (*OWN_PAGES, *GRIDS):
         axes = _check_axes(params, grid, AXES) if grid in params else {}
         for axis, words in axes.items():
             for word in words:
@@ -131,13 +132,13 @@ def expand_grid(page: str, params: Params) -> Iterator[tuple[str, str, str]]:
     """Setting, method and range of seeds of every experiment of a page.
 
     "grid" is all that is trained, "comparison" that without the variants of the ablation,
-    "ablation" its baselines and variants, "tour" the block of that name. "comparison.digits" is one
-    setting of a page.
+    "ablation" its baselines and variants, "tour" and "readings" the blocks of these names.
+    "comparison.digits" is one setting of a page.
     """
     page, _, only = page.partition(".")
     if page not in PAGES:
         raise unknown_name("page", page, PAGES)
-    blocks = ["tour"] if page == "tour" else [name for name in GRIDS if name in params]
+    blocks = [page] if page in OWN_PAGES else [name for name in GRIDS if name in params]
     grids = [_check_axes(params, name, AXES) for name in blocks]
     settings = dict.fromkeys(setting for grid in grids for setting in grid["setting"])
     if only and only not in settings:

@@ -264,6 +264,10 @@ def test_images_labels_and_names_are_those_of_the_files(
     for part, x, y in parts(*shape):
         pixels = getattr(found, f"x_{part}")
         want = x.reshape(len(x), -1, *shape[-2:])
+        if "cifar" in name:  # ordered by class and digest
+            digests = [hashlib.sha256(np.moveaxis(each, 0, -1).tobytes()).digest() for each in want]
+            order = sorted(range(len(y)), key=lambda place: (y[place], digests[place]))
+            want, y = want[order], y[order]
         assert pixels.dtype == np.uint8 and pixels.shape == want.shape
         assert 0 <= (want.astype(int) - pixels).max() <= (name == "usps")
         assert (want.astype(int) - pixels).min() == 0
@@ -271,6 +275,69 @@ def test_images_labels_and_names_are_those_of_the_files(
         assert labels.dtype == np.int64 and labels.tolist() == y.tolist()
     assert found.classes == CLASSES.get(name, PLAIN)
     assert found.domains == ("all",) and found.domain_train is None
+
+
+def small_cifar10(patch: pytest.MonkeyPatch) -> tuple[Any, dict[str, Any]]:
+    """The source with the numbers of images of the small set, and the arrays of its .npz file."""
+    images = {
+        f"{key}_{part}": value
+        for part, *xy in parts(3, 32, 32)
+        for key, value in zip("xy", xy, strict=True)
+    }
+    images["x_train"], images["x_test"] = (
+        images[f"x_{part}"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+        for part in ("train", "test")
+    )
+    counts = {
+        part: tuple(np.bincount(images[f"y_{part}"], minlength=10)) for part in ("train", "test")
+    }
+    changed = replace(torchvision_sets.SETS["cifar10"], **counts, digest=None)
+    patch.setitem(torchvision_sets.SETS, "cifar10", changed)
+    return changed, {**images, "classes": np.array([f"kind {k}" for k in range(10)])}
+
+
+def test_an_npz_file_and_torchvisions_files_give_the_same_arrays_in_the_same_order(
+    raw: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By class and in it by SHA-256, however the images are stored."""
+    put(raw, written(monkeypatch, "cifar10")[0])
+    small_set, arrays = small_cifar10(monkeypatch)
+    official = small_set.make(Options())
+    order = np.random.default_rng(0).permutation(len(arrays["y_train"]))
+    shuffled = arrays | {key: arrays[key][order] for key in ("x_train", "y_train")}
+    np.savez(raw / "cifar10.npz", **shuffled)
+    monkeypatch.setattr(vision, "load_torchvision", refuse)
+    copied = small_set.make(Options())
+    for key in ("x_train", "y_train", "x_test", "y_test"):
+        assert np.array_equal(getattr(official, key), getattr(copied, key))
+    assert official.classes == copied.classes
+    assert (np.diff(official.y_train) >= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"y_test": 1}, "y_test has"),
+        ({"x_train": 1}, "the SHA-256 of its images is"),
+        ({"x_train": None}, "x_train is missing"),
+    ],
+)
+def test_an_npz_file_of_other_images_is_refused_by_name(
+    changes: dict[str, Any], message: str, raw: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_set, arrays = small_cifar10(monkeypatch)
+    raw.mkdir(exist_ok=True)
+    np.savez(raw / "cifar10.npz", **arrays)
+    small_set = replace(small_set, digest=torchvision_sets.digest_of(small_set.make(Options())))
+    for key, shift in changes.items():
+        if shift is None:
+            del arrays[key]
+        else:
+            arrays[key] = arrays[key].copy()
+            arrays[key].flat[0] += shift
+    np.savez(raw / "cifar10.npz", **arrays)
+    with pytest.raises(ValueError, match=f"{raw / 'cifar10.npz'}.*{message}"):
+        small_set.make(Options())
 
 
 @pytest.mark.parametrize("name", ALL)

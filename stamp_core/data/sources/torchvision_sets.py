@@ -9,7 +9,7 @@ import socket
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.client import HTTPException
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +20,7 @@ import numpy as np
 from stamp_core.core import paths, vision
 from stamp_core.core.atomic import add_path_to_errors
 from stamp_core.data.images import Counts, ImageArrays, ImageOptions, Shape, convert_images
+from stamp_core.data.sources import npz
 from stamp_core.data.store.cache import SUBSETS, Bytes, Numbers
 
 STALL_SECONDS = 60  # seconds without a byte before a download is given up
@@ -44,12 +45,45 @@ class TorchvisionSet:
     train: tuple[int, ...]  # published numbers of images of each class
     test: tuple[int, ...]
     PACKAGES: tuple[str, ...] = ("numpy", "pillow", "torchvision")
+    in_npz: bool = False  # whether `NAME.npz` in data/raw may hold the set
+    digest: str | None = None  # of its images in order, where it is known
     Options = ImageOptions
+
+    def inputs(self, options: ImageOptions) -> list[Path]:
+        """`NAME.npz`, if it is there; torchvision's files have published checksums."""
+        file = paths.RAW / f"{self.name}.npz"
+        return [file] if self.in_npz and file.is_file() else []
 
     def make(self, options: ImageOptions) -> ImageArrays:
         """All training and test images."""
-        kind = getattr(vision.load_torchvision().datasets, self.kind)
-        return convert_images(self.read(self.name, kind), options)
+        files = self.inputs(options)
+        if files:
+            images = self.read_complete(files[0])
+        else:
+            kind = getattr(vision.load_torchvision().datasets, self.kind)
+            images = self.read(self.name, kind)
+        return convert_images(images, options)
+
+    def read_complete(self, path: Path) -> ImageArrays:
+        """The whole set in an .npz file."""
+        images = in_digest_order(npz.read_npz(path))
+        for key, y, published in zip(
+            ("y_train", "y_test"),
+            (images.y_train, images.y_test),
+            (self.train, self.test),
+            strict=True,
+        ):
+            counts = np.bincount(y, minlength=len(published))
+            for label in np.flatnonzero(counts != published)[:1]:
+                found = f"{key} has {counts[label]} images of class {label}"
+                raise _npz_error(path, self.name, f"{found}; it must have {published[label]}")
+        if images.x_train.shape[1:] != self.shape:
+            found = f"its images are {images.x_train.shape[1:]}"
+            raise _npz_error(path, self.name, f"{found}; they must be {self.shape}")
+        if self.digest and (found := digest_of(images)) != self.digest:
+            right = f"it must be {self.digest}"
+            raise _npz_error(path, self.name, f"the SHA-256 of its images is {found}; {right}")
+        return images
 
     def expected(self, options: ImageOptions) -> Counts:
         """The published numbers of images."""
@@ -59,7 +93,7 @@ class TorchvisionSet:
 
 
 def read_cifar(name: str, kind: Any) -> ImageArrays:
-    """CIFAR-10, or CIFAR-100 with its fine labels."""
+    """CIFAR-10, or CIFAR-100 with its fine labels, in the order of `in_digest_order`."""
     listed = [*kind.train_list, *kind.test_list, (kind.meta["filename"], kind.meta["md5"])]
     files = {f"{kind.base_folder}/{file}": md5 for file, md5 in listed}
     archive = {kind.filename: kind.tgz_md5}
@@ -69,7 +103,42 @@ def read_cifar(name: str, kind: Any) -> ImageArrays:
         (each.data.transpose(0, 3, 1, 2), np.asarray(each.targets, np.int64))
         for each in (train, test)
     ]
-    return ImageArrays(*arrays[0], *arrays[1], tuple(train.classes))
+    return in_digest_order(ImageArrays(*arrays[0], *arrays[1], tuple(train.classes)))
+
+
+def in_digest_order(images: ImageArrays) -> ImageArrays:
+    """The images by class and in it by the SHA-256 of their pixels [H, W, C].
+
+    An order that does not depend on the file they were in: equal images give equal plans.
+    """
+    ordered = dict[str, Any]()
+    for subset in SUBSETS:
+        x, y = getattr(images, f"x_{subset}"), getattr(images, f"y_{subset}")
+        digests = [hashlib.sha256(_pixels(image)).digest() for image in x]
+        order = sorted(range(len(y)), key=lambda place: (y[place], digests[place]))
+        ordered |= {f"x_{subset}": x[order], f"y_{subset}": y[order]}
+    return replace(images, **ordered)
+
+
+def digest_of(images: ImageArrays) -> str:
+    """The SHA-256 of x_train, y_train, x_test and y_test, images as [H, W, C], labels as bytes."""
+    digest = hashlib.sha256()
+    for subset in SUBSETS:
+        for image in getattr(images, f"x_{subset}"):
+            digest.update(_pixels(image))
+        digest.update(getattr(images, f"y_{subset}").astype(np.uint8).tobytes())
+    return digest.hexdigest()
+
+
+def _pixels(image: Bytes) -> bytes:
+    """The bytes of an image [C, H, W] as [H, W, C]."""
+    return np.ascontiguousarray(image.transpose(1, 2, 0)).tobytes()
+
+
+def _npz_error(path: Path, name: str, reason: str) -> ValueError:
+    """The error for a file that is not the whole set."""
+    cure = "replace it, or remove it to have torchvision's files read or downloaded"
+    return ValueError(f"{path} is not {name}: {reason}; {cure}")
 
 
 def read_mnist(name: str, kind: Any) -> ImageArrays:
@@ -129,8 +198,19 @@ def read_svhn(name: str, kind: Any) -> ImageArrays:
 SETS = {
     each.name: each
     for each in (
-        TorchvisionSet("cifar10", "CIFAR10", read_cifar, (3, 32, 32), (5000,) * 10, (1000,) * 10),
-        TorchvisionSet("cifar100", "CIFAR100", read_cifar, (3, 32, 32), (500,) * 100, (100,) * 100),
+        TorchvisionSet(
+            "cifar10", "CIFAR10", read_cifar, (3, 32, 32), (5000,) * 10, (1000,) * 10, in_npz=True
+        ),
+        TorchvisionSet(
+            "cifar100",
+            "CIFAR100",
+            read_cifar,
+            (3, 32, 32),
+            (500,) * 100,
+            (100,) * 100,
+            in_npz=True,
+            digest="bd7a478dc9534eaf02942fc2b179ac8dba2c5892ed563add3413f9aa9be96826",
+        ),
         TorchvisionSet(
             "mnist",
             "MNIST",
