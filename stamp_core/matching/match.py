@@ -112,7 +112,8 @@ def match(
 ) -> tuple[Tensor, MatchResult]:
     """The direction d [P] and what is recorded about it.
 
-    `weights` belong to the references "weighted" and "halves", `sizes` to the blocks "layers".
+    `weights` belong to the references "weighted" and "halves" (there they may be absent), `sizes`
+    to the blocks "layers".
     """
     if matching.blocks == "model":
         sizes = None
@@ -177,6 +178,8 @@ def _reference_weights(finite: Mask, matching: MatchingParams, weights: Tensor |
         return np.full(count, 1 / count)
     if matching.reference == "current":
         return np.asarray(np.eye(count)[-1])
+    if weights is None and matching.reference == "halves":
+        weights = torch.ones(len(finite))
     if weights is None or len(weights) != len(finite):
         right = f"{len(finite)} numbers, as reference is {matching.reference!r}"
         raise invalid("weights", weights, right)

@@ -26,20 +26,16 @@ from stamp_core.core.paths import ROOT
 
 # stages of dvc.yaml
 SPLIT_STAGES = ("split", "split_more_seeds", "split_returning_classes", "split_readings")
-TRAIN_STAGES = (
-    *("train", "train_more_seeds", "train_returning_classes", "train_readings", "sweep"),
-)
+TRAIN_STAGES = ("train", "train_more_seeds", "train_returning_classes", "train_readings", "sweep")
 PAGE_STAGES = (
-    *(
-        "heterogeneity",
-        "related",
-        "coresets",
-        "ablation",
-        "analyses",
-        "compare",
-        "readings",
-        "tour",
-    ),
+    "heterogeneity",
+    "related",
+    "coresets",
+    "ablation",
+    "analyses",
+    "compare",
+    "readings",
+    "tour",
 )
 PAPER_FILE = "pipelines/paper/dvc.yaml"
 OPERATIONS = "stamp_ops"  # a package beside this one, without which everything runs as well
