@@ -14,6 +14,7 @@ from stamp_ops.lockfile import (
     copy_sound_files,
     driver_lock,
     drop_gone_stages,
+    remove_folders_from_cache,
     restore_damaged_files,
 )
 from stamp_ops.submit import send_stages
@@ -27,6 +28,7 @@ class OperationsDriver(Driver):
         with driver_lock():
             clear_rwlock()
             restore_damaged_files()
+            remove_folders_from_cache()
             try:
                 return super().run(setting, tour)
             except KeyboardInterrupt:

@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -105,6 +106,17 @@ def restore_damaged_files() -> None:
             print(f"{name} was damaged: its last good copy is back", flush=True)
         else:
             print(f"{name} was damaged, and is now {path.stem}.damaged", flush=True)
+
+
+def remove_folders_from_cache() -> None:
+    """Remove folders in the place of objects of DVC's cache, which it makes again from its outputs.
+
+    DVC itself ends with "Is a directory" and names no cure.
+    """
+    for path in (paths.ROOT / ".dvc" / "cache" / "files" / "md5").glob("*/*"):
+        if path.is_dir():
+            shutil.rmtree(path)
+            print(f"{path.relative_to(paths.ROOT)} was a folder, and is removed", flush=True)
 
 
 def drop_gone_stages(stages: Collection[str]) -> None:

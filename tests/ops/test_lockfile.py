@@ -142,3 +142,16 @@ def test_a_driver_waits_for_the_dvc_that_a_killed_one_has_started(
         assert ended.exists()
     waiting = f"process {driver.pid} runs this pipeline: waiting for its end\n"
     assert capsys.readouterr().out == waiting
+
+
+def test_folders_in_the_place_of_objects_of_dvcs_cache_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lockfile.paths, "ROOT", tmp_path)
+    objects = tmp_path / ".dvc/cache/files/md5/ab"
+    (objects / "folder").mkdir(parents=True)
+    (objects / "folder/inside").touch()
+    (objects / "file").touch()
+    lockfile.remove_folders_from_cache()
+    assert [path.name for path in objects.iterdir()] == ["file"]
+    assert "ab/folder was a folder" in capsys.readouterr().out
