@@ -19,6 +19,7 @@ from stamp_core.results import metrics
 from stamp_core.results.records import SCORINGS, Record
 
 _SHAPES = "osD^vPX"  # of settings in one panel
+_NAMED = 8  # methods in a figure whose lines have names
 
 
 # --- by experience
@@ -52,8 +53,9 @@ def _accuracies(records: Sequence[Record]) -> pd.DataFrame:
 def _highlights(rows: pd.DataFrame, title: str, unit: str) -> Figure:
     """Column `percent` by experience: eight methods by name, the others as grey lines."""
     defined = rows[rows.groupby(["setting", "method"]).percent.transform("count") > 0]
-    methods = sorted(defined.method.unique(), key=lambda name: name not in style.HIGHLIGHTED)
-    shown = defined.method.isin(methods[: len(style.HIGHLIGHTED)])
+    present = list(defined.method.unique())
+    ordered = dict.fromkeys(name for name in (*style.HIGHLIGHTED, *present) if name in present)
+    shown = defined.method.isin(list(ordered)[:_NAMED])
     figure, panels = style.setting_panels(rows, 3.4, unit)
     for axis, setting, _ in panels:
         here = defined.setting == setting

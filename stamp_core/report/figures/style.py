@@ -45,10 +45,12 @@ _FIXED = {
     "stamp": (COLOURS[1], "v", 0),
     "gem": (COLOURS[3], "P", 1),
     "fedomg": (COLOURS[4], "^", 2),
+    "stamp_segments": (COLOURS[6], "X", 0),
+    "stamp_steps": (COLOURS[7], "h", 2),
     "keep_uniform": ("0.35", "o", 1),
     "fedavg_tuned": (COLOURS[0], "H", 2),
 }
-HIGHLIGHTED = tuple(_FIXED)[:8]
+HIGHLIGHTED = tuple(_FIXED)[:10]  # in figures with names, which have room for 8
 _OTHERS = """
 stamp_rehearsal stamp_paper stamp_code stamp_code_coreset stamp_softmax fedprox fedala gradma
 feddbe fedas fedl2p fedl2p_fcl fedssi agem gpm gpm_drift fsdgpm vrmcl refed affcl fedweit target
@@ -58,7 +60,7 @@ rehearsal_mean rehearsal_free stamp_mean stamp_current stamp_gradients stamp_uns
 keep_k_centre keep_least_squares keep_nonnegative keep_ocs keep_bcsr keep_csrel keep_sre2l keep_all
 replay_scenes stamp_scenes fbl_scenes fbl_relation_scenes refed_published affcl_published
 fedweit_published target_published lander_published glfc_published lga_published fedcil_published
-stamp_steps stamp_steps_sam stamp_segments stamp_segments_sam stamp_segments_mean
+stamp_steps_sam stamp_segments_sam stamp_segments_mean
 """  # a new method at the end: the others keep their places, so their colours and markers
 _PLACES = {method: place for place, method in enumerate(_OTHERS.split())}
 
