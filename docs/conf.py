@@ -56,11 +56,12 @@ def copy_sources() -> None:
     """Fill docs/_generated; files that have not changed keep their time, so pages are cached."""
     notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"))
     copies = {f"notebooks/{path.name}": executed_copy(path.stem) or path for path in notebooks}
-    copies |= {f"figures/{path.name}": path for path in sorted((ROOT / "figures").glob("*.md"))}
+    pages = [*(ROOT / "figures").glob("*.md"), ROOT / "figures" / "readings" / "results.md"]
+    copies |= {path.relative_to(ROOT).as_posix(): path for path in sorted(pages)}
     copies |= {path.name: path for path in (ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md")}
     contents = {name: source.read_bytes() for name, source in copies.items()}
-    pages = reference_pages(ROOT / "stamp_core")
-    contents |= {name: text.encode() for name, text in pages.items()}
+    reference = reference_pages(ROOT / "stamp_core")
+    contents |= {name: text.encode() for name, text in reference.items()}
     for name, content in contents.items():
         target = GENERATED / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +80,7 @@ def adapt_source(app: Sphinx, docname: str, source: list[str]) -> None:
     elif docname.startswith("_generated/"):
         text = text.replace("](docs/", "](../")
     else:
-        copies = r"figures/\w+\.md|notebooks/\w+\.ipynb|CONTRIBUTING\.md|CHANGELOG\.md"
+        copies = r"figures/[\w/]+\.md|notebooks/\w+\.ipynb|CONTRIBUTING\.md|CHANGELOG\.md"
         text = re.sub(rf"\]\(\.\./({copies})", r"](_generated/\1", text)
     if not docname.startswith("_generated/notebooks/"):
         text = text.replace(" ± ", f"{NBSP}±{NBSP}").replace(", AF ", f",{NBSP}AF{NBSP}")
