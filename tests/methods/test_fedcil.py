@@ -165,8 +165,10 @@ class FedCILReference(TorchReference):
         """The means, then steps on images of the clients' generators."""
         super().aggregate(replies)
         p, size = self.params, self.training.batch_size
-        self.gan = self.mean([reply.sent["gan"] for reply in replies], replies)
-        self.judge = self.mean([reply.sent["judge"] for reply in replies], replies)
+        for name in ("gan", "judge"):  # networks that move as the model does
+            mean = self.mean([reply.sent[name] for reply in replies], replies)
+            before = getattr(self, name)
+            setattr(self, name, before + p.server_lr * (mean - before))
         self.reports |= {r.client: r.sent["report"] for r in replies if r.sent["report"]}
         if not p.consolidation:
             return
