@@ -224,16 +224,35 @@ class Run:
             "checkpoint": self.saving,  # of the round before
         }
         logs = [*(result.reply.log for result in results), log]
+        noted = self.round_entry(messages, results, logs, seconds, angles)
+        entry = {"experience": experience, "round": round_, **noted}
+        state["history"].append(entry)
+        state["next"] += 1
+        logger.debug(
+            "%s seed %d: experience %d round %d, %d of %d clients, loss %s, %.2f s",
+            *(self.experiment.name, self.seed, experience, round_),
+            *(len(results), len(selected), entry["loss"], evaluated - start),
+        )
+        self.save(last, flush=evaluated - start > FSYNC_MIN_SECONDS)
+
+    def round_entry(
+        self,
+        messages: Mapping[int, Message],
+        results: list[ClientResult],
+        logs: list[Log],
+        seconds: Mapping[str, float],
+        angles: Mapping[str, float],
+    ) -> dict[str, Any]:
+        """What the record says of a round; `seconds` are those of the engine, `logs` add theirs."""
+        total = dict(seconds)
         for each in logs:
             for phase, spent in each.seconds.items():
-                seconds[phase] = seconds.get(phase, 0.0) + spent
-        entry = {
-            "experience": experience,
-            "round": round_,
+                total[phase] = total.get(phase, 0.0) + spent
+        return {
             "participants": len(messages),
             "completed": len(results),
             **summarise_training([result.reply for result in results]),
-            "seconds": seconds,
+            "seconds": total,
             "bytes": {
                 "down": sum(map(tree_bytes, messages.values())),
                 "up": sum(tree_bytes(result.reply.message) for result in results),
@@ -247,14 +266,6 @@ class Run:
             "notes": mean_by_name(each.numbers for each in logs),
             "events": dict(Counter(event for each in logs for event in each.events)),
         }
-        state["history"].append(entry)
-        state["next"] += 1
-        logger.debug(
-            "%s seed %d: experience %d round %d, %d of %d clients, loss %s, %.2f s",
-            *(self.experiment.name, self.seed, experience, round_),
-            *(len(results), len(selected), entry["loss"], evaluated - start),
-        )
-        self.save(last, flush=evaluated - start > FSYNC_MIN_SECONDS)
 
     def select_clients(self, experience: int, round_: int) -> tuple[list[int], list[int]]:
         """The clients that receive the model in a round, and those of them that complete it."""

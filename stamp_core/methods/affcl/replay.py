@@ -81,7 +81,7 @@ class FlowReplay:
     def replay(self, features: Tensor, labels: Tensor) -> None:
         """One SGD step of the head alone on samples of the flow, weighted by credibility.
 
-        Its gradient is 0 if the loss is not finite or the flow has diverged before, and has at most
+        Its gradient is 0 if it or the loss is not finite or the flow has diverged, and has at most
         the norm `replay_clip`: features of a flow may be of any size.
         """
         params = self.params
@@ -100,9 +100,9 @@ class FlowReplay:
             loss = loss + params.k_kd_last * params.k_kd_output * distance
         model.gradients.zero_()
         (params.k_loss_flow * loss).backward()
-        finite = loss.isfinite()
-        usable = ~self.diverged
         norm = model.gradients.norm()
+        finite = loss.isfinite() & norm.isfinite()
+        usable = ~self.diverged
         model.gradients.mul_((params.replay_clip / norm).clamp(max=1))
         model.gradients.copy_(model.gradients.where(finite & usable, 0.0))
         self.sgd.step()  # between batches the encoder's gradients are 0

@@ -228,8 +228,8 @@ class Method:
         if not replies:
             return server
         mean = {name: self.average(name, replies) for name in self.averaged_vectors()}
-        for name in {"parameters", *self.extra_networks} & mean.keys():
-            if self.params.server_lr != 1:
+        if self.params.server_lr != 1:
+            for name in mean.keys() & {"parameters", *self.extra_networks}:
                 mean[name] = torch.lerp(server[name], mean[name], self.params.server_lr)
         return {**server, **mean}
 

@@ -90,9 +90,9 @@ class Stamp(Rehearsal):
             raise invalid("alternate", True, "false, as training.weight_decay is set")
         if params.prototype and runtime.dataset.masks:
             raise invalid("prototype", params.prototype, "0, as the data have masks")
+        self.in_steps = params.temporal is not None and params.temporal.in_steps
         # A second optimiser is no tensor, and matching is solved on the CPU.
-        in_steps = params.temporal is not None and params.temporal.in_steps
-        self.graph_safe = not params.alternate and not in_steps
+        self.graph_safe = not params.alternate and not self.in_steps
 
     # --- the server
 
@@ -115,13 +115,10 @@ class Stamp(Rehearsal):
 
     def train(self, client_round: ClientRound, context: StampContext) -> list[Tensor]:
         """Local SGD, whose updates or gradients are matched with gradients of past tasks."""
-        params: TemporalParams | None = self.params.temporal
-        if params is None:
-            return super().train(client_round, context)
-        if params.in_steps:
+        if self.params.temporal is None or self.in_steps:
             losses = super().train(client_round, context)
         else:
-            losses = self.train_in_segments(client_round, context, params)
+            losses = self.train_in_segments(client_round, context, self.params.temporal)
         log_matches(client_round.log, "temporal", context.matches)
         return losses
 
@@ -139,7 +136,7 @@ class Stamp(Rehearsal):
         losses = list[Tensor]()
         for batches in segments(self.batches(client_round, context), params.every):
             start = self.model.parameters.clone()
-            of_segment = self.runtime.run_steps(self.step, batches, context, self.graph_safe)
+            of_segment = runtime.run_steps(self.step, batches, context, self.graph_safe)
             update = Update(start, images[len(losses) :][: len(of_segment)])
             losses += of_segment
             finite = bool(self.model.parameters.isfinite().all())  # else matching would hide it
@@ -183,25 +180,25 @@ class Stamp(Rehearsal):
     def past_indices(self, client_round: ClientRound) -> Tensor:
         """Indices of the exemplars of other tasks, of a sample if steps match them.  # [m]"""
         places = super().past_indices(client_round)
-        params: TemporalParams | None = self.params.temporal
-        if params is None or not params.in_steps:
+        if not self.in_steps:
             return places
         memory: Memory = client_round.state["memory"]
         tasks = past_tasks(memory, client_round.task)
-        chosen = sample_tasks(tasks, params.tasks, client_round.round_id)
+        chosen = sample_tasks(tasks, self.params.temporal.tasks, client_round.round_id)
         return places[torch.isin(memory["tasks"][places], torch.tensor(chosen))]
 
     def step(self, batch: Batch, context: Any) -> Tensor:
         """One SGD step on a batch, along the matched gradient if tasks are matched in steps."""
-        params: TemporalParams | None = self.params.temporal
-        if params is None or not params.in_steps or not batch.exemplars:
+        if not self.in_steps or not batch.exemplars:
             return super().step(batch, context)
         self.runtime.start_step(len(batch))
         groups = batch_groups(batch)
         losses, gradients = self.group_gradients(batch, groups)
         with context.log.clock("temporal"):
             images = torch.tensor([len(group) for group in groups])
-            direction, result = match_gradients(gradients, images, params, self.runtime.layers())
+            sizes = self.runtime.layers()
+            temporal: TemporalParams = self.params.temporal
+            direction, result = match_gradients(gradients, images, temporal, sizes)
         context.matches.append(result)
         self.model.gradients.copy_(direction)
         self.runtime.sgd.step()
