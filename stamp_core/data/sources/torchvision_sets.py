@@ -301,6 +301,8 @@ def _download(
 @contextmanager
 def _guarded() -> Iterator[None]:
     """A context in which downloads cannot stall, and tar archives unpack files and folders only."""
+    if not hasattr(tarfile, "data_filter"):
+        raise OSError("Python 3.11.4 or newer is needed to unpack archives safely")
     timeout = socket.getdefaulttimeout()
     trusted = tarfile.TarFile.extraction_filter
     socket.setdefaulttimeout(STALL_SECONDS)
