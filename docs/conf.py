@@ -56,8 +56,8 @@ def copy_sources() -> None:
     """Fill docs/_generated; files that have not changed keep their time, so pages are cached."""
     notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"))
     copies = {f"notebooks/{path.name}": executed_copy(path.stem) or path for path in notebooks}
-    pages = [*(ROOT / "figures").glob("*.md"), ROOT / "figures" / "readings" / "results.md"]
-    copies |= {path.relative_to(ROOT).as_posix(): path for path in sorted(pages)}
+    pages = sorted((ROOT / "figures").glob("*.md"))
+    copies |= {path.relative_to(ROOT).as_posix(): path for path in pages}
     copies |= {path.name: path for path in (ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md")}
     contents = {name: source.read_bytes() for name, source in copies.items()}
     reference = reference_pages(ROOT / "stamp_core")

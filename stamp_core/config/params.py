@@ -23,7 +23,7 @@ Params = Mapping[str, Any]
 FILES = {"settings": "params/settings.yaml", "methods": "params/methods.yaml"}
 GRIDS = ("grid", "more_seeds", "returning_classes")  # blocks that are trained
 REQUIRED = ("grid", "ablation", "sweeps")  # blocks of a profile
-OWN_PAGES = ("tour", "readings")  # blocks that a page of their own shows
+OWN_PAGES = ("tour",)  # blocks that a page of their own shows
 BLOCKS = {*REQUIRED, *GRIDS, *OWN_PAGES}
 AXES = ("setting", "method", "seeds")  # of a grid
 DEFAULT, QUICK, PAPER = "default", "quick", "paper"
@@ -132,7 +132,7 @@ def expand_grid(page: str, params: Params) -> Iterator[tuple[str, str, str]]:
     """Setting, method and range of seeds of every experiment of a page.
 
     "grid" is all that is trained, "comparison" that without the variants of the ablation,
-    "ablation" its baselines and variants, "tour" and "readings" the blocks of these names.
+    "ablation" its baselines and variants, "tour" the block of this name.
     "comparison.digits" is one setting of a page.
     """
     page, _, only = page.partition(".")

@@ -109,8 +109,6 @@ def check_params(params: Params) -> int:
     for method in params["methods"]:
         resolve_preset(method, params)
     experiments = list(expand_grid("grid", params))
-    if "readings" in params:
-        experiments += expand_grid("readings", params)
     for setting, method, seeds in experiments:
         load_experiment(setting, method, params)
         parse_seeds(seeds)

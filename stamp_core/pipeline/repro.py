@@ -25,18 +25,9 @@ from stamp_core.config.params import DEFAULT, PAPER, check_names, expand_grid, r
 from stamp_core.core.paths import ROOT
 
 # stages of dvc.yaml
-SPLIT_STAGES = ("split", "split_more_seeds", "split_returning_classes", "split_readings")
-TRAIN_STAGES = ("train", "train_more_seeds", "train_returning_classes", "train_readings", "sweep")
-PAGE_STAGES = (
-    "heterogeneity",
-    "related",
-    "coresets",
-    "ablation",
-    "analyses",
-    "compare",
-    "readings",
-    "tour",
-)
+SPLIT_STAGES = ("split", "split_more_seeds", "split_returning_classes")
+TRAIN_STAGES = ("train", "train_more_seeds", "train_returning_classes", "sweep")
+PAGE_STAGES = ("heterogeneity", "related", "coresets", "ablation", "analyses", "compare", "tour")
 PAPER_FILE = "pipelines/paper/dvc.yaml"
 OPERATIONS = "stamp_ops"  # a package beside this one, without which everything runs as well
 

@@ -25,7 +25,7 @@ from stamp_core.pipeline.sweeps import light_experiment, set_value
 from stamp_core.report.tables.sweeps import KINDS, write_tuning
 from stamp_core.results.records import Record
 
-FILE, PROFILE, REPORTING = "params/tuning.yaml", "tuning", 100  # the first reporting seed
+FILE, PROFILE, CHOOSING = "params/tuning.yaml", "tuning", 10  # the number of choosing seeds
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,17 @@ class Tuning:
 
     def __post_init__(self) -> None:
         """Validate that seeds are for choosing, and all methods have as many candidates."""
-        if max(parse_seeds(self.seeds)) >= REPORTING:
-            raise invalid("seeds", self.seeds, f"below {REPORTING}: the others are for reporting")
+        if max(parse_seeds(self.seeds)) >= CHOOSING:
+            raise invalid("seeds", self.seeds, f"below {CHOOSING}: the others are for reporting")
         counts = {name: len(values) for name, values in self.candidates.items()}
         if len(set(counts.values())) > 1:
             raise invalid("candidates", counts, "the same number for every method")
+        for name, values in self.candidates.items():  # else a preset's own value would decide
+            keys = dict.fromkeys(key for candidate in values for key in candidate)
+            for candidate in values:
+                if missing := [key for key in keys if key not in candidate]:
+                    right = f"with {missing[0]}, which another candidate has"
+                    raise invalid(f"candidates.{name}", candidate, right)
 
     def methods(self, kind: str) -> Mapping[str, list[dict[str, Any]]]:
         """The candidates that were tuned, or what was explored."""
@@ -66,7 +72,8 @@ def candidate_experiments(tuning: Tuning) -> Iterator[Experiment]:
             preset = changed["methods"][method] = read_preset(method, changed)
             for key, value in values.items():
                 set_value(preset, key.split("."), value)
-            candidate = ", ".join(f"{key} {value}" for key, value in values.items())
+            pairs = (f"{key} {'null' if value is None else value}" for key, value in values.items())
+            candidate = ", ".join(pairs)
             for setting in tuning.setting:
                 yield light_experiment(setting, method, changed, (kind, candidate))
 

@@ -16,11 +16,11 @@ from stamp_core.results.records import load_record
 REPRO = ("python", "-m", "stamp_core.pipeline.repro")  # what `make repro` runs
 SETTINGS, METHODS = "params/settings.yaml", "params/methods.yaml"
 STAMP, REHEARSAL = "stamp_core/methods/stamp/__init__.py", "stamp_core/methods/base/rehearsal.py"
-PAGES = {"compare", "ablation", "analyses", "coresets", "readings"}  # which need every run
+PAGES = {"compare", "ablation", "analyses", "coresets"}  # which need every run
 OTHER_PAGES = {"tour", "heterogeneity", "related"}
 BROKEN = "train@tiny-broken-0to1"
 OF_REPLAY = {"train@tiny-replay-0to1", "train_more_seeds@tiny-replay-2"}
-OF_STAMP = {"train@tiny-stamp-0to1", "train_readings@tiny-stamp_steps-3to4", "sweep@kappa"}
+OF_STAMP = {"train@tiny-stamp-0to1", "sweep@kappa"}
 OF_STAMP_ELSEWHERE = {"train_returning_classes@tiny_alpha-stamp-0to1", "sweep@alpha_tiny"}
 
 CODE = """
@@ -145,7 +145,7 @@ def test_a_setting_concerns_what_is_trained_on_it(project: Project) -> None:
     """Plans are not drawn again, and with the old code nothing above has to run."""
     project.change(SETTINGS, "tiny.training.lr", 0.2)
     swept = {f"sweep@{name}_tiny" for name in ("exemplars", "projection", "cycles")}
-    others = {"train@tiny-fedavg-0to1", "train_readings@tiny-fedavg-3to4", BROKEN, *swept}
+    others = {"train@tiny-fedavg-0to1", BROKEN, *swept}
     assert project.outdated() == OF_REPLAY | OF_STAMP | others
     project.restore()
 

@@ -17,7 +17,10 @@ from stamp_core.methods.base.registry import read_preset, resolve_preset
 PARAMS = read_params()
 KINDS = {preset: resolve_preset(preset, PARAMS)[0] for preset in PARAMS["methods"]}
 FIRST = list({kind: preset for preset, kind in reversed(KINDS.items())}.values())  # of each method
-PRESETS = [*FIRST, "stamp_steps", "stamp_segments", "stamp_code", "stamp_rehearsal", "stamp_paper"]
+PRESETS = [
+    *FIRST,
+    *(f"stamp_{name}" for name in ("segments", "round", "code", "rehearsal", "paper")),
+]
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "plain": {"split": {"images_per_class": 16}, "training": {"epochs": 2}},
     "returning": {"split": {"images_per_class": 12, "cycles": 2}, "training": {"epochs": 2}},
@@ -30,7 +33,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 }
 SHORTER = ("fedcil", "glfc", "lander", "srfdil", "target")  # whose networks take their time
 SCHEDULE = "as published, the learning rate decays after more rounds than there are"
-INHERITED = "inherited from the preset stamp, whose memory restyles images"
+INHERITED = "inherited from the preset stamp_round, whose memory restyles images"
 WITHOUT_EFFECT = {
     ("fedomg", "spatial.softmax.decay"): SCHEDULE,
     ("stamp_code", "temporal.softmax.decay"): SCHEDULE,

@@ -21,8 +21,11 @@ TUNING: dict[str, Any] = {
     "seeds": "0to1",
     "explored": {"sam": [{"spatial.kappa": 0.75}]},
     "candidates": {
-        "near": [{"spatial.kappa": 0.0, "server_lr": 1.5}, {"spatial.kappa": 0.5}],
-        "kept": [{"memory.exemplars_per_class": 1}, {"server_lr": 1e30}],
+        "near": [
+            {"spatial.kappa": 0.0, "server_lr": 1.5},
+            {"spatial.kappa": 0.5, "server_lr": 1.0},
+        ],
+        "kept": [{"server_lr": 1.0}, {"server_lr": 1e30}],
     },
 }
 
@@ -43,7 +46,7 @@ def test_a_candidate_changes_its_keys_and_nothing_else(
     params: dict[str, Any], tuning: dict[str, Any]
 ) -> None:
     """A nested value stays with its candidate, also where presets share a block by `extends`."""
-    tuning["candidates"] = {"near": [{"spatial.kappa": 0.9, "server_lr": 2.0}, {"server_lr": 1.5}]}
+    tuning["candidates"] = {"near": [{"spatial.kappa": 0.9, "server_lr": 2.0}]}
     tuning["explored"] = {"sam": [{"server_lr": 1.5}]}
     first, *others = tune.candidate_experiments(tune.read_tuning())
     assert (first.method, first.sweep) == ("near", ("tuning", "spatial.kappa 0.9, server_lr 2.0"))
@@ -65,9 +68,9 @@ def test_the_best_mean_accuracy_is_chosen_and_current_records_are_kept(
     assert not table[table.kind == "explored"].chosen.any()  # it is in a table of its own
     for _, rows in table[table.kind == "tuning"].groupby("method"):
         assert rows.chosen.tolist() == (rows["mean"] == rows["mean"].max()).tolist()
-    assert table[table.method == "kept"].candidate.tolist() == ["memory.exemplars_per_class 1"]
+    assert table[table.method == "kept"].candidate.tolist() == ["server_lr 1.0"]
     candidates, explored = (tmp_path / "figures" / "tuning.md").read_text().split("## Explored")
-    assert "| near | spatial.kappa 0.5 |" in candidates
+    assert "| near | spatial.kappa 0.5, server_lr 1.0 |" in candidates
     assert "| sam | spatial.kappa 0.75 |" in explored and "| near |" not in explored
     trained.clear()
     tune.tune(jobs=1)
@@ -98,8 +101,13 @@ def test_one_method_is_tuned_and_the_results_of_the_others_stay(
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("seeds", "98to100", "seeds is '98to100'; it must be below 100: the others are for rep"),
+        ("seeds", "8to10", "seeds is '8to10'; it must be below 10: the others are for reporting"),
         ("candidates", {"near": [{}], "kept": [{}, {}]}, "the same number for every method"),
+        (
+            "candidates",
+            {"near": [{"server_lr": 1.5}, {"ratio": 0.5, "server_lr": 1.0}]},
+            r"candidates.near is {'server_lr': 1.5}; it must be with ratio, which another",
+        ),
     ],
 )
 def test_unequal_chances_are_refused(

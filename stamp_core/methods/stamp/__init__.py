@@ -11,22 +11,23 @@ from stamp_core.client.batches import Batch
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_at_least
 from stamp_core.coresets.memory import Memory, MemoryParams, past_tasks, task_indices
-from stamp_core.matching.match import MatchResult
+from stamp_core.matching.match import MatchResult, match_gram
 from stamp_core.methods.base.method import ClientRound, Log, Reply, State
 from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalContext, RehearsalParams
 from stamp_core.methods.base.server_matching import SpatialParams, log_matches, match_server
 from stamp_core.methods.stamp.prototypes import prototype_loss
 from stamp_core.methods.stamp.temporal import (
     PastTask,
+    SeparateGradients,
     TemporalParams,
     Update,
     batch_groups,
-    match_gradients,
     match_update,
     sample_tasks,
     segments,
 )
 from stamp_core.models.flat import FlatSGD, flatten_like
+from stamp_core.models.group_gradients import GroupGradients, group_gradients, in_one_pass
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,14 @@ class Stamp(Rehearsal):
         if params.prototype and runtime.dataset.masks:
             raise invalid("prototype", params.prototype, "0, as the data have masks")
         self.in_steps = params.temporal is not None and params.temporal.in_steps
+        self.one_pass = self.in_steps and self.in_one_pass(params)
         # A second optimiser is no tensor, and matching is solved on the CPU.
         self.graph_safe = not params.alternate and not self.in_steps
+
+    def in_one_pass(self, params: StampParams) -> bool:
+        """Whether one backward pass gives the gradients of all groups of a batch."""
+        whole = params.temporal is not None and params.temporal.blocks == "model"
+        return whole and not params.prototype and in_one_pass(self.classifier)
 
     # --- the server
 
@@ -193,18 +200,28 @@ class Stamp(Rehearsal):
             return super().step(batch, context)
         self.runtime.start_step(len(batch))
         groups = batch_groups(batch)
-        losses, gradients = self.group_gradients(batch, groups)
+        images = torch.tensor([len(group) for group in groups])
+        temporal: TemporalParams = self.params.temporal
+        found = self.group_gradients(batch, groups)
         with context.log.clock("temporal"):
-            images = torch.tensor([len(group) for group in groups])
-            sizes = self.runtime.layers()
-            temporal: TemporalParams = self.params.temporal
-            direction, result = match_gradients(gradients, images, temporal, sizes)
+            result = match_gram(found.gram(), temporal, images)
+            self.model.gradients.copy_(found.weighted(temporal.lr * result.coefficients))
         context.matches.append(result)
-        self.model.gradients.copy_(direction)
         self.runtime.sgd.step()
-        return losses @ images.to(losses) / len(batch)
+        return found.losses @ images.to(found.losses) / len(batch)
 
-    def group_gradients(self, batch: Batch, groups: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def group_gradients(
+        self, batch: Batch, groups: list[Tensor]
+    ) -> GroupGradients | SeparateGradients:
+        """The mean loss of each group of images in a batch, and its gradient."""
+        if self.one_pass:
+            order, sizes = torch.cat(groups), [len(group) for group in groups]
+            images, targets = batch.images[order], batch.targets[order]
+            return group_gradients(self.classifier, images, targets, sizes)
+        blocks = self.runtime.layers() if self.params.temporal.blocks == "layers" else None
+        return SeparateGradients(*self.backward_passes(batch, groups), blocks)
+
+    def backward_passes(self, batch: Batch, groups: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """The mean loss of each group of images in a batch, and its gradient.  # [K], K of [P]
 
         Batch normalisation needs the whole batch; without it smaller passes take half the time.

@@ -19,7 +19,7 @@ from stamp_core.client.by_class import sample_balanced
 from stamp_core.client.runtime import ClientRuntime, RoundId
 from stamp_core.config.decode import invalid, require_above, require_at_least
 from stamp_core.matching.gram import combine, gram
-from stamp_core.matching.match import MatchingParams, MatchResult, match, match_gram
+from stamp_core.matching.match import MatchingParams, MatchResult, match
 
 
 @dataclass(frozen=True)
@@ -158,14 +158,18 @@ def batch_groups(batch: Batch) -> list[Tensor]:
     return [*(group + batch.new for group in groups), new]
 
 
-def match_gradients(
-    gradients: list[Tensor], images: Tensor, params: TemporalParams, sizes: list[int] | None
-) -> tuple[Tensor, MatchResult]:
-    """The matched gradient of a step, from gradients on so many images each.  # [P]
+@dataclass(frozen=True, eq=False)
+class SeparateGradients:
+    """The mean loss of each of K groups of images, and its gradient by a pass of its own."""
 
-    Its certificate comes from the Gram matrix: a pass over the gradients would take as long as the
-    backward pass of a small network.
-    """
-    sizes = sizes if params.blocks == "layers" else None
-    result = match_gram(gram(gradients, sizes), params, images)
-    return combine(gradients, params.lr * result.coefficients, sizes), result
+    losses: Tensor  # [K]
+    vectors: list[Tensor]  # K of [P]
+    sizes: list[int] | None  # of the blocks that are matched separately
+
+    def gram(self) -> Tensor:
+        """Inner products of the gradients in each block.  # float64 [L, K, K], on the CPU"""
+        return gram(self.vectors, self.sizes)
+
+    def weighted(self, coefficients: Tensor) -> Tensor:
+        """The sum of the gradients with coefficients [L, K].  # [P]"""
+        return combine(self.vectors, coefficients, self.sizes)

@@ -38,29 +38,30 @@ _MARKERS = "X<>ph8H"  # of the others; 7 markers and 8 colours: 56 methods diffe
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1)))
 _FIXED = {
     "fedavg": (COLOURS[0], "o", 0),
-    "fedavg_step": (COLOURS[5], "s", 1),
     "replay": (COLOURS[2], "D", 2),
     "joint": ("black", "*", 0),
-    "local": ("0.5", "d", 1),
     "stamp": (COLOURS[1], "v", 0),
+    "stamp_segments": (COLOURS[6], "X", 0),
+    "stamp_round": (COLOURS[7], "h", 2),
     "gem": (COLOURS[3], "P", 1),
     "fedomg": (COLOURS[4], "^", 2),
-    "stamp_segments": (COLOURS[6], "X", 0),
-    "stamp_steps": (COLOURS[7], "h", 2),
+    "fedavg_step": (COLOURS[5], "s", 1),
+    "local": ("0.5", "d", 1),
     "keep_uniform": ("0.35", "o", 1),
     "fedavg_tuned": (COLOURS[0], "H", 2),
 }
 HIGHLIGHTED = tuple(_FIXED)[:10]  # in figures with names, which have room for 8
 _OTHERS = """
-stamp_rehearsal stamp_paper stamp_code stamp_code_coreset stamp_softmax fedprox fedala gradma
+stamp_rehearsal stamp_paper stamp_code stamp_code_coreset stamp_round_softmax fedprox fedala gradma
 feddbe fedas fedl2p fedl2p_fcl fedssi agem gpm gpm_drift fsdgpm vrmcl refed affcl fedweit target
 lander glfc lga pfeddil srfdil tagfed tagfed_avg fbl fedcil gem_pure sam tam sam_tam sam_pcs
-tam_pcs sam_tam_pcs replay_herded replay_step replay_as_stamp replay_as_gem replay_anchored
-rehearsal_mean rehearsal_free stamp_mean stamp_current stamp_gradients stamp_unscaled keep_herding
+tam_pcs sam_tam_pcs replay_herded replay_step replay_as_round replay_as_gem replay_anchored
+rehearsal_mean rehearsal_free stamp_round_mean stamp_round_current stamp_round_gradients
+stamp_round_unscaled keep_herding
 keep_k_centre keep_least_squares keep_nonnegative keep_ocs keep_bcsr keep_csrel keep_sre2l keep_all
 replay_scenes stamp_scenes fbl_scenes fbl_relation_scenes refed_published affcl_published
 fedweit_published target_published lander_published glfc_published lga_published fedcil_published
-stamp_steps_sam stamp_segments_sam stamp_segments_mean
+stamp_mean stamp_segments_sam stamp_segments_mean replay_sam
 """  # a new method at the end: the others keep their places, so their colours and markers
 _PLACES = {method: place for place, method in enumerate(_OTHERS.split())}
 

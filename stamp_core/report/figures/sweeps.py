@@ -91,13 +91,18 @@ def _draw_by_number(axis: Axes, rows: pd.DataFrame, x: str, by: str) -> None:
 
 
 def returning(records: Sequence[Record]) -> Figure:
-    """Accuracy over the tasks learnt so far, of the runs with the most cycles; where each ends."""
-    cycles = [record.about["setting"]["split"]["cycles"] for record in records]
-    pairs = zip(records, cycles, strict=True)
-    shown = [record for record, number in pairs if number == max(cycles)]
-    figure = runs.accuracy(shown)
-    for end in range(1, max(cycles)):
-        figure.axes[0].axvline(end * shown[0].tests.shape[1] + 0.5, color="0.6", linewidth=0.8)
+    """Accuracy over the tasks learnt so far, of each setting's runs with the most cycles.
+
+    A line is where a cycle ends.
+    """
+    rows = frames.run_frame(records)
+    tasks = pd.Series([record.tests.shape[1] for record in records])
+    most = rows.assign(tasks=tasks).groupby("setting", sort=False)[["cycles", "tasks"]].max()
+    longest = rows.cycles == rows.setting.map(most.cycles)
+    figure = runs.accuracy([r for r, shown in zip(records, longest, strict=True) if shown])
+    for axis, setting in zip(figure.axes, most.itertuples(), strict=False):
+        for end in range(1, setting.cycles):
+            axis.axvline(end * setting.tasks + 0.5, color="0.6", linewidth=0.8)
     return figure
 
 

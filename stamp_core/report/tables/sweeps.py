@@ -146,11 +146,18 @@ def protection_table(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def returning_table(records: Sequence[Record]) -> pd.DataFrame:
-    """One row a model as text: accuracy by the number of cycles, and where the task is given."""
+    """One row a setting and model: accuracy by number of cycles, and where the task is given."""
     rows = model_frame(run_frame(records))
     named = rows.assign(method=[f"{marked(r.method)} ({r.model})" for r in rows.itertuples()])
-    table = page.accuracy_table(named, ["method"], "cycles", "accuracy, cycles = {}")
-    last = named[named.cycles == named.cycles.max()].groupby("method")
+    parts = [_returning_rows(part) for _, part in named.groupby("setting", sort=False)]
+    return pd.concat(parts, ignore_index=True).fillna(DASH)
+
+
+def _returning_rows(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of `returning_table` for one setting."""
+    keys = ["method", "setting"]
+    table = page.accuracy_table(rows, keys, "cycles", "accuracy, cycles = {}")
+    last = rows[rows.cycles == rows.cycles.max()].groupby("method")
     given = last.task_accuracy.agg(mean_std)
     return table.assign(**{"task-incremental, last": given[table.method].tolist()})
 
@@ -203,7 +210,9 @@ def write_related(records: Mapping[str, Sequence[Record]], folder: Path) -> Path
         "Protected subspaces": [page.markdown(protection_table(records["protection"]))],
         "Returning tasks": [
             page.markdown(returning_table(records["returning"])),
-            *page.difference_sections(returning, ["method", "model"], "cycles", "cycles = {}"),
+            *page.difference_sections(
+                returning, ["setting", "method", "model"], "cycles", "cycles = {}"
+            ),
         ],
         "Masks": [
             page.markdown(masks_table(records["masks"])),
