@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from stamp_core.report.text import BY_HAND, VERIFIED
 from stamp_core.results import metrics
 from stamp_core.results.records import Record, history_total
 
@@ -75,6 +76,7 @@ def _labels(record: Record) -> dict[str, Any]:
     return {
         **{"setting": setting, "method": method, "seed": seed, "sweep": sweep, "value": value},
         **{"group": record.group, "model": main_model(record)},
+        "verified": VERIFIED.get(record.about["method"]["kind"], BY_HAND),
         **{"alpha": split.get("alpha") or np.nan, "cycles": split["cycles"]},
     }
 

@@ -48,7 +48,7 @@ def fake_record(
     models |= {"local": np.full_like(scores, local), "initial": np.zeros((len(SCORINGS), 2, 2))}
     everything = {
         "setting": {"name": setting, "split": {"cycles": cycles, **(split or {})}},
-        "method": {"name": method, **(params or {})},
+        "method": {"name": method, "kind": method, **(params or {})},
         **{"seed": seed, "group": "federated"},
         "setup": {"down": 300, "up": 200, "seconds": 2.0},
         **about,

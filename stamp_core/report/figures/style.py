@@ -41,8 +41,8 @@ _FIXED = {
     "replay": (COLOURS[2], "D", 2),
     "joint": ("black", "*", 0),
     "stamp": (COLOURS[1], "v", 0),
-    "stamp_segments": (COLOURS[6], "X", 0),
-    "stamp_round": (COLOURS[7], "h", 2),
+    "stamp_segments": (COLOURS[6], "8", 0),
+    "stamp_round": (COLOURS[7], "p", 2),
     "gem": (COLOURS[3], "P", 1),
     "fedomg": (COLOURS[4], "^", 2),
     "fedavg_step": (COLOURS[5], "s", 1),
@@ -100,7 +100,7 @@ def seed_caption(rows: pd.DataFrame, *by: str) -> str:
     text = f"n = {' to '.join(map(str, sorted({counts.min(), counts.max()})))} seed"
     text += "s" if counts.max() > 1 else ""
     if rows.method.isin(RECONSTRUCTED).any():
-        text += f"\n{MARK}: reconstructed from an abstract"
+        text += f"\n{MARK}: reconstruction"
     return text if (rows.model == "global").all() else f"{text}; (personal): personal models"
 
 

@@ -28,6 +28,7 @@ main_average_incremental_accuracy main_learning_accuracy main_forgetting main_fo
 main_worst_client gap images update_length client_seconds bytes_up bytes_down disk"""
 
 _SCORES: dict[str, page.Cell] = {
+    "verified": lambda runs: str(runs.verified.iloc[0]),
     "model": lambda runs: str(runs.model.iloc[0]),
     "accuracy": page.percent("accuracy"),
     "nearest mean": page.percent("nearest_mean"),

@@ -150,7 +150,8 @@ def returning_table(records: Sequence[Record]) -> pd.DataFrame:
     rows = model_frame(run_frame(records))
     named = rows.assign(method=[f"{marked(r.method)} ({r.model})" for r in rows.itertuples()])
     parts = [_returning_rows(part) for _, part in named.groupby("setting", sort=False)]
-    return pd.concat(parts, ignore_index=True).fillna(DASH)
+    table = pd.concat(parts, ignore_index=True).fillna(DASH)
+    return table[["setting", *table.columns.drop("setting")]]
 
 
 def _returning_rows(rows: pd.DataFrame) -> pd.DataFrame:
