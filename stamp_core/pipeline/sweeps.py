@@ -42,7 +42,7 @@ class Sweep:
     keys: tuple[str, ...]  # settings.NAME... or methods.NAME...; all get the same value
     values: tuple[Any, ...]
     figure: Literal[
-        "sensitivity", "coresets", "heterogeneity", "protection", "returning", "masks"
+        "sensitivity", "coresets", "heterogeneity", "overlap", "protection", "returning", "masks"
     ] = "sensitivity"
 
     def __post_init__(self) -> None:

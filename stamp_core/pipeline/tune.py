@@ -22,10 +22,11 @@ from stamp_core.methods.base.method import DivergedError
 from stamp_core.methods.base.registry import read_preset
 from stamp_core.pipeline.grid import load_records, train_and_save
 from stamp_core.pipeline.sweeps import light_experiment, set_value
+from stamp_core.report.frames import CHOOSING
 from stamp_core.report.tables.sweeps import KINDS, write_tuning
 from stamp_core.results.records import Record
 
-FILE, PROFILE, CHOOSING = "params/tuning.yaml", "tuning", 10  # the number of choosing seeds
+FILE, PROFILE = "params/tuning.yaml", "tuning"
 
 
 @dataclass(frozen=True)

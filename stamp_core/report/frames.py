@@ -28,6 +28,7 @@ RULES = {  # names of selection rules that people read
     "csrel": "CSReL",
     "sre2l": "SRe²L",
 }
+CHOOSING = 10  # seeds below it choose values, the others report
 ALL_IMAGES = 10**6  # exemplars per class with which every image is kept
 
 
@@ -200,3 +201,25 @@ def reference_memories(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
 def limited_memory(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows of `coreset_frame` that keep some exemplars, but not all images."""
     return rows[(rows.exemplars > 0) & (rows.exemplars < ALL_IMAGES)]
+
+
+# --- overlap of classes
+
+
+def overlap_frame(records: Sequence[Record]) -> pd.DataFrame:
+    """The rows of `run_frame` on reporting seeds, each method with its chosen value.
+
+    `overlap` is the share of all classes that a client has in %, `size` the classes of a task.
+    """
+    rows = run_frame(records)
+    settings = [record.about["setting"] for record in records]
+    sizes = [setting["split"]["classes_per_task"] for setting in settings]
+    shares = [
+        100 * size * setting["split"]["tasks"] / setting["data"]["classes"]
+        for size, setting in zip(sizes, settings, strict=True)
+    ]
+    rows = rows.assign(overlap=shares, size=sizes)
+    keys = ["setting", "method", "value"]
+    choosing = rows[rows.seed < CHOOSING].groupby(keys).main_accuracy.mean().reset_index()
+    best = choosing.loc[choosing.groupby(keys[:2]).main_accuracy.idxmax(), keys]
+    return rows[rows.seed >= CHOOSING].merge(best, on=keys)

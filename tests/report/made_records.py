@@ -32,6 +32,7 @@ def fake_record(
     rounds: Sequence[dict[str, Any]] = ({}, {}),
     params: dict[str, Any] | None = None,
     split: dict[str, Any] | None = None,
+    classes: int = 10,
     **about: Any,
 ) -> Record:
     """A run of two tasks and two clients whose accuracies after each task are `first` and `final`.
@@ -47,7 +48,11 @@ def fake_record(
         models = {"global": undefined, "personal": scores}
     models |= {"local": np.full_like(scores, local), "initial": np.zeros((len(SCORINGS), 2, 2))}
     everything = {
-        "setting": {"name": setting, "split": {"cycles": cycles, **(split or {})}},
+        "setting": {
+            "name": setting,
+            "data": {"classes": classes},
+            "split": {"cycles": cycles, **(split or {})},
+        },
         "method": {"name": method, "kind": method, **(params or {})},
         **{"seed": seed, "group": "federated"},
         "setup": {"down": 300, "up": 200, "seconds": 2.0},
@@ -198,6 +203,22 @@ def heterogeneous() -> list[Record]:
     records += swept("a", 1.0, "replay", (0.0, 0.1), **other)
     records += swept("a", 1.0, "stamp", (0.1, 0.1), **other)
     return records + swept("a", 1.0, "local", (0.1, 0.1), personal_only=True, **other)
+
+
+def overlapping() -> list[Record]:
+    """Two settings, of which one has half of its classes in common; seeds 0 and 1 choose."""
+    records = []
+    for setting, size, classes in (("all", 2, 4), ("half", 3, 12)):
+        split = {"classes_per_task": size, "tasks": 2}
+        about: dict[str, Any] = {"setting": setting, "split": split, "classes": classes}
+        for method, best in (("replay", 1.0), ("stamp", 2.0)):
+            for value in (1.0, 2.0):
+                gain = 0.1 * (value == best) + 0.05 * (method == "stamp") * (setting == "all")
+                for seed in (0, 1, 10, 11, 12):
+                    mean = 0.5 + seed / 100 + gain - 0.4 * (seed >= 10) * (value == best)
+                    sweep = ["overlap", str(value)]
+                    records.append(fake_record(method, seed, (mean, mean), sweep=sweep, **about))
+    return records
 
 
 def related() -> dict[str, list[Record]]:

@@ -103,6 +103,7 @@ DRAW: dict[str, Callable[[], Figure]] = {
     "masks": lambda: figures.accuracy(made_records.related()["masks"]),
     "matrices": lambda: figures.matrices(made_records.compared()),
     "nearest_mean": lambda: figures.nearest_mean(made_records.compared()),
+    "overlap": lambda: figures.overlap(made_records.overlapping()),
     "protection": lambda: figures.protection(
         made_records.related()["protection"], {"projection": ("what is projected", "step")}
     ),

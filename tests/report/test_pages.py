@@ -21,6 +21,7 @@ def write_pages(folder: Path) -> None:
         tables.write_ablation(made_records.ablated(), folder)
         tables.write_coresets(made_records.selections(), folder)
         tables.write_heterogeneity(made_records.heterogeneous(), folder)
+        tables.write_overlap(made_records.overlapping(), folder)
         tables.write_related(made_records.related(), folder)
         tables.write_paper(made_records.printed_runs(), folder)
         known = {("tuning", "gem"), ("tuning", "agem"), ("explored", "gpm")}
@@ -37,7 +38,15 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 NAMES = ("results.md", "accuracy.csv", "summary.json", "ablation.md", "ablation.csv", "coresets.md")
-NAMES += ("heterogeneity.md", "related.md", "paper.md", "tuning.md", "tuning.csv", "matching.md")
+NAMES += (
+    "heterogeneity.md",
+    "overlap.md",
+    "related.md",
+    "paper.md",
+    "tuning.md",
+    "tuning.csv",
+    "matching.md",
+)
 
 
 @pytest.mark.parametrize("name", NAMES)

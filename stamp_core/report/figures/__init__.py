@@ -26,4 +26,12 @@ with without_garbage_collection():
         training,
     )
     from .style import save
-    from .sweeps import coreset_times, coresets, heterogeneity, protection, returning, sensitivity
+    from .sweeps import (
+        coreset_times,
+        coresets,
+        heterogeneity,
+        overlap,
+        protection,
+        returning,
+        sensitivity,
+    )

@@ -74,6 +74,24 @@ def heterogeneity(records: Sequence[Record]) -> Figure:
     return figure
 
 
+def overlap(records: Sequence[Record]) -> Figure:
+    """Final accuracy by the share of classes that clients have in common: a panel per task size.
+
+    Each method at the value that is best for it on choosing seeds.
+    """
+    rows = _percent(frames.overlap_frame(records))
+    sizes = list(rows.groupby("size"))
+    figure, axes = style.panels(len(sizes), height=3.4)
+    axes[0].set_ylabel("accuracy, %")
+    for axis, (size, part) in zip(axes, sizes, strict=False):
+        _draw_by_number(axis, part, "overlap", "method")
+        axis.set_title(f"{size} classes per task")
+        axis.set_xlabel("classes in common, %")
+    caption = f"{style.seed_caption(rows)}; {style.POINTS}; each method at its own step"
+    style.add_caption(figure, "Accuracy by the classes that clients have in common", caption)
+    return figure
+
+
 def _percent(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows of `run_frame` with accuracy, forgetting and the share `inside` in %."""
     columns = {"accuracy": "main_accuracy", "forgetting": "main_forgetting", "inside": "inside"}

@@ -1,8 +1,9 @@
 """Tables from run records, as data frames and as pages in Markdown: results, ablation, sweeps
 (coresets, heterogeneity, related work, tuning), and the paper's tables compared with our runs."""
 
-from ..frames import coreset_frame, run_frame
+from ..frames import coreset_frame, overlap_frame, run_frame
 from .ablation import ablation_findings, ablation_table, write_ablation
+from .overlap import overlap_differences, overlap_findings, overlap_table, write_overlap
 from .page import show
 from .paper import (
     architectures,
