@@ -10,7 +10,7 @@ export STAMP_DATA ?= $(CURDIR)/data/raw
 unexport PYTHONDONTWRITEBYTECODE  # with it every process compiles the package again: a second each
 
 .DEFAULT_GOAL := help
-.PHONY: tour repro tune test test-device test-end-to-end test-cluster test-federation federation paper cancel estimate lab notebooks docs lint bench profile faults clean help
+.PHONY: tour repro cifar100 tune test test-device test-end-to-end test-cluster test-federation federation paper cancel estimate lab notebooks docs lint bench profile faults clean help
 
 tour: $(READY) .dvc/config.local  ## two minutes: a first table and figures, in figures/tour
 	$(VENV)/bin/python -m stamp_core.pipeline.repro --tour
@@ -18,8 +18,8 @@ tour: $(READY) .dvc/config.local  ## two minutes: a first table and figures, in 
 repro: $(READY) .dvc/config.local  ## regenerate what is out of date (JOBS=n at a time; RAY=address, SLURM=partition)
 	$(VENV)/bin/python -m stamp_core.pipeline.repro
 
-tune: $(READY)  ## the candidates of params/tuning.yaml on choosing seeds, of all methods or METHOD='a b'
-	STAMP_PROGRESS=none $(VENV)/bin/python -m stamp_core.pipeline.tune $(METHOD)
+tune: $(READY)  ## the candidates on choosing seeds, of all methods or METHOD='a b' (PROFILE=cifar100)
+	STAMP_PROGRESS=none $(VENV)/bin/python -m stamp_core.pipeline.tune $(PROFILE) $(METHOD)
 
 # Four processes even on two cores: tests of notebooks wait for other processes. One thread
 # in each: threads of several processes would compete for the cores.
@@ -46,7 +46,10 @@ federation: $(FLOWER)/.ready  ## STAMP on three nodes with TLS, compared with th
 	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(FLOWER)/bin/python -m federation.local
 
 paper: $(READY) .dvc/config.local  ## one of the paper's settings: SETTING=cifar100_c2; estimates first
-	$(VENV)/bin/python -m stamp_core.pipeline.repro $(SETTING)
+	$(VENV)/bin/python -m stamp_core.pipeline.repro paper $(SETTING)
+
+cifar100: $(READY) .dvc/config.local  ## the paper's CIFAR-100 settings in miniature; estimates first
+	$(VENV)/bin/python -m stamp_core.pipeline.repro cifar100 $(SETTING)
 
 cancel: $(READY)  ## end the stages that run on a cluster (RAY=address or SLURM=partition)
 	$(VENV)/bin/python -m stamp_ops.submit

@@ -24,6 +24,7 @@ from benchmarks import (
     seconds,
     section,
     spread,
+    steps,
 )
 from stamp_core.client.runtime import RoundId
 from stamp_core.core.paths import ROOT
@@ -144,7 +145,7 @@ def main() -> None:
     machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, one thread"
     note = f"Measured on {machine} a process. A ratio is the median over paired repeats in one run."
     lines = section("# Speed and memory", note, measurements())[1:]
-    for module in (coresets, matching, networks, clients, cluster):
+    for module in (coresets, matching, steps, networks, clients, cluster):
         lines += module.table()
     lines += transfers()
     Path(ROOT / "benchmarks" / "results.md").write_text("\n".join(lines) + "\n")

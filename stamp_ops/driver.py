@@ -23,14 +23,14 @@ from stamp_ops.submit import send_stages
 class OperationsDriver(Driver):
     """Works alone on a copy of the project, and leaves lock files that DVC accepts."""
 
-    def run(self, setting: str | None, tour: bool) -> int:
+    def run(self, profile: str, setting: str | None, tour: bool) -> int:
         """Run what is out of date once other drivers have ended."""
         with driver_lock():
             clear_rwlock()
             restore_damaged_files()
             remove_folders_from_cache()
             try:
-                return super().run(setting, tour)
+                return super().run(profile, setting, tour)
             except KeyboardInterrupt:
                 restore_damaged_files()
                 raise
@@ -53,14 +53,15 @@ class OperationsDriver(Driver):
             drop_gone_stages(set(dvc_answer("stage", "list", "--name-only").split()))
         return status
 
-    def reproduce_paper(self, setting: str) -> int:
-        """Run one of the paper's settings if this machine, where it runs here, suffices."""
+    def reproduce_settings(self, profile: str, settings: Sequence[str]) -> int:
+        """Run settings if this machine, where they run here, suffices for each."""
         from stamp_ops.estimate import estimate_setting, require_resources  # imports torch
 
-        needs = estimate_setting(setting)
-        if not sends_stages():
-            require_resources(needs, setting)
-        return super().reproduce_paper(setting)
+        for setting in settings:
+            needs = estimate_setting(setting, profile)
+            if not sends_stages():
+                require_resources(needs, setting)
+        return super().reproduce_settings(profile, settings)
 
     def run_chunk(self, stages: Sequence[str], environment: dict[str, str], stop: Event) -> int:
         """Run stages one after the other, then keep a copy of the lock files."""

@@ -73,9 +73,9 @@ class SyntheticExperiment(Experiment):
         return synthetic_data(shape, classes, STEPS * self.setting.training.batch_size)
 
 
-def estimate_setting(name: str) -> Needs:
-    """The resources that one of the paper's settings needs; they are also printed."""
-    params = read_params(PAPER)
+def estimate_setting(name: str, profile: str = PAPER) -> Needs:
+    """The resources that a setting of a profile needs; they are also printed."""
+    params = read_params(profile)
     names = dict.fromkeys(method for _, method, _ in expand_grid(f"grid.{name}", params))
     experiments = [load_experiment(name, method, params) for method in names]
     device = resolve_device("auto")

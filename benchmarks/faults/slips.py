@@ -260,7 +260,8 @@ KINDS = {
     ),
     "names, DVC": Kind(
         "the same with `make repro` and `dvc repro`, and with stages alone, for which the first "
-        "stage does not run",
+        "stage does not run; an empty sweep name under a plain `dvc repro` fails in DVC itself, "
+        "before any stage, with DVC's own message",
         name_pipeline,
         len(HOLDERS) * len(COMMANDS),
         whole=True,

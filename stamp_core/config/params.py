@@ -1,7 +1,7 @@
 """The parameter files: what runs (a profile), settings and presets of methods.
 
-params.yaml says what runs by default; params/quick.yaml and params/paper.yaml are other profiles of
-the same form. All of them use params/settings.yaml and params/methods.yaml.
+params.yaml says what runs by default; quick.yaml, paper.yaml and cifar100.yaml in params/ are other
+profiles of the same form. All of them use params/settings.yaml and params/methods.yaml.
 """
 
 import copy
@@ -24,10 +24,13 @@ FILES = {"settings": "params/settings.yaml", "methods": "params/methods.yaml"}
 GRIDS = ("grid", "more_seeds", "returning_classes")  # blocks that are trained
 REQUIRED = ("grid", "ablation", "sweeps")  # blocks of a profile
 OWN_PAGES = ("tour",)  # blocks that a page of their own shows
-BLOCKS = {*REQUIRED, *GRIDS, *OWN_PAGES}
+CHOSEN = "chosen"  # the block of a profile's own values of presets, chosen on its settings
+BLOCKS = {*REQUIRED, *GRIDS, *OWN_PAGES, CHOSEN}
 AXES = ("setting", "method", "seeds")  # of a grid
-DEFAULT, QUICK, PAPER = "default", "quick", "paper"
-PROFILES = {DEFAULT: "params.yaml", QUICK: "params/quick.yaml", PAPER: "params/paper.yaml"}
+DEFAULT, QUICK, PAPER, CIFAR100 = "default", "quick", "paper", "cifar100"
+PROFILES = {DEFAULT: "params.yaml"} | {
+    name: f"params/{name}.yaml" for name in (QUICK, PAPER, CIFAR100)
+}
 PAGES = ("grid", "comparison", "ablation", *OWN_PAGES)  # parts of a profile's grid
 
 
@@ -52,6 +55,10 @@ def read_params(profile: str = DEFAULT, root: Path = PARAMS.parent) -> dict[str,
     for section in (*shared, "sweeps"):  # names of folders, and words of DVC's commands
         for name in {**blocks, **shared}[section]:
             require_name(file_of({"file": file}, section), name)
+    for name, values in blocks.pop(CHOSEN, {}).items():
+        preset = shared["methods"][name] = {**read_block({**shared, "file": file}, "methods", name)}
+        for key, value in values.items():
+            set_value(preset, key.split("."), value)
     return {**blocks, **shared, "file": file}
 
 
@@ -104,6 +111,15 @@ def read_block(params: Params, section: str, name: str) -> dict[str, Any]:
     if not isinstance(known[name], Mapping | None):
         raise invalid(f"{where} {name}", known[name], "a block of keys")
     return dict(known[name] or {})
+
+
+def set_value(block: dict[str, Any], key: list[str], value: object) -> None:
+    """Put a value into a tree of blocks, making those that are missing."""
+    for part in key[:-1]:
+        if not isinstance(block.get(part), dict):
+            block[part] = {}
+        block = block[part]
+    block[key[-1]] = value
 
 
 def file_of(params: Params, section: str) -> str:

@@ -1,7 +1,7 @@
 """`dvc repro` with several stages at a time: small stages use cores better so.
 
-The results are those of a plain `dvc repro`, which runs one stage after the other. Given a setting
-of the paper, it runs that setting's stages in pipelines/paper/dvc.yaml.
+The results are those of a plain `dvc repro`, which runs one stage after the other. Other profiles
+have pipelines of their own, in pipelines/paper and pipelines/cifar100.
 """
 
 import argparse
@@ -21,26 +21,30 @@ from functools import cached_property
 from threading import Event
 
 from stamp_core.config.decode import ParameterError
-from stamp_core.config.params import DEFAULT, PAPER, check_names, expand_grid, read_params
+from stamp_core.config.params import CIFAR100, DEFAULT, PAPER, check_names, expand_grid, read_params
 from stamp_core.core.paths import ROOT
 
 # stages of dvc.yaml
 SPLIT_STAGES = ("split", "split_more_seeds", "split_returning_classes")
 TRAIN_STAGES = ("train", "train_more_seeds", "train_returning_classes", "sweep")
 PAGE_STAGES = ("heterogeneity", "related", "coresets", "ablation", "analyses", "compare", "tour")
-PAPER_FILE = "pipelines/paper/dvc.yaml"
+PIPELINES = {name: f"pipelines/{name}/dvc.yaml" for name in (PAPER, CIFAR100)}  # of profiles
+LAST = {PAPER: ("tables",), CIFAR100: ()}  # their stages after those of single settings
 OPERATIONS = "stamp_ops"  # a package beside this one, without which everything runs as well
 
 
 class Driver:
     """Calls DVC. stamp_ops adds warm kernels, clusters, estimates and the care of lock files."""
 
-    def run(self, setting: str | None, tour: bool) -> int:
-        """Run what is out of date, of everything, of one of the paper's settings or of the tour."""
+    def run(self, profile: str, setting: str | None, tour: bool) -> int:
+        """Run what is out of date, of everything, of another profile's settings or of the tour."""
         if tour:  # what the first table and figures need
             with self.environment() as environment:
                 return dvc("repro", "tour", environment=environment)
-        return self.reproduce_paper(setting) if setting else self.reproduce()
+        if profile == DEFAULT:
+            return self.reproduce()
+        settings = [setting] if setting else read_params(profile)["grid"]["setting"]
+        return self.reproduce_settings(profile, settings)
 
     def environment(self) -> AbstractContextManager[dict[str, str]]:
         """The environment of the stages."""
@@ -58,20 +62,24 @@ class Driver:
         # After a failure DVC makes what does not depend on it, and tries again what failed.
         return self.run_groups((SPLIT_STAGES, TRAIN_STAGES, PAGE_STAGES), "-k")
 
-    def reproduce_paper(self, setting: str) -> int:
-        """Run what is out of date of one of the paper's settings; the exit status."""
-        params = read_params(PAPER)
-        runs = [f"{s}-{m}-{r}" for s, m, r in expand_grid(f"grid.{setting}", params)]
-        seeds = [f"{setting}-{seeds}" for seeds in params["grid"]["seeds"]]
-        sweeps = [name for name, block in params["sweeps"].items() if setting in block["setting"]]
-        stages = {"split": seeds, "train": runs, "sweep": sweeps, "compare": [setting]}
+    def reproduce_settings(self, profile: str, settings: Sequence[str]) -> int:
+        """Run what is out of date of some settings of a profile; the exit status."""
+        params = read_params(profile)
+        every = [run for setting in settings for run in expand_grid(f"grid.{setting}", params)]
+        sweeps = params["sweeps"].items()
+        stages = {
+            "split": list(dict.fromkeys(f"{setting}-{seeds}" for setting, _, seeds in every)),
+            "train": ["-".join(run) for run in every],
+            "sweep": [name for name, block in sweeps if {*settings} & {*block["setting"]}],
+            "compare": settings,
+        }
+        file = PIPELINES[profile]
         named = {
-            stage: [f"{PAPER_FILE}:{stage}@{item}" for item in items]
-            for stage, items in stages.items()
+            stage: [f"{file}:{stage}@{item}" for item in items] for stage, items in stages.items()
         }
         trained = [*named["train"], *named["sweep"]]
-        tables = [*named["compare"], f"{PAPER_FILE}:tables"]
-        return self.run_groups([named["split"], trained, tables])
+        pages = [*named["compare"], *(f"{file}:{stage}" for stage in LAST[profile])]
+        return self.run_groups([named["split"], trained, pages])
 
     def run_groups(self, groups: Sequence[Sequence[str]], *rest: str) -> int:
         """Run groups of stages, each after the one before it unless that failed; the exit status.
@@ -108,7 +116,7 @@ class Driver:
         if not any(statuses):
             return 0
         failed = outdated(stages)
-        names = [stage.replace(f"{PAPER_FILE}:", "paper-").replace("@", "-") for stage in failed]
+        names = [re.sub("pipelines/(.+)/dvc.yaml:", r"\1-", s).replace("@", "-") for s in failed]
         print(f"failed: {', '.join(failed)}; the tracebacks are in", end=" ")
         print(", ".join(f"data/executed/{name}.ipynb" for name in names))
         return 1
@@ -181,12 +189,15 @@ def dvc_answer(*arguments: str) -> str:
 def main() -> int:
     """The exit status of the command line."""
     parser = argparse.ArgumentParser(description="Regenerate what is out of date.")
-    parser.add_argument("setting", nargs="?", help="one of the paper's settings; default: dvc.yaml")
+    parser.add_argument("profile", nargs="?", default=DEFAULT, choices=[DEFAULT, *PIPELINES])
+    parser.add_argument("setting", nargs="?", help="one of the profile's settings; default: all")
     parser.add_argument("--tour", action="store_true", help="only the first table and figures")
     arguments = parser.parse_args()
+    if arguments.profile == PAPER and not arguments.setting:
+        parser.error(f"name a setting: {', '.join(read_params(PAPER)['grid']['setting'])}")
     try:
-        check_names(read_params(PAPER if arguments.setting else DEFAULT))
-        return find_driver().run(arguments.setting, arguments.tour)
+        check_names(read_params(arguments.profile))
+        return find_driver().run(arguments.profile, arguments.setting, arguments.tour)
     except (ParameterError, OSError, RuntimeError, MemoryError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

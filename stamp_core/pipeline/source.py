@@ -6,10 +6,10 @@ the stages depend on copies of the notebooks without outputs and on fingerprints
 
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-from stamp_core.config.params import DEFAULT, PAPER, Params, expand_grid, read_params
+from stamp_core.config.params import CIFAR100, DEFAULT, PAPER, Params, expand_grid, read_params
 from stamp_core.core.atomic import atomic_write
 from stamp_core.core.fingerprint import PACKAGE, fingerprint_files
 from stamp_core.core.paths import SOURCE
@@ -20,10 +20,10 @@ from stamp_core.pipeline.sweeps import read_sweep, sweep_experiments
 
 def write_source() -> None:
     """Write data/source: notebooks without outputs, and the fingerprint of every stage's code."""
-    params = read_params(DEFAULT)
-    paper = read_params(PAPER)
+    params, *others = (read_params(profile) for profile in (DEFAULT, PAPER, CIFAR100))
     count = check_params(params)
-    check_params(paper)
+    for other in others:
+        check_params(other)
     swept = sum(len(sweep_experiments(name, params)) for name in params["sweeps"])
     for setting in used_settings(params):  # the paper's images are on few machines
         check_setting(setting, params)
@@ -35,7 +35,7 @@ def write_source() -> None:
         with atomic_write(SOURCE / path.name) as scratch:
             scratch.write_text(text + "\n", encoding="utf-8")
     write_parameters(params)
-    write_fingerprints(params, paper)
+    write_fingerprints(params, *others)
 
 
 def used_settings(params: Params) -> list[str]:
@@ -57,7 +57,7 @@ def write_parameters(params: Params) -> None:
         write_json(f"parameters/{name}", params[name])
 
 
-def write_fingerprints(params: dict[str, Any], paper: dict[str, Any]) -> None:
+def write_fingerprints(params: Params, paper: Params, cifar100: Params) -> None:
     """Write the fingerprint of each stage's code, with the parameters of methods and sweeps."""
     data = PACKAGE / "data"
     report = PACKAGE / "report"
@@ -67,19 +67,30 @@ def write_fingerprints(params: dict[str, Any], paper: dict[str, Any]) -> None:
     digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in texts}
     sweeps_file = PACKAGE / "pipeline" / "sweeps.py"
     write_fingerprint("report", sweeps_file, *pages, parameters=digests)
+    write_trainings(params, "", params["methods"])  # the paper's are among them
+    write_trainings(cifar100, f"{CIFAR100}-")
+    for profile, prefix in ((params, ""), (paper, ""), (cifar100, f"{CIFAR100}-")):
+        write_sweeps(profile, prefix)
+
+
+def write_trainings(params: Params, prefix: str, others: Iterable[str] = ()) -> None:
+    """Write the fingerprint of the training, with its parameters, of a grid's methods and others."""
     setting = next(iter(params["settings"]))
     trained = (m for _, m, _ in expand_grid("grid", params))
-    for method in dict.fromkeys([*params["methods"], *trained]):
+    for method in dict.fromkeys([*trained, *others]):
         experiment = load_experiment(setting, method, params)
         resolved = experiment.resolved()["method"]
-        write_fingerprint(f"train-{method}", *experiment.files(), parameters=resolved)
-    for profile in (params, paper):
-        for name in profile["sweeps"]:
-            experiments = sweep_experiments(name, profile)
-            files = {file for experiment in experiments for file in experiment.files()}
-            resolved = {experiment.name: experiment.resolved() for experiment in experiments}
-            used = {"seeds": read_sweep(name, profile).seeds, "experiments": resolved}
-            write_fingerprint(f"sweep-{name}", *sorted(files), parameters=used)
+        write_fingerprint(f"{prefix}train-{method}", *experiment.files(), parameters=resolved)
+
+
+def write_sweeps(params: Params, prefix: str) -> None:
+    """Write the fingerprint of every sweep of a profile."""
+    for name in params["sweeps"]:
+        experiments = sweep_experiments(name, dict(params))
+        files = {file for experiment in experiments for file in experiment.files()}
+        resolved = {experiment.name: experiment.resolved() for experiment in experiments}
+        used = {"seeds": read_sweep(name, params).seeds, "experiments": resolved}
+        write_fingerprint(f"{prefix}sweep-{name}", *sorted(files), parameters=used)
 
 
 def write_fingerprint(name: str, *files: Path, parameters: object = None) -> None:

@@ -16,6 +16,7 @@ from stamp_core.config.params import (
     parse_seeds,
     read_block,
     read_params,
+    set_value,
 )
 from stamp_core.core.paths import ROOT
 from stamp_core.engine.experiment import Experiment, load_experiment
@@ -104,15 +105,6 @@ def light_experiment(
     whole = experiment.setting
     recorded = replace(whole.diagnostics, angles=False, displacements=False, features=0)
     return replace(experiment, setting=replace(whole, diagnostics=recorded), sweep=sweep)
-
-
-def set_value(block: dict[str, Any], key: list[str], value: object) -> None:
-    """Put a value into a tree of blocks, making those that are missing."""
-    for part in key[:-1]:
-        if not isinstance(block.get(part), dict):
-            block[part] = {}
-        block = block[part]
-    block[key[-1]] = value
 
 
 def run_sweep(name: str, profile: str, workers: int = 1, device: str = "auto") -> list[Record]:

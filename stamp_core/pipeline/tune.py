@@ -13,7 +13,14 @@ from multiprocessing import get_context
 from typing import Any
 
 from stamp_core.config.decode import build, invalid, unknown_name
-from stamp_core.config.params import parse_seeds, read_params, read_yaml
+from stamp_core.config.params import (
+    CIFAR100,
+    DEFAULT,
+    parse_seeds,
+    read_params,
+    read_yaml,
+    set_value,
+)
 from stamp_core.core.devices import resolve_device
 from stamp_core.core.paths import ROOT
 from stamp_core.engine.executor import resolve_workers
@@ -21,12 +28,14 @@ from stamp_core.engine.experiment import Experiment
 from stamp_core.methods.base.method import DivergedError
 from stamp_core.methods.base.registry import read_preset
 from stamp_core.pipeline.grid import load_records, train_and_save
-from stamp_core.pipeline.sweeps import light_experiment, set_value
+from stamp_core.pipeline.sweeps import light_experiment
 from stamp_core.report.frames import CHOOSING
 from stamp_core.report.tables.sweeps import KINDS, write_tuning
 from stamp_core.results.records import Record
 
-FILE, PROFILE = "params/tuning.yaml", "tuning"
+FILES = {DEFAULT: "params/tuning.yaml", CIFAR100: "params/tuning_cifar100.yaml"}
+FOLDERS = {DEFAULT: "figures", CIFAR100: "figures/cifar100"}
+PROFILE = "tuning"  # of the records
 
 
 @dataclass(frozen=True)
@@ -58,14 +67,14 @@ class Tuning:
         return self.explored if kind == "explored" else self.candidates
 
 
-def read_tuning() -> Tuning:
-    """The candidates, checked."""
-    return build(Tuning, read_yaml(ROOT / FILE), FILE)
+def read_tuning(profile: str = DEFAULT) -> Tuning:
+    """The candidates of a profile, checked."""
+    return build(Tuning, read_yaml(ROOT / FILES[profile]), FILES[profile])
 
 
-def candidate_experiments(tuning: Tuning) -> Iterator[Experiment]:
+def candidate_experiments(tuning: Tuning, profile: str = DEFAULT) -> Iterator[Experiment]:
     """An experiment for each method, candidate and setting; `sweep` names the candidate."""
-    params = read_params()
+    params = read_params(profile)
     for kind in KINDS:
         methods = tuning.methods(kind)
         for method, values in ((name, each) for name in methods for each in methods[name]):
@@ -89,25 +98,30 @@ def candidate_records(experiment: Experiment, seeds: str) -> list[Record]:
         return []
 
 
-def tune(jobs: int, only: Sequence[str] = ()) -> None:
-    """Train what is missing, and write figures/tuning.md and figures/tuning.csv.
+def tune(jobs: int, only: Sequence[str] = (), profile: str = DEFAULT) -> None:
+    """Train what is missing, and write tuning.md and tuning.csv.
 
     With `only` some methods are tuned, and the results of the others stay.
     """
-    tuning = read_tuning()
+    tuning = read_tuning(profile)
     records: list[Record] = []
     known = {(kind, m) for kind in KINDS for m in tuning.methods(kind)}
     if unknown := set(only) - {method for _, method in known}:
-        raise unknown_name(f"{FILE}: candidates", unknown.pop(), tuning.candidates)
-    experiments = [e for e in candidate_experiments(tuning) if not only or e.method in only]
+        raise unknown_name(f"{FILES[profile]}: candidates", unknown.pop(), tuning.candidates)
+    experiments = [
+        e for e in candidate_experiments(tuning, profile) if not only or e.method in only
+    ]
     seeds = [tuning.seeds] * len(experiments)
     with ProcessPoolExecutor(jobs, get_context("forkserver")) as pool:
         found = (pool.map if jobs > 1 else map)(candidate_records, experiments, seeds)
         for count, (experiment, some) in enumerate(zip(experiments, found, strict=True), 1):
             print(f"{count}/{len(experiments)} {experiment.name}", flush=True)
             records += some
-    write_tuning(records, ROOT / "figures", known)
+    write_tuning(records, ROOT / FOLDERS[profile], known)
 
 
 if __name__ == "__main__":
-    tune(resolve_workers(0, resolve_device("auto")), sys.argv[1:])
+    methods = sys.argv[1:]
+    of_photographs = methods[:1] == [CIFAR100]
+    chosen = CIFAR100 if of_photographs else DEFAULT
+    tune(resolve_workers(0, resolve_device("auto")), methods[of_photographs:], chosen)

@@ -116,6 +116,32 @@ def test_no_word_of_a_command_is_more_than_a_name(grid: str, axis: str, name: ob
         check_names(params)
 
 
+# ------------------------------------------------------------------- values of presets of a profile
+
+
+def write_chosen(root: Path, chosen: dict[str, Any]) -> None:
+    values = read_yaml(root / "params/quick.yaml")
+    (root / "params/quick.yaml").write_text(yaml.safe_dump({**values, "chosen": chosen}))
+
+
+def test_a_profile_has_values_of_presets_of_its_own(root: Path) -> None:
+    """As those that extend them have; a block that a preset has not is made."""
+    write_chosen(root, {"stamp": {"memory.exemplars_per_class": 7}, "joint": {"server_lr": 2.0}})
+    params, others = read_params("quick", root), read_params(root=root)
+    assert read_preset("tam", params)["memory"] == {
+        **read_preset("tam", others)["memory"],
+        "exemplars_per_class": 7,
+    }
+    assert read_preset("joint", params) == {"server_lr": 2.0}
+    assert "chosen" not in params and params["methods"]["replay"] == others["methods"]["replay"]
+
+
+def test_a_profile_has_no_values_of_unknown_presets(root: Path) -> None:
+    write_chosen(root, {"stmap": {"server_lr": 1.0}})
+    with pytest.raises(ParameterError, match="'stmap' is unknown; did you mean 'stamp'"):
+        read_params("quick", root)
+
+
 # -------------------------------------------------------------------------- settings, seeds, grids
 
 

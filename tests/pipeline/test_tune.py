@@ -37,7 +37,7 @@ def tuning(
     """The tuning file of the project in an empty folder, written when it is read."""
     changeable = deepcopy(TUNING)
     monkeypatch.setattr(tune, "ROOT", tmp_path)
-    monkeypatch.setattr(tune, "read_params", lambda: deepcopy(params))
+    monkeypatch.setattr(tune, "read_params", lambda profile: deepcopy(params))
     monkeypatch.setattr(tune, "read_yaml", lambda path: deepcopy(changeable))
     return changeable
 
@@ -123,7 +123,7 @@ def test_presets_have_the_chosen_values() -> None:
     table = pd.read_csv(ROOT / "figures" / "tuning.csv")
     params, yaml = read_params(), YAML(typ="safe")
     chosen = table[table.chosen].drop_duplicates("method")
-    assert set(chosen.method) == set(yaml.load(ROOT / tune.FILE)["candidates"])
+    assert set(chosen.method) == set(yaml.load(ROOT / tune.FILES["default"])["candidates"])
     for method, candidate in zip(chosen.method, chosen.candidate, strict=True):
         preset = read_preset(method, params)
         for pair in candidate.split(", "):

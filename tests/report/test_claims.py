@@ -2,8 +2,7 @@
 
 Every difference is written "`a` - `b`" with a cell per setting, every verdict "`a` is above `b` on
 digits and glyphs" (or below, or not distinguishable from), every accuracy as mean ± deviation in a
-table whose header names the settings. "digits_200" is digits on the seeds from 200 on, of
-figures/readings.
+table whose header names the settings.
 """
 
 import re
@@ -16,7 +15,7 @@ from stamp_core.core.paths import ROOT
 from stamp_core.results import metrics
 
 PAGES = ("README.md", "docs/results.md")
-SETTINGS = ("digits", "glyphs", "glyphs_domains", "digits_200", "glyphs_200")
+SETTINGS = ("digits", "glyphs", "glyphs_domains")
 MINUS = "\N{MINUS SIGN}"
 NUMBER = rf"([+{MINUS}-]?\d+\.\d)"
 INTERVAL = re.compile(rf"{NUMBER} \({NUMBER} to {NUMBER}\)")
@@ -28,8 +27,6 @@ VERDICT = re.compile(
 def final_accuracies() -> dict[tuple[str, str], dict[int, float]]:
     """Final accuracy in % by setting and method, and by seed."""
     files = [pd.read_csv(ROOT / "figures" / f"{name}.csv") for name in ("accuracy", "ablation")]
-    readings = pd.read_csv(ROOT / "figures/readings/accuracy.csv")
-    files.append(readings.assign(setting=readings.setting + "_200"))
     rows = pd.concat(files).drop_duplicates(["setting", "method", "seed", "experience"])
     last = rows[rows.experience == rows.groupby("setting").experience.transform("max")]
     return {
@@ -117,9 +114,9 @@ def test_methods_that_remember_the_past_are_above_fedavg(setting: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_difference_has_as_many_seeds_as_the_page_says(page: str) -> None:
-    """n = 20 on digits in the README; elsewhere fewer, but never below 6."""
-    least = {"digits": 20 if page == "README.md" else 6, "glyphs": 6, "glyphs_domains": 6}
-    least |= {"digits_200": 20, "glyphs_200": 20}
+    """n = 20 on digits and glyphs in the README; elsewhere fewer, but never below 6."""
+    many = 20 if page == "README.md" else 6
+    least = {"digits": many, "glyphs": many, "glyphs_domains": 6}
     for header, cells in tables(page):
         for setting in set(header) & set(SETTINGS):
             for name in re.findall(r"`(\w+)`", cells[0])[: 2 if MINUS in cells[0] else 1]:
