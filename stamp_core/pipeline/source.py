@@ -74,7 +74,7 @@ def write_fingerprints(params: Params, paper: Params, cifar100: Params) -> None:
 
 
 def write_trainings(params: Params, prefix: str, others: Iterable[str] = ()) -> None:
-    """Write the fingerprint of the training, with its parameters, of a grid's methods and others."""
+    """Write the fingerprints of trainings, with parameters: of a grid's methods and others."""
     setting = next(iter(params["settings"]))
     trained = (m for _, m, _ in expand_grid("grid", params))
     for method in dict.fromkeys([*trained, *others]):
