@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.faults import FAILURES, Kind, Outcome
-from benchmarks.faults.project import Pipeline, Place, remove
+from benchmarks.faults.project import Pipeline, Place, judge_output, remove
 
 PROCESSES = ("driver", "DVC", "papermill", "kernel", "kernel server", "worker")
 
@@ -179,7 +179,9 @@ def two_drivers(place: Place, draw: random.Random, number: int) -> list[Outcome]
     pipeline.wait(first)
     outcome = pipeline.judged(what, status, output, place, str(pipeline.root))
     if not number % 2 and first.returncode:
-        outcome = Outcome(what, "lost", f"the first driver ended with status {first.returncode}")
+        said = judge_output(what, first.returncode, pipeline.log.read_text(errors="replace"))
+        ended = f"the first driver ended with status {first.returncode}"
+        outcome = Outcome(what, "lost", f"{ended}: {said.detail}")
     end_remaining(pipeline.root)
     remove(pipeline.root)
     return [outcome]
