@@ -38,9 +38,8 @@ class Driver:
 
     def run(self, profile: str, setting: str | None, tour: bool) -> int:
         """Run what is out of date, of everything, of another profile's settings or of the tour."""
-        if tour:  # what the first table and figures need
-            with self.environment() as environment:
-                return dvc("repro", "tour", environment=environment)
+        if tour:
+            return self.reproduce_tour()
         if profile == DEFAULT:
             return self.reproduce()
         settings = [setting] if setting else read_params(profile)["grid"]["setting"]
@@ -61,6 +60,13 @@ class Driver:
         """Run what is out of date in dvc.yaml; the exit status is that of the worst stage."""
         # After a failure DVC makes what does not depend on it, and tries again what failed.
         return self.run_groups((SPLIT_STAGES, TRAIN_STAGES, PAGE_STAGES), "-k")
+
+    def reproduce_tour(self) -> int:
+        """Run what is out of date of the first table and figures; the exit status."""
+        every = list(expand_grid("tour", read_params(DEFAULT)))
+        splits = [f"split@{setting}-{seeds}" for setting, _, seeds in every]
+        trained = [f"train@{'-'.join(run)}" for run in every]
+        return self.run_groups([list(dict.fromkeys(splits)), trained, ["tour"]])
 
     def reproduce_settings(self, profile: str, settings: Sequence[str]) -> int:
         """Run what is out of date of some settings of a profile; the exit status."""
