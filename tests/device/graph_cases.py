@@ -1,4 +1,4 @@
-"""Runs with graphs on the pretend device and on the CPU: the child of test_graphs.
+"""Runs with graphs on the pretend device and on the CPU: the child of test_captured.
 
 It prints, for every case, what was wrong ("" where both are bit-identical) and how many steps were
 replayed.
