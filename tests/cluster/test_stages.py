@@ -33,7 +33,13 @@ COMPARE = f"{PAPER}compare@tiny"
 TABLES = f"{PAPER}tables"
 NOTEBOOK = "data/executed/paper-train-tiny-broken-0.ipynb"
 FEDAVG, BROKEN = f"{PAPER}train@tiny-fedavg-0", f"{PAPER}train@tiny-broken-0"
-COMMAND = (sys.executable, "-m", "stamp_core.pipeline.repro", "tiny")  # what `make paper` runs
+COMMAND = (
+    sys.executable,
+    "-m",
+    "stamp_core.pipeline.repro",
+    "paper",
+    "tiny",
+)  # what `make paper` runs
 METHOD = """
 import time
 

@@ -22,6 +22,7 @@ BROKEN = "train@tiny-broken-0to1"
 OF_REPLAY = {"train@tiny-replay-0to1", "train_more_seeds@tiny-replay-2"}
 OF_STAMP = {"train@tiny-stamp-0to1", "sweep@kappa"}
 OF_STAMP_ELSEWHERE = {"train_returning_classes@tiny_alpha-stamp-0to1", "sweep@alpha_tiny"}
+OF_STAMP_ELSEWHERE |= {"sweep@overlap_tiny", "sweep@overlap_choosing_tiny"}
 
 CODE = """
 from stamp_core.core.paths import ROOT

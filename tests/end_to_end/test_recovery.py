@@ -58,7 +58,7 @@ def test_a_killed_pipeline_leaves_no_process_and_a_checkpoint(project: Project) 
 
 def test_an_interrupt_ends_the_driver_where_it_can_go_on(project: Project) -> None:
     """Ctrl-C reaches the driver alone; DVC's lock file stays whole, and the checkpoint stays."""
-    command = [sys.executable, "-m", "stamp_core.pipeline.repro", "tiny"]
+    command = [sys.executable, "-m", "stamp_core.pipeline.repro", "paper", "tiny"]
     driver = subprocess.Popen(
         command, cwd=project.root, env=project.environment, stdout=subprocess.PIPE, text=True
     )
@@ -76,7 +76,9 @@ def test_an_interrupt_ends_the_driver_where_it_can_go_on(project: Project) -> No
 def test_the_papers_pipeline_continues_a_killed_run_shows_it_and_keeps_it(project: Project) -> None:
     """Its first rounds are those of the checkpoint, seconds and all: nothing is computed twice."""
     before = finished_rounds(project)
-    assert "FedAvg takes" in project.run("python", "-m", "stamp_core.pipeline.repro", "tiny")
+    assert "FedAvg takes" in project.run(
+        "python", "-m", "stamp_core.pipeline.repro", "paper", "tiny"
+    )
     history = load_record(project.root / "data/paper/runs/tiny-fedavg-0/0").history
     places = [(entry["experience"], entry["round"]) for entry in history]
     assert places == [(experience, round_) for experience in range(3) for round_ in range(20)]
