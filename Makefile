@@ -19,7 +19,7 @@ repro: $(READY) .dvc/config.local  ## regenerate what is out of date (JOBS=n at 
 	$(VENV)/bin/python -m stamp_core.pipeline.repro
 
 tune: $(READY)  ## the candidates on choosing seeds, of all methods or METHOD='a b' (PROFILE=cifar100)
-	STAMP_PROGRESS=none $(VENV)/bin/python -m stamp_core.pipeline.tune $(PROFILE) $(METHOD)
+	STAMP_PROGRESS=none $(VENV)/bin/python -m stamp_core.pipeline.tune $(METHOD) $(if $(PROFILE),--profile $(PROFILE))
 
 # Four processes even on two cores: tests of notebooks wait for other processes. One thread
 # in each: threads of several processes would compete for the cores.

@@ -4,8 +4,8 @@ Every method has the same number of candidates; the best by mean accuracy over s
 is the one to put into params/methods.yaml. Candidates with current records are not trained again.
 """
 
+import argparse
 import copy
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -121,7 +121,9 @@ def tune(jobs: int, only: Sequence[str] = (), profile: str = DEFAULT) -> None:
 
 
 if __name__ == "__main__":
-    methods = sys.argv[1:]
-    of_photographs = methods[:1] == [CIFAR100]
-    chosen = CIFAR100 if of_photographs else DEFAULT
-    tune(resolve_workers(0, resolve_device("auto")), methods[of_photographs:], chosen)
+    parser = argparse.ArgumentParser(description="Train candidates on choosing seeds.")
+    parser.add_argument("methods", nargs="*", help="some of the profile's; default: all")
+    parser.add_argument("--profile", default=DEFAULT, choices=FILES)
+    arguments = parser.parse_args()
+    jobs = resolve_workers(0, resolve_device("auto"))
+    tune(jobs, arguments.methods, arguments.profile)

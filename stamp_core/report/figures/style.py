@@ -3,6 +3,7 @@
 import math
 import zlib
 from collections.abc import Hashable, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
+from PIL import Image
 from scipy.optimize import isotonic_regression
 
 from stamp_core.core.atomic import atomic_write
@@ -30,6 +32,7 @@ _LEGEND_COLUMNS = 5
 INTERVALS = "bars: 95 % interval of the mean, small marks: seeds"
 POINTS = "points: seeds, lines: means"
 LINE = 0.15  # inches, the height of a line of small text
+LARGE = 2**20  # bytes of a file
 
 # seaborn's colourblind palette without its grey, which a control has, and its yellow, too faint in
 # print. The highlighted methods differ in colour and marker from one another and from all others.
@@ -250,8 +253,14 @@ def set_log_scale(axis: Axes) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a PNG; equal data give equal bytes."""
+    """Write a PNG; equal data give equal bytes. A large one has 256 colours, in a third of them."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # which moves axes a little at every drawing
+    content = BytesIO()
+    figure.savefig(content, format="png", dpi=DPI, metadata={"Software": None})
     with atomic_write(path) as part:
-        figure.savefig(part, format="png", dpi=DPI, metadata={"Software": None})
+        if content.tell() <= LARGE:
+            part.write_bytes(content.getvalue())
+        else:
+            picture = Image.open(content).convert("RGB")
+            picture.quantize(256, dither=Image.Dither.NONE).save(part, "png", optimize=True)
