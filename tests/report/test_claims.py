@@ -99,6 +99,17 @@ def test_every_verdict_holds_for_its_interval(page: str) -> None:
             assert holds[word], (page, one, word, other, setting, found)
 
 
+def test_the_share_of_the_gain_that_is_memorys_is_that_of_the_means() -> None:
+    text = re.sub(r"\s+", " ", (ROOT / "README.md").read_text(encoding="utf-8"))
+    shares = re.findall(r"(\d+) of (\d+) on (\w+)", text)
+    assert [setting for *_, setting in shares] == ["digits", "glyphs"]
+    for gained, room, setting in shares:
+        for rival, points in (("replay", gained), ("joint", room)):
+            found = metrics.mean([*FINAL[setting, rival].values()])
+            base = metrics.mean([*FINAL[setting, "fedavg"].values()])
+            assert found - base == pytest.approx(int(points), abs=0.51), (rival, setting)
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_joint_training_is_the_upper_bound_of_every_global_model(setting: str) -> None:
     """In the mean over seeds, as it should be for methods that are sound."""
