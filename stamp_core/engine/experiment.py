@@ -3,7 +3,7 @@
 import hashlib
 import json
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,9 @@ def load_experiment(setting: str, method: str, params: Params | None = None) -> 
     params = read_params() if params is None else params
     checked = read_setting(setting, params)
     source_options(checked.data, f"{FILES['settings']}: {setting}.data")
-    return Experiment(checked, method, *resolve_preset(method, params))
+    kind, values = resolve_preset(method, params)
+    training = kind.adapt(checked.training, values)
+    return Experiment(replace(checked, training=training), method, kind, values)
 
 
 def check_params(params: Params) -> int:

@@ -1,21 +1,49 @@
 """Upper bound: joint training of one learner on the images of all clients and tasks."""
 
 import itertools
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from stamp_core.config.decode import require
+from stamp_core.config.schema import Training
 from stamp_core.data.split import Plan
-from stamp_core.methods.base.method import Method, State
+from stamp_core.methods.base.method import FedAvgParams, Method, State
+
+
+@dataclass(frozen=True)
+class JointParams(FedAvgParams):
+    """The learner's own batch and step; None: the setting's.
+
+    A federated step averages the batches of all clients. On one client's batch alone the learner
+    can end in its own noise, below methods that it is to bound.
+    """
+
+    batch_size: int | None = None
+    lr: float | None = None
+
+    def __post_init__(self) -> None:
+        """Validate the batch and the step."""
+        super().__post_init__()
+        require(self, "batch_size", self.batch_size is None or self.batch_size >= 1, "at least 1")
+        require(self, "lr", self.lr is None or self.lr > 0, "above 0")
 
 
 class Joint(Method):
     """Plain SGD on the union of all data, for as many rounds and epochs as the other methods."""
 
+    Params: ClassVar = JointParams
     models = ("global",)
     fedavg_equivalent: ClassVar = None
     group: ClassVar = "control"
+
+    @classmethod
+    def adapt(cls, training: Training, params: JointParams) -> Training:
+        """The setting's training with the learner's own batch and step."""
+        size, lr = params.batch_size, params.lr
+        return replace(training, batch_size=size or training.batch_size, lr=lr or training.lr)
 
     def participants(self, chosen: list[int], server: State) -> list[int]:
         """The one learner, as client 0."""

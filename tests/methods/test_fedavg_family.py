@@ -13,6 +13,8 @@ from reference import CONFIGURATIONS, Array, FedAvgReference, Numbers, State, Vi
 from small import BATCH_NORM, plan, run, tiny
 
 from stamp_core.config.decode import ParameterError
+from stamp_core.config.params import read_params
+from stamp_core.engine.experiment import load_experiment
 from stamp_core.models import networks as models
 
 
@@ -53,6 +55,22 @@ def test_whole_runs_are_those_of_the_reference(
     kind: str, naive: type[FedAvgReference], params: dict[str, Any], configuration: str
 ) -> None:
     reference.compare(kind, configuration, naive, **params)
+
+
+def test_joint_training_with_its_own_batch_and_step_is_that_of_a_setting_with_them() -> None:
+    params = read_params("quick")
+    other = deepcopy(params)
+    params["methods"]["joint"] = {"batch_size": 40, "lr": 0.2}
+    other["settings"]["tiny"]["training"] |= {"batch_size": 40, "lr": 0.2}
+    own, same = (load_experiment("tiny", "joint", each) for each in (params, other))
+    assert load_experiment("tiny", "fedavg", params).setting.training != own.setting.training
+    small.assert_same_weights(run(own), run(same))
+
+
+@pytest.mark.parametrize("bad", [{"batch_size": 0}, {"lr": 0.0}])
+def test_a_joint_batch_or_step_of_nothing_is_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(ParameterError, match=f"joint.{next(iter(bad))}"):
+        load_experiment("tiny", "joint", {**read_params("quick"), "methods": {"joint": bad}})
 
 
 class TunedReference(FedAvgReference):

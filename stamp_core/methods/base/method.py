@@ -14,7 +14,7 @@ from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.runtime import ClientRuntime, RoundId
 from stamp_core.client.scoring import score
 from stamp_core.config.decode import invalid, require_above
-from stamp_core.config.schema import Setting
+from stamp_core.config.schema import Setting, Training
 from stamp_core.core.devices import has_room
 from stamp_core.data.split import Plan
 from stamp_core.models.flat import FlatModel
@@ -167,6 +167,11 @@ class Method:
     # that a GPU may capture it. A class that overrides one of `step_parts` has to say so again.
     graph_safe: bool = True
     step_parts: ClassVar[tuple[str, ...]] = ("train", "step", "loss", "correct_gradient")
+
+    @classmethod
+    def adapt(cls, training: Training, params: Any) -> Training:
+        """How the method trains in a setting: as all others, unless it is a bound for them."""
+        return training
 
     def __init_subclass__(cls) -> None:
         """Let no step be captured that may have become another."""
