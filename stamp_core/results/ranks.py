@@ -1,0 +1,52 @@
+"""Comparisons of many methods at once: ranks with a critical difference, p-values corrected.
+
+After Demšar, "Statistical Comparisons of Classifiers over Multiple Data Sets", 2006. SciPy has the
+distributions; packages that wrap them would bring a second statistics library for two formulas.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+from scipy.special import stdtr
+from scipy.stats import friedmanchisquare, studentized_range
+
+Values = NDArray[np.float64]
+LEVEL = 0.05
+
+
+def block_ranks(scores: pd.DataFrame) -> pd.DataFrame:
+    """The rank of each column in each row: 1 is the highest score, equal ones share the mean."""
+    return scores.rank(axis=1, ascending=False)
+
+
+def friedman(scores: pd.DataFrame) -> float:
+    """The p-value of Friedman's test that all columns have the same ranks; of three or more."""
+    return float(friedmanchisquare(*scores.to_numpy().T).pvalue)
+
+
+def critical_difference(methods: int, blocks: int, level: float = LEVEL) -> float:
+    """Nemenyi's: mean ranks that are further apart differ, at `level` for all pairs together."""
+    quantile = studentized_range.ppf(1 - level, methods, np.inf) / np.sqrt(2)
+    return float(quantile * np.sqrt(methods * (methods + 1) / (6 * blocks)))
+
+
+def paired_p_value(mean: float, std: float, n: int) -> float:
+    """Of the two-sided t test that paired differences have mean 0; NaN for fewer than two."""
+    if n < 2 or np.isnan(mean):
+        return np.nan
+    if std == 0:
+        return 1.0 if mean == 0 else 0.0
+    return float(2 * stdtr(n - 1, -abs(mean) / std * np.sqrt(n)))
+
+
+def holm(p_values: Sequence[float]) -> Values:
+    """Holm's step-down correction of a family of p-values; undefined ones stay so and are none."""
+    p = np.asarray(p_values, dtype=np.float64)
+    adjusted = np.full(len(p), np.nan)
+    defined = np.flatnonzero(~np.isnan(p))
+    order = defined[np.argsort(p[defined], kind="stable")]
+    factors = len(order) - np.arange(len(order))
+    adjusted[order] = np.minimum(1.0, np.maximum.accumulate(factors * p[order]))
+    return adjusted

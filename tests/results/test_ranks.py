@@ -1,0 +1,78 @@
+"""Ranks and corrected p-values against published tables and naive second implementations."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import ttest_1samp
+
+from stamp_core.results.metrics import confidence_interval
+from stamp_core.results.ranks import (
+    block_ranks,
+    critical_difference,
+    friedman,
+    holm,
+    paired_p_value,
+)
+
+P_VALUES = st.lists(st.floats(0, 1), min_size=1, max_size=12)
+
+
+@pytest.mark.parametrize(
+    ("methods", "quantile"), [(2, 1.960), (3, 2.343), (5, 2.728), (8, 3.031), (10, 3.164)]
+)
+def test_critical_differences_have_the_quantiles_of_demsars_table(
+    methods: int, quantile: float
+) -> None:
+    expected = quantile * np.sqrt(methods * (methods + 1) / (6 * 14))
+    assert critical_difference(methods, 14) == pytest.approx(expected, rel=5e-4)
+
+
+def test_equal_scores_share_the_mean_of_their_ranks() -> None:
+    ranks = block_ranks(pd.DataFrame({"a": [3.0, 1.0], "b": [3.0, 2.0], "c": [1.0, 5.0]}))
+    assert ranks.to_numpy().tolist() == [[1.5, 1.5, 3.0], [3.0, 2.0, 1.0]]
+
+
+def test_friedman_is_small_where_all_blocks_agree_and_not_where_none_does() -> None:
+    order = pd.DataFrame([[3.0, 2.0, 1.0]] * 8, columns=list("abc"))
+    turned = pd.DataFrame([[3.0, 2.0, 1.0], [2.0, 1.0, 3.0], [1.0, 3.0, 2.0]])
+    assert friedman(order) < 0.001
+    assert friedman(turned) == pytest.approx(1.0)
+
+
+@given(st.lists(st.floats(-5, 5), min_size=2, max_size=12).filter(lambda x: np.std(x) > 1e-3))
+def test_a_p_value_is_below_five_percent_where_the_interval_excludes_0(values: list[float]) -> None:
+    p = paired_p_value(float(np.mean(values)), float(np.std(values, ddof=1)), len(values))
+    assert p == pytest.approx(ttest_1samp(values, 0.0).pvalue, rel=1e-6, abs=1e-12)
+    middle, half = confidence_interval(values)
+    if abs(abs(middle) - half) > 1e-9:
+        assert (p < 0.05) == (abs(middle) > half)
+
+
+def naive_holm(p_values: list[float]) -> list[float]:
+    """Of each hypothesis the largest product of one that is rejected before it."""
+    count = len(p_values)
+    order = sorted(range(count), key=lambda place: p_values[place])
+    found = [0.0] * count
+    for step, place in enumerate(order):
+        before = [(count - k) * p_values[order[k]] for k in range(step + 1)]
+        found[place] = min(1.0, max(before))
+    return found
+
+
+@given(P_VALUES)
+def test_holm_is_that_of_the_definition(p_values: list[float]) -> None:
+    assert holm(p_values) == pytest.approx(naive_holm(p_values))
+
+
+@given(P_VALUES)
+def test_holm_rejects_no_more_than_without_and_no_less_than_bonferroni(p: list[float]) -> None:
+    adjusted = holm(p)
+    assert (adjusted >= np.array(p) - 1e-12).all()
+    assert (adjusted <= np.minimum(1.0, len(p) * np.array(p)) + 1e-12).all()
+
+
+def test_undefined_p_values_stay_and_count_for_nothing() -> None:
+    assert holm([0.02, np.nan, 0.03]) == pytest.approx([0.04, np.nan, 0.04], nan_ok=True)
+    assert np.isnan(paired_p_value(1.0, 1.0, 1))
