@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
-from scipy.special import stdtr
+from scipy.special import stdtr, stdtrit
 from scipy.stats import friedmanchisquare, studentized_range
 
 Values = NDArray[np.float64]
@@ -32,13 +32,14 @@ def critical_difference(methods: int, blocks: int, level: float = LEVEL) -> floa
     return float(quantile * np.sqrt(methods * (methods + 1) / (6 * blocks)))
 
 
-def paired_p_value(mean: float, std: float, n: int) -> float:
-    """Of the two-sided t test that paired differences have mean 0; NaN for fewer than two."""
-    if n < 2 or np.isnan(mean):
+def interval_p_value(low: float, high: float, n: int, level: float = 0.95) -> float:
+    """Of the two-sided test that a mean is 0, from its Student t interval; NaN if undefined."""
+    middle, half = (low + high) / 2, (high - low) / 2
+    if n < 2 or np.isnan(half):
         return np.nan
-    if std == 0:
-        return 1.0 if mean == 0 else 0.0
-    return float(2 * stdtr(n - 1, -abs(mean) / std * np.sqrt(n)))
+    if half == 0:
+        return 1.0 if middle == 0 else 0.0
+    return float(2 * stdtr(n - 1, -abs(middle) / half * stdtrit(n - 1, (1 + level) / 2)))
 
 
 def holm(p_values: Sequence[float]) -> Values:

@@ -15,7 +15,9 @@ from stamp_core.core.paths import ROOT
 from stamp_core.results import metrics
 
 PAGES = ("README.md", "docs/results.md")
-SETTINGS = ("digits", "glyphs", "glyphs_domains")
+SMALL = ("digits", "glyphs", "glyphs_domains")
+PHOTOGRAPHS = ("cifar100_c2_small", "cifar100_c20_small")
+SETTINGS = (*SMALL, *PHOTOGRAPHS)
 MINUS = "\N{MINUS SIGN}"
 NUMBER = rf"([+{MINUS}-]?\d+\.\d)"
 INTERVAL = re.compile(rf"{NUMBER} \({NUMBER} to {NUMBER}\)")
@@ -26,8 +28,9 @@ VERDICT = re.compile(
 
 def final_accuracies() -> dict[tuple[str, str], dict[int, float]]:
     """Final accuracy in % by setting and method, and by seed."""
-    files = [pd.read_csv(ROOT / "figures" / f"{name}.csv") for name in ("accuracy", "ablation")]
-    rows = pd.concat(files).drop_duplicates(["setting", "method", "seed", "experience"])
+    names = ["accuracy", "ablation", *(f"cifar100/{setting}/accuracy" for setting in PHOTOGRAPHS)]
+    rows = pd.concat([pd.read_csv(ROOT / "figures" / f"{name}.csv") for name in names])
+    rows = rows.drop_duplicates(["setting", "method", "seed", "experience"])
     last = rows[rows.experience == rows.groupby("setting").experience.transform("max")]
     return {
         (str(setting), str(method)): dict(zip(part.seed, 100 * part.accuracy, strict=True))
@@ -117,7 +120,7 @@ def test_joint_training_is_the_upper_bound_of_every_global_model(setting: str) -
     assert max(means, key=lambda method: means[method]) == "joint"
 
 
-@pytest.mark.parametrize("setting", SETTINGS[:2])
+@pytest.mark.parametrize("setting", SMALL[:2])
 def test_methods_that_remember_the_past_are_above_fedavg(setting: str) -> None:
     for rival in ("refed", "affcl", "target", "glfc", "lga", "fedcil", "gem", "stamp"):
         assert difference(rival, "fedavg", setting)["mean"] > 0, rival
@@ -127,7 +130,7 @@ def test_methods_that_remember_the_past_are_above_fedavg(setting: str) -> None:
 def test_every_difference_has_as_many_seeds_as_the_page_says(page: str) -> None:
     """n = 20 on digits and glyphs in the README; elsewhere fewer, but never below 6."""
     many = 20 if page == "README.md" else 6
-    least = {"digits": many, "glyphs": many, "glyphs_domains": 6}
+    least = dict.fromkeys(SETTINGS, 6) | {"digits": many, "glyphs": many}
     for header, cells in tables(page):
         for setting in set(header) & set(SETTINGS):
             for name in re.findall(r"`(\w+)`", cells[0])[: 2 if MINUS in cells[0] else 1]:

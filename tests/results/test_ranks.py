@@ -13,7 +13,7 @@ from stamp_core.results.ranks import (
     critical_difference,
     friedman,
     holm,
-    paired_p_value,
+    interval_p_value,
 )
 
 P_VALUES = st.lists(st.floats(0, 1), min_size=1, max_size=12)
@@ -42,10 +42,10 @@ def test_friedman_is_small_where_all_blocks_agree_and_not_where_none_does() -> N
 
 
 @given(st.lists(st.floats(-5, 5), min_size=2, max_size=12).filter(lambda x: np.std(x) > 1e-3))
-def test_a_p_value_is_below_five_percent_where_the_interval_excludes_0(values: list[float]) -> None:
-    p = paired_p_value(float(np.mean(values)), float(np.std(values, ddof=1)), len(values))
-    assert p == pytest.approx(ttest_1samp(values, 0.0).pvalue, rel=1e-6, abs=1e-12)
+def test_a_p_value_is_that_of_the_t_test_behind_the_interval(values: list[float]) -> None:
     middle, half = confidence_interval(values)
+    p = interval_p_value(middle - half, middle + half, len(values))
+    assert p == pytest.approx(ttest_1samp(values, 0.0).pvalue, rel=1e-6, abs=1e-9)
     if abs(abs(middle) - half) > 1e-9:
         assert (p < 0.05) == (abs(middle) > half)
 
@@ -75,4 +75,6 @@ def test_holm_rejects_no_more_than_without_and_no_less_than_bonferroni(p: list[f
 
 def test_undefined_p_values_stay_and_count_for_nothing() -> None:
     assert holm([0.02, np.nan, 0.03]) == pytest.approx([0.04, np.nan, 0.04], nan_ok=True)
-    assert np.isnan(paired_p_value(1.0, 1.0, 1))
+    assert np.isnan(interval_p_value(np.nan, np.nan, 1))
+    assert interval_p_value(0.0, 0.0, 3) == 1.0
+    assert interval_p_value(1.0, 1.0, 3) == 0.0

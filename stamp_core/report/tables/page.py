@@ -16,7 +16,7 @@ from IPython.display import display
 
 from stamp_core.core.atomic import atomic_write
 from stamp_core.report.text import DASH, MB, count_range, marked, mean_std, significant
-from stamp_core.results import metrics
+from stamp_core.results import metrics, ranks
 from stamp_core.results.records import Record
 
 Cell = Callable[[pd.DataFrame], str]  # text for the runs of a group
@@ -29,6 +29,7 @@ _OUTCOMES = {  # of a 95 % interval, and how a sentence puts it
     "undefined": "no interval (fewer than two common seeds) for",
 }
 _EXCLUDES_0 = ("above 0", "below 0")
+HOLDS = "‡"  # differs from 0 after Holm's correction for the table
 
 
 def show(table: pd.DataFrame) -> None:
@@ -120,16 +121,20 @@ def difference_sections(
     """For each base of `paired_differences` a line with its name and their table.
 
     The table has a row per combination of `keys` and a column per value of `by`. Below it stands
-    how many of its intervals would exclude 0 if all differences were 0.
+    how many of its intervals would exclude 0 if all differences were 0, and how many of them hold
+    for all of the table together.
     """
     sections = []
     for base, own in pairs.groupby("base", sort=False):
-        table = difference_table(own, keys, by, heading)
+        p = [ranks.interval_p_value(pair.low, pair.high, pair.n) for pair in own.itertuples()]
+        corrected = own.assign(holds=ranks.holm(p) < ranks.LEVEL)
+        table = difference_table(corrected, keys, by, heading)
         sections += [f"Difference from {base}:", markdown(table)]
         if count := int(own.low.notna().sum()):
             outside = int(own.interval.isin(_EXCLUDES_0).sum())
             chance = f"{outside} of {count} intervals exclude 0; by chance alone about"
-            sections.append(f"{chance} {max(1, round(0.05 * count))} would.")
+            after = f"{int(corrected.holds.sum())} hold after Holm's correction ({HOLDS})."
+            sections.append(f"{chance} {max(1, round(0.05 * count))} would; {after}")
     return sections
 
 
@@ -146,12 +151,16 @@ def difference_table(
 
 
 def _cell(row: Mapping[str, Any]) -> str:
-    """A difference with its interval, `+8.6 (+5.1 to +12.0)`, bold where that excludes 0."""
+    """A difference with its interval, `+8.6 (+5.1 to +12.0)`, bold where that excludes 0.
+
+    Marked where it `holds` for all differences of its table together.
+    """
     text = f"{row['difference']:+z.1f}" if row["n"] else DASH
     if row["interval"] == "undefined":
         return text
     text += f" ({row['low']:+z.1f} to {row['high']:+z.1f})"
-    return text if row["interval"] == "includes 0" else f"**{text}**"
+    text = text if row["interval"] == "includes 0" else f"**{text}**"
+    return f"{text} {HOLDS}" if row.get("holds") else text
 
 
 def difference_findings(pairs: pd.DataFrame, name: str, by: Sequence[str], heading: str) -> str:
