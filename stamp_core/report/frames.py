@@ -132,6 +132,17 @@ def model_frame(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([rows, both.assign(model="personal", **personal)], ignore_index=True)
 
 
+def block_frame(rows: pd.DataFrame) -> pd.DataFrame:
+    """Final accuracies, a column per method and a row per block: a setting with a seed.
+
+    Of the blocks those with the most methods, and of these the methods that all blocks have: ranks
+    in blocks with other methods cannot be compared.
+    """
+    blocks = rows.pivot(index=["setting", "seed"], columns="method", values="main_accuracy")
+    counts = blocks.notna().sum(axis=1)
+    return blocks[counts == counts.max()].dropna(axis=1)
+
+
 def experience_frame(records: Sequence[Record], personal: bool = False) -> pd.DataFrame:
     """One row an experience of a run: accuracy over the tasks met so far, forgetting and gap.
 

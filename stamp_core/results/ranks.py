@@ -22,12 +22,19 @@ def block_ranks(scores: pd.DataFrame) -> pd.DataFrame:
 
 
 def friedman(scores: pd.DataFrame) -> float:
-    """The p-value of Friedman's test that all columns have the same ranks; of three or more."""
+    """The p-value of Friedman's test that all columns have the same ranks; NaN for fewer than 3."""
+    if scores.shape[1] < 3:
+        return np.nan
     return float(friedmanchisquare(*scores.to_numpy().T).pvalue)
 
 
 def critical_difference(methods: int, blocks: int, level: float = LEVEL) -> float:
-    """Nemenyi's: mean ranks that are further apart differ, at `level` for all pairs together."""
+    """Nemenyi's: mean ranks that are further apart differ, at `level` for all pairs together.
+
+    Zero for a single method.
+    """
+    if methods < 2:
+        return 0.0
     quantile = studentized_range.ppf(1 - level, methods, np.inf) / np.sqrt(2)
     return float(quantile * np.sqrt(methods * (methods + 1) / (6 * blocks)))
 

@@ -96,6 +96,7 @@ DRAW: dict[str, Callable[[], Figure]] = {
         [made_records.with_features(name, spread=0.7) for name in ("stamp", "fedavg")], "toy", "A$~"
     ),
     "forgetting": lambda: figures.forgetting(made_records.compared()),
+    "ranks": lambda: figures.ranks(made_records.compared()),
     "gap": lambda: figures.gap(made_records.compared()),
     "heterogeneity": lambda: figures.heterogeneity(made_records.heterogeneous()),
     "images": lambda: figures.images(make_dataset(), 3),

@@ -41,6 +41,11 @@ def test_friedman_is_small_where_all_blocks_agree_and_not_where_none_does() -> N
     assert friedman(turned) == pytest.approx(1.0)
 
 
+def test_few_methods_have_no_test_and_one_alone_no_difference() -> None:
+    assert np.isnan(friedman(pd.DataFrame({"a": [1.0], "b": [2.0]})))
+    assert critical_difference(1, 5) == 0.0
+
+
 @given(st.lists(st.floats(-5, 5), min_size=2, max_size=12).filter(lambda x: np.std(x) > 1e-3))
 def test_a_p_value_is_that_of_the_t_test_behind_the_interval(values: list[float]) -> None:
     middle, half = confidence_interval(values)

@@ -23,6 +23,7 @@ with without_garbage_collection():
         gap,
         matrices,
         nearest_mean,
+        ranks,
         training,
     )
     from .style import save

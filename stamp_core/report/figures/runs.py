@@ -16,6 +16,7 @@ from stamp_core.report.figures import style
 from stamp_core.report.tables.ablation import BASES, PARTS, ablation_frame
 from stamp_core.report.text import MB
 from stamp_core.results import metrics
+from stamp_core.results import ranks as significance
 from stamp_core.results.records import SCORINGS, Record
 
 _SHAPES = "osD^vPX"  # of settings in one panel
@@ -182,6 +183,32 @@ def forgetting(records: Sequence[Record]) -> Figure:
     style.set_rows(axes[0], [*names.values()])
     caption = f"{style.seed_caption(defined)}; {style.INTERVALS}"
     style.add_caption(figure, "Forgetting (lower is better)", caption)
+    return figure
+
+
+def ranks(records: Sequence[Record]) -> Figure:
+    """Mean ranks over settings and seeds, and the methods that are as good as the best one.
+
+    Joint training, the bound, has none.
+    """
+    rows = frames.run_frame(records)
+    rows = rows[rows.method != "joint"]
+    blocks = frames.block_frame(rows)
+    means = significance.block_ranks(blocks).mean().sort_values()
+    critical = significance.critical_difference(*blocks.shape[::-1])
+    names = _row_names(rows)
+    figure, [axis] = style.panels(1, height=0.24 * len(means) + 0.6)
+    axis.axvspan(means.iloc[0], means.iloc[0] + critical, color="0.9", zorder=0)
+    for place, (method, rank) in enumerate(means.items()):
+        axis.plot(rank, place, **style.method_style(str(method)))
+    style.set_rows(axis, [names[str(method)] for method in means.index])
+    axis.set(xlabel="mean rank by final accuracy (1 is the best)")
+    ranked = rows.set_index(["setting", "seed"]).loc[blocks.index].reset_index()
+    caption = f"over {len(blocks)} settings with a seed: {', '.join(blocks.index.unique(0))}; "
+    caption += style.seed_caption(ranked)
+    caption += f"\ngrey: not distinguishable from the best (Nemenyi, {critical:.1f} ranks)"
+    caption += f"; Friedman's test: p = {significance.friedman(blocks):.1g}"
+    style.add_caption(figure, "Ranks", caption)
     return figure
 
 
