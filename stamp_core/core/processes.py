@@ -5,12 +5,20 @@ import os
 import sys
 import threading
 
+FORMS = ("bar", "lines", "none")  # of progress
 
-def is_interactive() -> bool:
-    """Whether this is JupyterLab or a terminal, and no DVC stage; STAMP_PROGRESS overrides it."""
-    if "STAMP_PROGRESS" in os.environ:
-        return os.environ["STAMP_PROGRESS"] == "bar"
-    return "DVC_STAGE" not in os.environ and ("ipykernel" in sys.modules or sys.stdout.isatty())
+
+def progress_form() -> str:
+    """How progress is shown: a `bar`, `lines` or `none`, as STAMP_PROGRESS says.
+
+    Without it a bar in JupyterLab and in a terminal, lines in a DVC stage and in logs.
+    """
+    if (form := os.environ.get("STAMP_PROGRESS")) is not None:
+        if form not in FORMS:
+            raise ValueError(f"STAMP_PROGRESS is {form!r}: it must be one of {', '.join(FORMS)}")
+        return form
+    interactive = "ipykernel" in sys.modules or sys.stdout.isatty()
+    return "bar" if interactive and "DVC_STAGE" not in os.environ else "lines"
 
 
 def follow_parent() -> None:

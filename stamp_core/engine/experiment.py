@@ -3,6 +3,7 @@
 import hashlib
 import json
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.loading import load_dataset, source_options
 from stamp_core.data.split import Plan, make_plan
 from stamp_core.methods.base.method import Method
-from stamp_core.methods.base.registry import resolve_preset
+from stamp_core.methods.base.registry import override, resolve_preset
 from stamp_core.models.pretrained import weights_digest
 from stamp_core.results.records import run_name
 
@@ -94,9 +95,23 @@ class Experiment:
         return "\n".join(f"{name:12} {_section_text(each)}" for name, each in sections.items())
 
 
-def load_experiment(setting: str, method: str, params: Params | None = None) -> Experiment:
-    """The experiment of a setting and a preset, refused in one line if anything is wrong."""
+def load_experiment(
+    setting: str,
+    method: str,
+    params: Params | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Experiment:
+    """The experiment of a setting and a preset, refused in one line if anything is wrong.
+
+    `params` are those of `read_params`, None the default ones. `overrides` are other values by key:
+    `spatial.kappa` of the preset, `setting.training.lr` of the setting.
+    """
     params = read_params() if params is None else params
+    if not {"settings", "methods"} <= params.keys():
+        right = "what read_params() returns; other values go into overrides={...}"
+        raise invalid("params", dict(params), right)
+    if overrides:
+        params = override(params, method, overrides, setting)
     checked = read_setting(setting, params)
     source_options(checked.data, f"{FILES['settings']}: {setting}.data")
     kind, values = resolve_preset(method, params)

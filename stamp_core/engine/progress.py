@@ -5,15 +5,20 @@ import time
 
 from tqdm.auto import tqdm
 
-from stamp_core.core.processes import is_interactive
+from stamp_core.core.processes import progress_form
 
 
 class Progress:
-    """Counts the rounds of all seeds; thread-safe."""
+    """Counts the rounds of all seeds of a training with a name; thread-safe."""
 
-    def __init__(self, rounds: int, done: int) -> None:
+    def __init__(self, name: str, rounds: int, done: int) -> None:
         self.lock = threading.Lock()
-        self.bar = tqdm(total=rounds, initial=done, unit="round") if is_interactive() else None
+        self.name = name
+        self.form = progress_form()
+        bar = self.form == "bar"
+        self.bar = tqdm(desc=name, total=rounds, initial=done, unit="round") if bar else None
+        self.left = rounds - done
+        self.counted = 0
         self.started = time.perf_counter()
         self.accuracies = dict[int, float]()
 
@@ -29,17 +34,23 @@ class Progress:
     def round(self) -> None:
         """Count one more round."""
         with self.lock:
+            self.counted += 1
             if self.bar is not None:
                 self.bar.update()
 
     def experience(self, seed: int, place: str, accuracy: float) -> None:
         """Show a seed's accuracy after an experience; its `place` in the sequence is like "3/5"."""
         with self.lock:
-            if self.bar is None:
-                seconds = time.perf_counter() - self.started
-                line = f"seed {seed}  experience {place}  accuracy {accuracy:6.1%}"
-                print(f"{line}  {seconds:.1f} s", flush=True)
-            else:
-                self.accuracies[seed] = accuracy
+            self.accuracies[seed] = accuracy
+            if self.bar is not None:
                 mean = sum(self.accuracies.values()) / len(self.accuracies)
                 self.bar.set_postfix_str(f"accuracy {mean:.1%}")
+            elif self.form == "lines":
+                line = f"{self.name}  seed {seed}  experience {place}  accuracy {accuracy:6.1%}"
+                print(f"{line}  {self.times()}", flush=True)
+
+    def times(self) -> str:
+        """The seconds since the start, and about how many are left for all seeds."""
+        spent = time.perf_counter() - self.started
+        left = spent / max(1, self.counted) * (self.left - self.counted)
+        return f"{spent:.1f} s, about {left:.0f} s left" if left else f"{spent:.1f} s"

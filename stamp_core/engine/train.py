@@ -74,7 +74,7 @@ def train(
         try:
             runs = [Run(experiment, plan, worker, executor, folder) for plan in plans.values()]
             done = sum(run.state["next"] for run in runs)
-            with Progress(sum(run.rounds for run in runs), done) as progress:
+            with Progress(experiment.name, sum(run.rounds for run in runs), done) as progress:
                 return _train_side_by_side(runs, progress)
         finally:
             executor.close()

@@ -5,7 +5,6 @@ is the one to put into params/methods.yaml. Candidates with current records are 
 """
 
 import argparse
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -13,20 +12,13 @@ from multiprocessing import get_context
 from typing import Any
 
 from stamp_core.config.decode import build, invalid, unknown_name
-from stamp_core.config.params import (
-    CIFAR100,
-    DEFAULT,
-    parse_seeds,
-    read_params,
-    read_yaml,
-    set_value,
-)
+from stamp_core.config.params import CIFAR100, DEFAULT, parse_seeds, read_params, read_yaml
 from stamp_core.core.devices import resolve_device
 from stamp_core.core.paths import ROOT
 from stamp_core.engine.executor import resolve_workers
 from stamp_core.engine.experiment import Experiment
 from stamp_core.methods.base.method import DivergedError
-from stamp_core.methods.base.registry import read_preset
+from stamp_core.methods.base.registry import override
 from stamp_core.pipeline.grid import load_records, train_and_save
 from stamp_core.pipeline.sweeps import light_experiment
 from stamp_core.report.frames import CHOOSING
@@ -78,10 +70,7 @@ def candidate_experiments(tuning: Tuning, profile: str = DEFAULT) -> Iterator[Ex
     for kind in KINDS:
         methods = tuning.methods(kind)
         for method, values in ((name, each) for name in methods for each in methods[name]):
-            changed = copy.deepcopy(params)
-            preset = changed["methods"][method] = read_preset(method, changed)
-            for key, value in values.items():
-                set_value(preset, key.split("."), value)
+            changed = override(params, method, values)
             pairs = (f"{key} {'null' if value is None else value}" for key, value in values.items())
             candidate = ", ".join(pairs)
             for setting in tuning.setting:

@@ -63,6 +63,10 @@ class Record:
         accuracies: np.ndarray = self.scores[model][PIXEL_SCORINGS.index(scoring)].astype(float)
         return accuracies
 
+    def __repr__(self) -> str:
+        """What was run: the arrays would fill pages."""
+        return f"Record({self.name}, seed {self.run[2]}, {len(self.history)} rounds)"
+
     def save(self, folder: Path) -> None:
         """Write run.json and the arrays into `folder`, which is there whole or not at all."""
         text = json.dumps({"about": self.about, "history": self.history}, indent=1) + "\n"

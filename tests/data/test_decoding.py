@@ -526,3 +526,6 @@ def test_logs_have_a_line_per_tenth_and_interactive_sessions_a_bar(
     load_dataset({**DIVIDED, "size": 5})
     drawn = capsys.readouterr()
     assert not drawn.out and "75/75" in drawn.err
+    monkeypatch.setenv("STAMP_PROGRESS", "none")
+    load_dataset({**DIVIDED, "size": 6})
+    assert capsys.readouterr() == ("", "")

@@ -18,7 +18,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from stamp_core.core import fingerprint
-from stamp_core.core.processes import is_interactive
+from stamp_core.core.processes import progress_form
 from stamp_core.data.store import cache
 from stamp_core.data.store.cache import SUBSETS, Bytes, NamedArrays, Numbers
 
@@ -147,11 +147,10 @@ def _decode_files(listing: Listing, files: list[str], done: int, path: Path) -> 
     decode = partial(decode_image, size=listing.size, grey=listing.grey)
     step = max(1, CHUNK_BYTES // math.prod(listing.shape))
     total, name, began = len(files), f"{path.parent.stem} {path.stem}", time.perf_counter()
+    form = progress_form()
     with (
         ThreadPoolExecutor(os.cpu_count()) as pool,
-        tqdm(
-            desc=name, total=total, initial=done, unit="image", disable=not is_interactive()
-        ) as bar,
+        tqdm(desc=name, total=total, initial=done, unit="image", disable=form != "bar") as bar,
         path.open("r+b") as images,
         path.with_suffix(".jsonl").open("a") as notes,
     ):
@@ -166,7 +165,7 @@ def _decode_files(listing: Listing, files: list[str], done: int, path: Path) -> 
             notes.write(f"\n{json.dumps(cache.note_chunk(chunk))}")
             notes.flush()
             bar.update(end - start)
-            if bar.disable and 10 * end // total > 10 * start // total:
+            if form == "lines" and 10 * end // total > 10 * start // total:
                 print(
                     f"{name}  {end}/{total} images  {time.perf_counter() - began:.1f} s", flush=True
                 )

@@ -1,5 +1,6 @@
 """Methods, found by their file names, and the presets of their parameters."""
 
+import copy
 import importlib
 import pkgutil
 from collections.abc import Mapping
@@ -7,7 +8,7 @@ from typing import Any
 
 from stamp_core import methods
 from stamp_core.config.decode import build, invalid, unknown_name
-from stamp_core.config.params import FILES, read_block
+from stamp_core.config.params import FILES, read_block, set_value
 from stamp_core.methods.base.method import Method
 
 
@@ -53,6 +54,27 @@ def read_preset(
         return preset
     inherited = read_preset(str(base), params, (*derived, name))
     return merge_blocks({"kind": str(base), **inherited}, preset)
+
+
+def override(
+    params: Mapping[str, Any], method: str, values: Mapping[str, Any], setting: str = ""
+) -> dict[str, Any]:
+    """A copy of `params` with other values of a preset, by key, e.g. `spatial.kappa`.
+
+    Keys that begin with `setting.` are those of the setting.
+    """
+    changed: dict[str, Any] = copy.deepcopy(dict(params))
+    preset = changed["methods"][method] = read_preset(method, changed)
+    whole = dict[str, Any]()
+    if setting:
+        whole = changed["settings"][setting] = read_block(changed, "settings", setting)
+    for key, value in values.items():
+        first, *path = key.split(".")
+        if first == "setting" and path:
+            set_value(whole, path, value)
+        else:
+            set_value(preset, [first, *path], value)
+    return changed
 
 
 def merge_blocks(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
