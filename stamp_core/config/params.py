@@ -17,7 +17,7 @@ from ruamel.yaml.error import YAMLError
 
 from stamp_core.config.decode import ParameterError, build, invalid, unknown_name
 from stamp_core.config.schema import Setting
-from stamp_core.core.paths import PARAMS
+from stamp_core.core.paths import PACKAGED, PARAMS
 
 Params = Mapping[str, Any]
 FILES = {"settings": "params/settings.yaml", "methods": "params/methods.yaml"}
@@ -42,7 +42,7 @@ def read_params(profile: str = DEFAULT, root: Path = PARAMS.parent) -> dict[str,
     if profile not in PROFILES:
         raise unknown_name("profile", profile, PROFILES)
     file = PROFILES[profile]
-    blocks = read_yaml(root / file)
+    blocks = read_yaml(parameter_file(root, file))
     for key in blocks:
         if key in FILES:
             raise ParameterError(f"{file}: {key} belongs into {FILES[key]}")
@@ -51,7 +51,7 @@ def read_params(profile: str = DEFAULT, root: Path = PARAMS.parent) -> dict[str,
     for key in (*REQUIRED, *blocks):
         if not isinstance(blocks.get(key), dict):
             raise invalid(f"{file}: {key}", blocks.get(key), "a block of keys")
-    shared = {section: read_yaml(root / name) for section, name in FILES.items()}
+    shared = {section: read_yaml(parameter_file(root, name)) for section, name in FILES.items()}
     for section in (*shared, "sweeps"):  # names of folders, and words of DVC's commands
         for name in {**blocks, **shared}[section]:
             require_name(file_of({"file": file}, section), name)
@@ -60,6 +60,12 @@ def read_params(profile: str = DEFAULT, root: Path = PARAMS.parent) -> dict[str,
         for key, value in values.items():
             set_value(preset, key.split("."), value)
     return {**blocks, **shared, "file": file}
+
+
+def parameter_file(root: Path, name: str) -> Path:
+    """A parameter file of a project; where it has none, that of the installed package if any."""
+    own, packaged = root / name, PACKAGED / name
+    return packaged if packaged.exists() and not own.exists() else own
 
 
 def check_names(params: Params) -> None:

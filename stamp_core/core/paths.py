@@ -5,18 +5,21 @@ from pathlib import Path
 
 
 def find_root() -> Path:
-    """The project's root: the nearest folder with dvc.yaml, from the working directory upwards.
+    """The project's root: the nearest folder with its parameter files, from the working directory
+    upwards; then the checkout of this package; else the working directory.
 
     $DVC_ROOT is not used: in a queued experiment, which runs in a copy, it names the original.
     """
-    here = Path(__file__).resolve().parent
-    for folder in (Path.cwd(), *Path.cwd().parents, *here.parents):
-        if (folder / "dvc.yaml").exists():
+    for folder in (Path.cwd(), *Path.cwd().parents, *PACKAGE.parents):
+        if any((folder / name).exists() for name in OWN):
             return folder
-    raise FileNotFoundError(f"no dvc.yaml in {Path.cwd()} or above: run inside the project")
+    return Path.cwd()
 
 
+PACKAGE = Path(__file__).resolve().parents[1]
+OWN = ("params/settings.yaml", "params/methods.yaml")  # which a folder of one's own may have
 ROOT = find_root()
+PACKAGED = PACKAGE / "defaults"  # parameter files in an installed package: setup.py
 PARAMS = ROOT / "params.yaml"
 NOTEBOOKS = ROOT / "notebooks"
 DATA = ROOT / "data"

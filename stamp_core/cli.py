@@ -1,0 +1,118 @@
+"""The command `stamp`: one experiment, the names there are, and what a parameter means.
+
+It needs no checkout; tables and figures of whole grids are those of `make`, in one.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from stamp_core.config.decode import ParameterError
+from stamp_core.config.params import QUICK, read_params
+
+ERRORS = (ParameterError, OSError, ValueError, ArithmeticError)
+
+
+def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
+    """Values by key of words like `spatial.kappa=0.9`; a value is YAML."""
+    values = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        try:
+            values[key] = YAML(typ="safe").load(text)
+        except YAMLError as error:
+            why = " ".join(str(error).split())
+            raise ParameterError(f"--set {pair}: the value must be YAML: {why}") from None
+        if not (key and equals):
+            raise ParameterError(f"--set {pair}: it must be key=value, as spatial.kappa=0.9")
+    return values
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Train an experiment, and another one to compare it with, and print their accuracies."""
+    from stamp_core import load_experiment, load_plans, train
+
+    params = read_params(QUICK)
+    chosen = parse_overrides(arguments.set)
+    tried = [load_experiment(arguments.setting, arguments.method, params, chosen)]
+    if arguments.compare:
+        tried.append(load_experiment(arguments.setting, arguments.compare, params))
+    found = []
+    for experiment in tried:
+        plans = load_plans(experiment.setting, experiment.dataset(), arguments.seeds)
+        found.append([*train(experiment, plans, arguments.workers).values()])
+    labels = [" ".join([arguments.method, *arguments.set]), arguments.compare]
+    print_comparison(labels[: len(found)], found)
+
+
+def print_comparison(labels: Sequence[str], found: Sequence[Sequence[Any]]) -> None:
+    """A line per experiment, and the paired difference of the first from the second."""
+    from stamp_core.report.frames import run_frame
+    from stamp_core.report.text import mean_std
+    from stamp_core.results.metrics import paired_difference
+
+    frames = [run_frame(records) for records in found]
+    for label, rows in zip(labels, frames, strict=True):
+        forgetting = mean_std(rows.main_forgetting)
+        scores = f"accuracy {mean_std(rows.main_accuracy)} %  forgetting {forgetting}"
+        print(f"{label:{max(map(len, labels))}}  {scores}  n = {len(rows)}")
+    if len(frames) == 2:
+        by_seed = [dict(zip(f.seed, 100 * f.main_accuracy, strict=True)) for f in frames]
+        pair = paired_difference(*by_seed)
+        interval = f"{pair['mean']:+.1f} ({pair['low']:+.1f} to {pair['high']:+.1f})"
+        print(f"difference in points, 95 % interval: {interval}")
+
+
+def print_names(section: str) -> None:
+    """The names of a section with what sets each apart, a line each."""
+    for name, block in read_params(QUICK)[section].items():
+        kind = block.get("kind") or block.get("extends") or block.get("data", {}).get("source")
+        print(f"{name:28} {kind or ''}".rstrip())
+
+
+def explain(arguments: argparse.Namespace) -> None:
+    """Print what a parameter means, everywhere it is defined."""
+    from stamp_core.pipeline.explain import explanations  # imports every method
+
+    for line in explanations(arguments.key, read_params(QUICK)):
+        print(line)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    whole = argparse.ArgumentParser("stamp", description="Federated continual learning.")
+    commands = whole.add_subparsers(required=True, metavar="command")
+    one = commands.add_parser("run", help="train one experiment, and print its accuracy")
+    one.add_argument("setting")
+    one.add_argument("method")
+    one.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="other values")
+    one.add_argument("--seeds", default="0to1", help="a range such as 0to5 (default: 0to1)")
+    one.add_argument("--workers", type=int, default=1, help="processes; 0: one per core")
+    one.add_argument("--compare", metavar="METHOD", help="train this as well: the difference")
+    one.set_defaults(call=run)
+    for section in ("methods", "settings"):
+        names = commands.add_parser(section, help=f"the names of {section}")
+        names.set_defaults(call=lambda arguments, section=section: print_names(section))
+    meaning = commands.add_parser("explain", help="what a parameter means, e.g. spatial.kappa")
+    meaning.add_argument("key")
+    meaning.set_defaults(call=explain)
+    return whole
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The exit status of the command."""
+    arguments = parser().parse_args(words)
+    try:
+        arguments.call(arguments)
+    except ERRORS as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

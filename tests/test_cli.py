@@ -1,0 +1,82 @@
+"""The command `stamp`, also outside a checkout from a wheel."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stamp_core import cli
+from stamp_core.core.paths import ROOT
+
+
+def output(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> str:
+    capsys.readouterr()
+    assert cli.main(words) == status
+    shown = capsys.readouterr()
+    return shown.err if status else shown.out
+
+
+def test_an_experiment_is_compared_with_another_on_the_same_seeds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("STAMP_PROGRESS", "none")
+    words = ("run", "tiny", "fedavg", "--compare", "fedavg")
+    one, other, difference = output(capsys, *words).splitlines()
+    assert one.startswith("fedavg  accuracy ") and one.endswith("n = 2")
+    assert difference.endswith("+0.0 (+0.0 to +0.0)")
+    changed = output(capsys, *words, "--set", "server_lr=0.5", "setting.training.lr=0.03")
+    assert changed.splitlines()[0].startswith("fedavg server_lr=0.5 setting.training.lr=0.03  ")
+    assert changed.splitlines()[1].split(None, 1) == other.split(None, 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("run", "tinny", "fedavg"), "'tinny' is unknown; did you mean 'tiny'"),
+        (("run", "tiny", "fedavg", "--set", "server_lr"), "key=value"),
+        (("run", "tiny", "fedavg", "--set", "server_lr=[1"), "must be YAML"),
+        (("run", "tiny", "fedavg", "--set", "sever_lr=1"), "server_lr"),
+        (("run", "tiny", "fedavg", "--seeds", "2to1"), "rising range"),
+        (("explain", "spatial.kapa"), "did you mean 'spatial.kappa'"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = output(capsys, *words, status=1)
+    assert message in error and error.count("\n") == 1
+
+
+def test_names_and_meanings_are_those_of_the_files(capsys: pytest.CaptureFixture[str]) -> None:
+    names = [line.split()[0] for line in output(capsys, "methods").splitlines()]
+    assert {"fedavg", "stamp", "keep_all"} <= {*names}
+    assert "tiny" in output(capsys, "settings")
+    meaning = output(capsys, "explain", "spatial.kappa")
+    assert "radius of the ball" in meaning and "stamp_code 0.25" in meaning
+    assert "of settings" in output(capsys, "explain", "training.lr")
+
+
+def test_a_wheel_trains_in_an_empty_folder(tmp_path: Path) -> None:
+    """The parameters are in the wheel; what is written goes to the working directory."""
+    build, site, empty = (tmp_path / name for name in ("build", "site", "empty"))
+    empty.mkdir()
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    for name in files.stdout.splitlines():
+        if name.startswith(("stamp_", "params", "setup.py", "pyproject", "README", "LICENSE")):
+            (build / name).parent.mkdir(parents=True, exist_ok=True)
+            (build / name).write_bytes((ROOT / name).read_bytes())
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--target", str(site), str(build)], check=True)
+    code = "import stamp_core, sys; from stamp_core.cli import main; print(stamp_core.__file__);"
+    code += "sys.exit(main(['run', 'tiny', 'fedavg', '--seeds', '0']))"
+    ran = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(site)!r}); {code}"],
+        cwd=empty,
+        env={"STAMP_PROGRESS": "none"},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
+    where, result = ran.stdout.splitlines()
+    assert Path(where).is_relative_to(site) and result.startswith("fedavg  accuracy ")
