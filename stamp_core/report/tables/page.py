@@ -158,9 +158,16 @@ def _cell(row: Mapping[str, Any]) -> str:
     text = f"{row['difference']:+z.1f}" if row["n"] else DASH
     if row["interval"] == "undefined":
         return text
-    text += f" ({row['low']:+z.1f} to {row['high']:+z.1f})"
+    low, high = (_limit(row[end], row["interval"]) for end in ("low", "high"))
+    text += f" ({low} to {high})"
     text = text if row["interval"] == "includes 0" else f"**{text}**"
     return f"{text} {HOLDS}" if row.get("holds") else text
+
+
+def _limit(value: float, interval: str) -> str:
+    """An end of an interval; with a second digit where the first one says that it includes 0."""
+    digits = 2 if interval in _EXCLUDES_0 and abs(value) < 0.05 else 1
+    return f"{value:+z.{digits}f}"
 
 
 def difference_findings(pairs: pd.DataFrame, name: str, by: Sequence[str], heading: str) -> str:
@@ -185,8 +192,9 @@ def _names(pairs: pd.DataFrame, name: str) -> Iterator[str]:
     for row in pairs.to_dict("records"):
         notes = [f"{row['model']} models"] if row["model"] != "global" else []
         if row["interval"] in _EXCLUDES_0:
-            low, high = sorted((abs(row["low"]), abs(row["high"])))
-            notes.append(f"by {low:.1f} to {high:.1f}")
+            ends = sorted(abs(row[end]) for end in ("low", "high"))
+            low, high = (_limit(end, row["interval"]).lstrip("+") for end in ends)
+            notes.append(f"by {low} to {high}")
         label = marked(str(row[name]))
         yield f"{label} ({', '.join(notes)})" if notes else label
 
