@@ -43,6 +43,24 @@ def unique_runs(records: Sequence[Record]) -> Sequence[Record]:
     return records
 
 
+def shared_seeds(records: Sequence[Record]) -> list[Record]:
+    """The records with the seeds that most methods of their setting have.
+
+    Means in one column are over the same seeds, except those of a method that lacks some. One
+    that has none of them keeps its own.
+    """
+    seeds: dict[tuple[str, str], set[int]] = {}
+    for record in records:
+        setting, method, seed = record.run
+        seeds.setdefault((setting, method), set()).add(seed)
+    counts: dict[str, Counter[frozenset[int]]] = {}
+    for (setting, _), own in seeds.items():
+        counts.setdefault(setting, Counter())[frozenset(own)] += 1
+    shared = {setting: count.most_common(1)[0][0] for setting, count in counts.items()}
+    kept = {(s, method): own & shared[s] or own for (s, method), own in seeds.items()}
+    return [record for record in records if record.run[2] in kept[record.run[:2]]]
+
+
 def main_model(record: Record) -> str:
     """The model that a method is compared by: 'global' if it has one, else 'personal'."""
     return "personal" if np.isnan(record.accuracy()).all() else "global"

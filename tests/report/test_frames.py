@@ -195,3 +195,16 @@ def test_sentences_and_cells_say_where_the_interval_lies(gains, outcome, cell):
     assert tables.findings(records).splitlines()[0] == expected
     table = page.difference_table(tables.differences(records), ["method"], "measure")
     assert table.accuracy.tolist() == [cell]
+
+
+def test_one_column_has_one_set_of_seeds_and_more_seeds_a_table_of_their_own():
+    records = [fake_record(method, seed) for method in ("fedavg", "gem") for seed in (0, 1)]
+    records += [fake_record("replay", seed) for seed in (0, 1, 2)] + [fake_record("agem", 1)]
+    runs = [record.run[1:] for record in frames.shared_seeds(records)]
+    both = [(method, seed) for method in ("fedavg", "gem", "replay") for seed in (0, 1)]
+    assert runs == [*both, ("agem", 1)]
+    counts = tables.results_table(records).set_index("method").n
+    assert dict(counts) == {"fedavg": "2", "gem": "2", "replay": "2", "agem": "1"}
+    more = tables.results.more_seeds_table(records)
+    assert dict(zip(more.method, more.n, strict=True)) == {"replay": "3"}
+    assert tables.results.more_seeds_table(records[:4]).empty

@@ -81,7 +81,7 @@ def _draw_context(axis: Axes, rows: pd.DataFrame) -> None:
 
 def accuracy_all(records: Sequence[Record]) -> Figure:
     """Accuracy over the tasks learnt so far: a panel per method, the other methods in grey."""
-    rows = _accuracies(records)
+    rows = _accuracies(frames.shared_seeds(records))
     figure, panels = _method_panels(rows, 7, 1.35, sharex=True, sharey=True)
     for axis, own in panels:
         others = rows[(rows.setting == own.setting.iloc[0]) & (rows.method != own.method.iloc[0])]
@@ -95,6 +95,7 @@ def accuracy_all(records: Sequence[Record]) -> Figure:
 
 def matrices(records: Sequence[Record]) -> Figure:
     """Accuracy on each task after each task of the last cycle, mean over seeds, per method."""
+    records = frames.shared_seeds(records)
     rows = frames.run_frame(records).assign(matrix=[_last_matrix(record) for record in records])
     figure, panels = _method_panels(rows, 6, 1.5)
     for axis, own in panels:
@@ -170,7 +171,7 @@ def training(records: Sequence[Record]) -> Figure:
 
 def forgetting(records: Sequence[Record]) -> Figure:
     """The paper's forgetting: a row per method, by its personal models where there are any."""
-    rows = frames.model_frame(frames.run_frame(records))
+    rows = frames.model_frame(frames.run_frame(frames.shared_seeds(records)))
     rows = rows[rows.personal_accuracy.isna() | (rows.model == "personal")]
     names = _row_names(rows)
     defined = rows.dropna(subset="main_forgetting")
@@ -275,7 +276,7 @@ def nearest_mean(records: Sequence[Record]) -> Figure:
 
 def cost(records: Sequence[Record]) -> Figure:
     """Final accuracy beside what it costs: a row per method, a mark per setting."""
-    rows = frames.run_frame(records).dropna(subset="main_accuracy")
+    rows = frames.run_frame(frames.shared_seeds(records)).dropna(subset="main_accuracy")
     names = _row_names(rows)
     columns = {
         "accuracy, %": 100 * rows.main_accuracy,

@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from stamp_core.report.frames import EXPERIMENT, GROUPS, experience_frame, model_frame, run_frame
+from stamp_core.report.frames import (
+    EXPERIMENT,
+    GROUPS,
+    experience_frame,
+    model_frame,
+    run_frame,
+    shared_seeds,
+)
 from stamp_core.report.tables import page, printed
 from stamp_core.report.text import DASH, MB
 from stamp_core.results import metrics
@@ -67,13 +74,24 @@ _MATCHED = {  # columns and the note behind each; products are relative to |refe
 
 
 def results_table(records: Sequence[Record]) -> pd.DataFrame:
-    """One row an experiment as text: accuracies and forgetting in %, mean ± standard deviation."""
-    return _experiment_table(records, _SCORES)
+    """One row an experiment as text: accuracies and forgetting in %, mean ± standard deviation.
+
+    Over the seeds that most methods have; with all seeds the others are in `more_seeds_table`.
+    """
+    return _experiment_table(shared_seeds(records), _SCORES)
+
+
+def more_seeds_table(records: Sequence[Record]) -> pd.DataFrame:
+    """`results_table` over all seeds, of the methods that have more of them than most."""
+    fewer = Counter(record.run[:2] for record in shared_seeds(records))
+    counts = Counter(record.run[:2] for record in records)
+    more = [record for record in records if counts[record.run[:2]] > fewer[record.run[:2]]]
+    return _experiment_table(more, _SCORES) if more else pd.DataFrame()
 
 
 def cost_table(records: Sequence[Record]) -> pd.DataFrame:
     """One row an experiment as text: seconds and bytes of a mean round, peaks of memory, disk."""
-    return _experiment_table(records, _COSTS)
+    return _experiment_table(shared_seeds(records), _COSTS)
 
 
 def _experiment_table(records: Sequence[Record], cells: Mapping[str, page.Cell]) -> pd.DataFrame:
@@ -171,4 +189,7 @@ def _section(records: Sequence[Record]) -> list[str]:
     costs = page.markdown(cost_table(records).drop(columns=["setting", "n"]))
     pairs = model_differences(records, _BASES)
     sections = page.difference_sections(pairs, ["method", "model"], "measure")
-    return [findings(records), table, *sections, "Costs:", costs]
+    more = []
+    if len(rows := more_seeds_table(records)):
+        more = ["Methods with more seeds:", page.markdown(rows.drop(columns="setting"))]
+    return [findings(records), table, *more, *sections, "Costs:", costs]
