@@ -56,7 +56,7 @@ def copy_sources() -> None:
     """Fill docs/_generated; files that have not changed keep their time, so pages are cached."""
     notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"))
     copies = {f"notebooks/{path.name}": executed_copy(path.stem) or path for path in notebooks}
-    pages = sorted((ROOT / "figures").glob("*.md"))
+    pages = sorted([*(ROOT / "figures").glob("*.md"), *(ROOT / "figures/cifar100").rglob("*.md")])
     copies |= {path.relative_to(ROOT).as_posix(): path for path in pages}
     copies |= {path.name: path for path in (ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md")}
     contents = {name: source.read_bytes() for name, source in copies.items()}

@@ -113,7 +113,7 @@ def test_the_share_of_the_gain_that_is_memorys_is_that_of_the_means() -> None:
             assert found - base == pytest.approx(int(points), abs=0.51), (rival, setting)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", SMALL)
 def test_joint_training_is_the_upper_bound_of_every_global_model(setting: str) -> None:
     """In the mean over seeds, as it should be for methods that are sound."""
     means = {m: metrics.mean([*each.values()]) for (s, m), each in FINAL.items() if s == setting}
