@@ -15,6 +15,7 @@ _EXECUTED = (
     *("lander", "glfc", "fedcil", "stamp"),
 )
 RECONSTRUCTED = ("refed", "pfeddil", "srfdil")
+SCENES = "_scenes"  # ends the names of presets for scenes, on pages that show nothing else
 BY_HAND = "by hand"  # all others
 VERIFIED = dict.fromkeys(_EXECUTED, "execution") | dict.fromkeys(RECONSTRUCTED, "reconstruction")
 
@@ -22,11 +23,16 @@ VERIFIED = dict.fromkeys(_EXECUTED, "execution") | dict.fromkeys(RECONSTRUCTED, 
 def mean_std(fractions: Iterable[float]) -> str:
     """Fractions of several seeds in %, `54.1 ± 1.2`; with n where some of them are undefined."""
     summary = metrics.summarise(fractions)
-    if not summary["n"]:
+    mean, std = 100 * summary["mean"], 100 * summary["std"]
+    return score(mean, std, int(summary["n"]), int(summary["n"] + summary["undefined"]))
+
+
+def score(mean: float, std: float, n: int, runs: int) -> str:
+    """A mean in % with its deviation, `54.1 ± 1.2`; with n where not all `runs` have a value."""
+    if not n:
         return DASH
-    text = f"{100 * summary['mean']:z.1f}"
-    text += f" ± {100 * summary['std']:.1f}" if summary["n"] > 1 else ""
-    return f"{text} (n = {summary['n']})" if summary["undefined"] else text
+    text = f"{mean:z.1f}" + (f" ± {std:.1f}" if n > 1 else "")
+    return f"{text} (n = {n})" if n < runs else text
 
 
 def significant(value: float, figures: int = 3) -> str:
@@ -43,5 +49,6 @@ def count_range(counts: Iterable[int]) -> str:
 
 
 def marked(method: str) -> str:
-    """The name of a method, marked where it is a reconstruction."""
-    return f"{method} {MARK}" if method in RECONSTRUCTED else method
+    """The name of a method without its data, marked where it is a reconstruction."""
+    name = method.removesuffix(SCENES)
+    return f"{name} {MARK}" if method in RECONSTRUCTED else name

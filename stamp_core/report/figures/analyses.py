@@ -30,15 +30,15 @@ _TEMPORAL = {
 }
 _COSINES = """\
 cosine: 1 same direction, 0 orthogonal, below 0 conflicting
-dotted: value for orthogonal updates (first panel), smallest possible mean (others)"""
+wide grey line: value for orthogonal updates (update and clients) or smallest possible mean"""
 
 _DESCRIBED = ("fedavg", "stamp")  # methods in `features`
 _LEGIBLE = 10  # classes in a small panel
 _PERPLEXITY = 30.0  # of t-SNE
 _TSNE_SEED = 42
 _FEATURES = """\
-Each character is a test image of that class. Nearest mean: share of images that are nearer to
-the mean of their class's other images than to that of any other class, before t-SNE"""
+Each character is a test image of that class. Numbers: nearest mean, the share of images that are
+nearer to the mean of their class's other images than to that of any other class, before t-SNE"""
 
 
 # --- angles
@@ -47,7 +47,8 @@ the mean of their class's other images than to that of any other class, before t
 def angles(records: Sequence[Record], shown: Sequence[str] = ()) -> Figure:
     """Cosines between clients' updates and between tasks, by experience: a row per setting.
 
-    There is a column for each kind that some setting recorded. `shown` restricts the methods: more
+    There is a column for each kind that some setting recorded, without a panel where one did not.
+    `shown` restricts the methods: more
     than a handful of lines cannot be told apart.
     """
     records = [r for r in frames.unique_runs(records) if not shown or r.run[1] in shown]
@@ -56,7 +57,11 @@ def angles(records: Sequence[Record], shown: Sequence[str] = ()) -> Figure:
     names = {name: every[name] for name in every if name in _SPATIAL or rows[name].notna().any()}
     figure, axes = style.panels(len(settings) * len(names), len(names), 2.6, 1.2)
     for axis, ((setting, part), name) in zip(axes, product(settings, names), strict=True):
+        if part[name].isna().all():
+            axis.remove()
+            continue
         _draw_cosines(axis, part, name)
+        axis.set_ylabel("cosine", fontsize=9)
         axis.set_title(f"{setting}\n{names[name]}", fontsize=9)
         axis.set_xlabel("tasks learnt")
     defined = rows.dropna(subset=[*names], how="all")
@@ -88,10 +93,6 @@ def _draw_cosines(axis: Axes, rows: pd.DataFrame, name: str) -> None:
     mean cosine of the pairs of k vectors is at least -1 / (k - 1), where they add up to zero.
     """
     defined = rows[rows.groupby("method")[name].transform("count") > 0]
-    if defined.empty:
-        axis.text(0.5, 0.5, "not recorded", ha="center", transform=axis.transAxes)
-        axis.set(xticks=[], yticks=[])
-        return
     style.draw_lines(axis, defined, "experience", name)
     axis.axhline(0, color="0.3", linewidth=0.8, zorder=1)
     places = np.sort(rows.experience.unique())
@@ -99,7 +100,7 @@ def _draw_cosines(axis: Axes, rows: pd.DataFrame, name: str) -> None:
     count = (tasks if name in _TEMPORAL else clients).astype(float)
     count[count < 2] = np.nan  # a single vector has no pairs
     bound = count**-0.5 if name == "spatial update" else -1 / (count - 1)
-    axis.plot(places, bound, ":", color="0.3", linewidth=1, scaley=False, label="_bound")
+    axis.plot(places, bound, color="0.85", linewidth=4, scaley=False, zorder=0, label="_bound")
 
 
 # --- features
@@ -140,8 +141,8 @@ def _draw_features(axis: Axes, record: Record, experience: int, classes: Sequenc
         sign = axis.text(x, y, str(signs[label]), ha="center", va="center", parse_math=False)
         sign.set(color=style.COLOURS[label % len(style.COLOURS)], fontsize=7, in_layout=False)
     right, n = _count_nearest_mean(vectors, labels)
-    share = f"{100 * right / n:.0f} % of {n}" if n else DASH
-    axis.set(title=f"after task {experience + 1}", xlabel=f"nearest mean: {share}")
+    axis.set_title(f"after task {experience + 1}", fontsize=11)
+    axis.set_xlabel(f"{100 * right / n:.0f} %" if n else DASH)
     axis.set(xticks=[], yticks=[])
     axis.autoscale_view()
     axis.spines[:].set_visible(False)

@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.split import Plan
 from stamp_core.report import frames
-from stamp_core.report.figures.style import COLOURS, draw_images, draw_table, panels, plain_text
+from stamp_core.report.figures.style import (
+    COLOURS,
+    add_caption,
+    draw_images,
+    draw_table,
+    panels,
+    plain_text,
+)
 from stamp_core.results.records import Record
 
 _CLASSES = 20  # shown of a data set
@@ -66,7 +73,8 @@ def schedule(plan: Plan, dataset: ImageDataset) -> Figure:
     figure = _draw_names(held, names, texts, kind) if texts else _draw_first(held, names, kind)
     cycles = f", repeated {plan.split.cycles} times" if plan.split.cycles > 1 else ""
     counts = f"{len(plan.clients)} clients, {plan.tasks} tasks{cycles}"
-    figure.suptitle(f"Who learns what when: {dataset.name}, {counts}, seed {plan.seed}")
+    title = f"Who learns which {'classes' if kind == 'class' else 'domains'} when"
+    figure.suptitle(f"{title}: {dataset.name}, {counts}, seed {plan.seed}")
     return figure
 
 
@@ -97,7 +105,7 @@ def _draw_names(
     tasks, counts = range(1, held.shape[1] + 1), held.sum(axis=0).T  # [items, T]
     options = {"annot": np.array(texts), "fmt": "", "vmax": 2.5, "linewidths": 0.5}
     draw_table(left, pd.DataFrame(known, columns=tasks), cmap="Blues", vmin=0, **options)
-    left.set(title="white: new to all clients; blue: learnt before by some", ylabel="client")
+    left.set(title="share learnt before by some client: white 0, blue all", ylabel="client")
     table = pd.DataFrame(counts, names, tasks)
     draw_table(right, table, cmap="Greens", vmin=0, mask=counts == 0, annot=counts.size <= 300)
     right.set(title="clients that learn it", ylabel=kind)
@@ -156,8 +164,15 @@ def scenes(dataset: ImageDataset) -> Figure:
         names += [name, "mask"]
     figure, (axis,) = panels(1, height=0.85 * len(rows))
     draw_images(axis, rows, len(dataset.classes), names)
-    classes = ", ".join(map(plain_text, dataset.classes))
-    figure.suptitle(f"{dataset.name}: scenes of the classes {classes}, one colour each")
+    classes = map(plain_text, dataset.classes)
+    for colour, label in zip(colours, classes, strict=False):
+        axis.plot([], [], "s", color=colour, markersize=8, label=label)
+    add_caption(
+        figure,
+        f"{dataset.name}: images and their masks",
+        "masks: a colour per class, grey: background",
+        [axis],
+    )
     return figure
 
 
@@ -176,7 +191,10 @@ def exemplars(records: Sequence[Record], setting: str, classes: Sequence[str]) -
     shown = [_remembered(record, -1) for record in rows.record]
     figure = _draw_by_class(shown, list(rows.selection), classes)
     number, seed = rows.exemplars.iloc[0], rows.seed.iloc[0]
-    figure.suptitle(f"{setting}: first of {number} exemplars per class, client 0, seed {seed}")
+    known = min(len(np.unique(np.concatenate([labels for _, labels in shown]))), _REMEMBERED)
+    some = f"{known} of " if known < len(classes) else ""
+    count = f"{some}{len(classes)} classes, first of {number} exemplars each"
+    figure.suptitle(f"{setting}: {count}, client 0, seed {seed}")
     return figure
 
 
@@ -200,7 +218,8 @@ def synthetic(records: Sequence[Record], setting: str, classes: Sequence[str]) -
     pairs = [(record, place) for record in records for place in (0, -1)]
     names = [f"{record.run[1]}, {('first', 'last')[place]} task" for record, place in pairs]
     figure = _draw_by_class([_remembered(*pair) for pair in pairs], names, classes)
-    figure.suptitle(f"{setting}: images remembered after a task (replay: real), seed {seed}")
+    title = f"{setting}: images remembered after a task (replay: real), seed {seed}"
+    add_caption(figure, title, "blank: nothing is remembered of the class, or not as many images")
     return figure
 
 

@@ -2,25 +2,33 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import MaxNLocator
 
 from stamp_core.report import frames
 from stamp_core.report.figures import style
 from stamp_core.report.tables.ablation import BASES, PARTS, ablation_frame
-from stamp_core.report.text import MB
 from stamp_core.results import metrics
 from stamp_core.results import ranks as significance
 from stamp_core.results.records import SCORINGS, Record
 
 _SHAPES = "osD^vPX"  # of settings in one panel
 _NAMED = 8  # methods in a figure whose lines have names
+_MATRICES = 9  # in a line of panels
+_HEIGHT = 1.12  # inches of a line of matrices
+_ANNOTATED = 6  # tasks in a heat map whose numbers can be read
+_HEAT: dict[str, Any] = {"cmap": "viridis", "fmt": ".0f", "vmin": 0, "vmax": 100}
+_UNIT = "fedavg"  # whose costs are 1
 
 
 # --- by experience
@@ -52,93 +60,116 @@ def _accuracies(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def _highlights(rows: pd.DataFrame, title: str, unit: str) -> Figure:
-    """Column `percent` by experience: eight methods by name, the others as grey lines."""
+    """Column `percent` by experience: eight methods by name, the range of the others in grey.
+
+    Settings share the y axis: the same distance is the same number of points.
+    """
     defined = rows[rows.groupby(["setting", "method"]).percent.transform("count") > 0]
     present = list(defined.method.unique())
     ordered = dict.fromkeys(name for name in (*style.HIGHLIGHTED, *present) if name in present)
     shown = defined.method.isin(list(ordered)[:_NAMED])
-    figure, panels = style.setting_panels(rows, 3.4, unit)
+    figure, panels = style.setting_panels(rows, 3.4, unit, sharey=True)
+    labels = dict[Axes, list[style.Label]]()
     for axis, setting, _ in panels:
         here = defined.setting == setting
         if unit == "percentage points":
             axis.axhline(0, color="0.3", linewidth=0.8, zorder=1)
         _draw_context(axis, defined[here & ~shown])
-        labels = style.draw_lines(axis, defined[here & shown], "experience", "percent")
-        style.add_labels(axis, labels)
+        labels[axis] = style.draw_lines(axis, defined[here & shown], "experience", "percent")
         axis.set_xlabel("tasks learnt")
-    others = "" if shown.all() else "; grey: other methods"
+    for axis, own in labels.items():  # now that the range of the shared axis is known
+        style.add_labels(axis, own)
+    others = "" if shown.all() else "; grey: range of the other methods' means"
     caption = f"{style.seed_caption(defined[shown])}; {style.POINTS}{others}"
     style.add_caption(figure, title, caption)
     return figure
 
 
 def _draw_context(axis: Axes, rows: pd.DataFrame) -> None:
-    """The mean of each method as a grey line."""
-    for _, group in rows.groupby("method"):
-        means = group.groupby("experience").percent.mean()
-        axis.plot(means, color="0.85", linewidth=0.8, zorder=1, label="_context")
+    """The range of the methods' means as a grey band: forty lines could not be told apart."""
+    means = rows.groupby(["method", "experience"]).percent.mean().groupby("experience")
+    low, high = means.min().dropna(), means.max().dropna()
+    if len(low):
+        axis.fill_between(low.index, low, high, color="0.9", linewidth=0, zorder=0)
 
 
 def accuracy_all(records: Sequence[Record]) -> Figure:
-    """Accuracy over the tasks learnt so far: a panel per method, the other methods in grey."""
+    """Accuracy over the tasks learnt so far: a row per method, a column per task, in each setting.
+
+    Headline methods come first, then the others by their final accuracy.
+    """
     rows = _accuracies(frames.shared_seeds(records))
-    figure, panels = _method_panels(rows, 7, 1.35, sharex=True, sharey=True)
-    for axis, own in panels:
-        others = rows[(rows.setting == own.setting.iloc[0]) & (rows.method != own.method.iloc[0])]
-        _draw_context(axis, others)
-        style.draw_lines(axis, own, "experience", "percent")
-        axis.set_title(style.method_label(own), fontsize=8)
-    caption = f"by tasks learnt; {style.seed_caption(rows)}; {style.POINTS}; grey: other methods"
+    names = _ordered_names(rows[rows.experience == _last_experience(rows)], "percent")
+    figure, panels = style.setting_panels(rows, 0.19 * len(names) + 0.9, "", sharey=True)
+    for axis, _, part in panels:
+        table = part.groupby(["method", "experience"]).percent.mean().unstack().reindex([*names])
+        table.index = pd.Index([*names.values()])
+        style.draw_table(axis, table, annot=table.shape[1] <= _ANNOTATED, **_HEAT)
+        axis.set(xlabel="tasks learnt", facecolor="0.93")
+    _add_colour_bar(figure, [axis for axis, *_ in panels])
+    caption = f"means, grey: not run; {style.seed_caption(rows)}"
     style.add_caption(figure, "Accuracy over the tasks learnt so far, %", caption)
     return figure
 
 
+def _last_experience(rows: pd.DataFrame) -> pd.Series:
+    """The last experience of each row's setting."""
+    last: pd.Series = rows.groupby("setting").experience.transform("max")
+    return last
+
+
+def _add_colour_bar(figure: Figure | SubFigure, axes: Sequence[Axes]) -> None:
+    """One scale of 0 to 100 % for the heat maps of `axes`."""
+    scale = ScalarMappable(Normalize(_HEAT["vmin"], _HEAT["vmax"]), _HEAT["cmap"])
+    figure.colorbar(scale, ax=axes, label="accuracy, %", shrink=0.8, aspect=30, pad=0.01)
+
+
 def matrices(records: Sequence[Record]) -> Figure:
-    """Accuracy on each task after each task of the last cycle, mean over seeds, per method."""
+    """Accuracy on each task after each task of the last cycle, mean over seeds, per method.
+
+    A block of panels for each setting, headline methods first.
+    """
     records = frames.shared_seeds(records)
     rows = frames.run_frame(records).assign(matrix=[_last_matrix(record) for record in records])
-    figure, panels = _method_panels(rows, 6, 1.5)
-    for axis, own in panels:
+    names = _ordered_names(rows, "main_accuracy")
+    groups = rows.groupby("setting", sort=False)
+    widest = int(groups.method.nunique().max())
+    columns = math.ceil(widest / math.ceil(widest / _MATRICES))
+    lines = [math.ceil(part.method.nunique() / columns) for _, part in groups]
+    figure = plt.figure(figsize=(style.WIDTH, sum(lines) * _HEIGHT + 1), layout="constrained")
+    heights = [count + 0.25 for count in lines]  # with the name of the setting
+    blocks: Any = figure.subfigures(len(lines), squeeze=False, height_ratios=heights)
+    for block, count, (setting, part) in zip(blocks.ravel(), lines, groups, strict=True):
+        methods = [part[part.method == name] for name in names if name in set(part.method)]
+        axes = np.ravel(block.subplots(count, columns, squeeze=False)).tolist()
+        block.suptitle(str(setting), fontsize=11, fontweight="bold")
+        _draw_matrices(axes, methods)
+        _add_colour_bar(block, axes[: len(methods)])
+    caption = f"means, grey: undefined; {style.seed_caption(rows)}"
+    style.add_caption(figure, "Accuracy on each task (column) after each task (row), %", caption)
+    return figure
+
+
+def _draw_matrices(axes: Sequence[Axes], methods: Sequence[pd.DataFrame]) -> None:
+    """A heat map per method; panels without one are removed."""
+    for axis, own in zip(axes, methods, strict=False):
         mean = 100 * np.mean([*own.matrix], axis=0)
         numbers = range(1, len(mean) + 1)
-        options: dict[str, Any] = {"annot": len(mean) <= 6, "fmt": ".0f", "vmin": 0, "vmax": 100}
-        style.draw_table(axis, pd.DataFrame(mean, numbers, numbers), cmap="viridis", **options)
+        options = {**_HEAT, "annot": len(mean) <= _ANNOTATED, "annot_kws": {"fontsize": 6}}
+        style.draw_table(axis, pd.DataFrame(mean, numbers, numbers), **options)
+        axis.tick_params(labelsize=6, pad=1)
         axis.set_facecolor("0.7")
-        axis.set_title(style.method_label(own), fontsize=9)
-    caption = f"accuracy in %, mean, grey: undefined; {style.seed_caption(rows)}"
-    style.add_caption(figure, "Accuracy on each task (column) after each task (row)", caption)
-    return figure
+        axis.set_title(
+            textwrap.fill(style.method_label(own), 14, break_long_words=False), fontsize=7, pad=2
+        )
+    for axis in axes[len(methods) :]:
+        axis.remove()
 
 
 def _last_matrix(record: Record) -> style.Values:
     """The accuracy matrix of a run's last cycle.  # [T, T]"""
     a = metrics.last_cycle(record.accuracy(frames.main_model(record)), record.tests.shape[1])
     return metrics.micro_average(a, record.tests)
-
-
-def _method_panels(
-    rows: pd.DataFrame, most: int, height: float, **grid: Any
-) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]]]:
-    """A panel per setting and method with its rows, at most `most` in a line of panels.
-
-    Each setting starts a line.
-    """
-    settings = [
-        (name, [own for _, own in part.groupby("method", sort=False)])
-        for name, part in rows.groupby("setting", sort=False)
-    ]
-    widest = max(len(methods) for _, methods in settings)
-    columns = math.ceil(widest / math.ceil(widest / most))
-    counts = [math.ceil(len(methods) / columns) * columns for _, methods in settings]
-    figure, axes = style.panels(sum(counts), columns, height, **grid)
-    panels = []
-    for (setting, methods), count in zip(settings, counts, strict=True):
-        line, axes = axes[:count], axes[count:]
-        line[0].set_ylabel(setting)
-        panels += list(zip(line, methods, strict=False))
-        for axis in line[len(methods) :]:
-            axis.remove()
-    return figure, panels
 
 
 def training(records: Sequence[Record]) -> Figure:
@@ -170,19 +201,25 @@ def training(records: Sequence[Record]) -> Figure:
 
 
 def forgetting(records: Sequence[Record]) -> Figure:
-    """The paper's forgetting: a row per method, by its personal models where there are any."""
+    """The paper's forgetting: a row per method, by its personal models where there are any.
+
+    Headline methods come first, then the others by their mean, the least first.
+    """
     rows = frames.model_frame(frames.run_frame(frames.shared_seeds(records)))
     rows = rows[rows.personal_accuracy.isna() | (rows.model == "personal")]
-    names = _row_names(rows)
     defined = rows.dropna(subset="main_forgetting")
-    figure, axes = style.panels(rows.setting.nunique(), height=0.3 * len(names) + 0.6, sharey=True)
+    names = _ordered_names(defined, "main_forgetting", best=1)
+    figure, axes = style.panels(rows.setting.nunique(), height=0.22 * len(names) + 1.0, sharey=True)
     for axis, setting in zip(axes, rows.setting.unique(), strict=True):
-        for method, group in defined[defined.setting == setting].groupby("method", sort=False):
-            style.draw_interval(axis, [*names].index(method), 100 * group.main_forgetting, method)
+        own = defined[defined.setting == setting]
+        for place, method in enumerate(names):
+            values = 100 * own[own.method == method].main_forgetting
+            if len(values):
+                style.draw_interval(axis, place, values, method)
         axis.axvline(0, color="0.3", linewidth=0.8, zorder=1)
         axis.set(title=setting, xlabel="percentage points")
-    style.set_rows(axes[0], [*names.values()])
-    caption = f"{style.seed_caption(defined)}; {style.INTERVALS}"
+        _draw_rows(axis, names)
+    caption = f"{style.seed_caption(defined)}; {style.INTERVALS}{_row_caption(names)}"
     style.add_caption(figure, "Forgetting (lower is better)", caption)
     return figure
 
@@ -197,7 +234,7 @@ def ranks(records: Sequence[Record]) -> Figure:
     blocks = frames.block_frame(rows)
     means = significance.block_ranks(blocks).mean().sort_values()
     critical = significance.critical_difference(*blocks.shape[::-1])
-    names = _row_names(rows)
+    names = {str(m): style.method_label(own) for m, own in rows.groupby("method")}
     figure, [axis] = style.panels(1, height=0.24 * len(means) + 0.6)
     axis.axvspan(means.iloc[0], means.iloc[0] + critical, color="0.9", zorder=0)
     for place, (method, rank) in enumerate(means.items()):
@@ -213,10 +250,34 @@ def ranks(records: Sequence[Record]) -> Figure:
     return figure
 
 
-def _row_names(rows: pd.DataFrame) -> dict[str, str]:
-    """The label of each method's row."""
-    groups = rows.groupby("method", sort=False)
-    return {str(method): style.method_label(own) for method, own in groups}
+def _ordered_names(rows: pd.DataFrame, score: str, best: int = -1) -> dict[str, str]:
+    """The methods and their labels: headline methods, then the others by their mean score.
+
+    `best` is -1 where a high score is good, else 1. Settings have one weight each, and a method is
+    compared with the mean method of the settings where it was run.
+    """
+    means = rows.groupby(["setting", "method"], sort=False)[score].mean().unstack("setting")
+    scores = (best * (means - means.mean())).mean(axis=1)
+    labels = rows.groupby("method", sort=False)
+    return {
+        name: style.method_label(labels.get_group(name)) for name in style.headline_order(scores)
+    }
+
+
+def _draw_rows(axis: Axes, names: Mapping[str, str]) -> None:
+    """A labelled row per method, with a line below those that are highlighted."""
+    style.set_rows(axis, [*names.values()])
+    highlighted = sum(name in style.HIGHLIGHTED for name in names)
+    if 0 < highlighted < len(names):
+        axis.axhline(highlighted - 0.5, color="0.6", linewidth=0.8, zorder=1)
+    axis.grid(alpha=0.3)
+
+
+def _row_caption(names: Iterable[str]) -> str:
+    """What colour and absence mean where some rows are of other methods than the highlighted."""
+    if set(names) <= set(style.HIGHLIGHTED):
+        return ""
+    return "\ncolour: headline methods, above the line; no mark: not run or undefined"
 
 
 def ablation(records: Sequence[Record]) -> Figure:
@@ -237,10 +298,12 @@ def ablation(records: Sequence[Record]) -> Figure:
             if method in BASES:
                 colour = style.method_style(method)["color"]
                 axis.axvline(values.mean(), color=colour, linewidth=0.8, zorder=1)
+        for variant in set(names) - set(own.variant) - set(PARTS.values()):
+            style.add_note(axis, names.index(variant), "not run")
         if measure == "accuracy":  # an interval may leave 0 to 100 %
             axis.set_xlim(max(axis.get_xlim()[0], -3), min(axis.get_xlim()[1], 103))
         axis.set(xlabel=units[measure])
-        axis.set_title(f"{setting}\n{measure}", fontsize=10)
+        axis.set_title(f"{setting}\n{measure}", fontsize=8)
         axis.grid(alpha=0.3, axis="x")
         axis.tick_params(length=0, axis="y")
     style.set_rows(axes[0], names)
@@ -256,49 +319,57 @@ def ablation(records: Sequence[Record]) -> Figure:
 def nearest_mean(records: Sequence[Record]) -> Figure:
     """Final accuracy by the head and by the nearest class mean: a row per method."""
     rows = frames.run_frame(records).dropna(subset=["accuracy", "nearest_mean"])
-    names = _row_names(rows)
-    figure, panels = style.setting_panels(rows, 0.22 * len(names) + 0.8, "")
+    names = _ordered_names(rows, "accuracy")
+    figure, panels = style.setting_panels(rows, 0.22 * len(names) + 0.8, "", sharey=True)
     for axis, _, part in panels:
         for method, group in part.groupby("method", sort=False):
-            place, color = [*names].index(method), style.method_style(method)["color"]
+            place, color = [*names].index(method), style.row_style(str(method))["color"]
             head, features = 100 * group.accuracy.mean(), 100 * group.nearest_mean.mean()
             axis.plot([head, features], [place, place], color=color, linewidth=1)
-            axis.plot(head, place, "o", color=color)
-            axis.plot(features, place, "o", color=color, markerfacecolor="white")
+            axis.plot(features, place, "o", color=color, markerfacecolor="white", markersize=9)
+            axis.plot(head, place, "o", color=color, markersize=4.5)
         axis.set_xlabel("final accuracy, %")
-        style.set_rows(axis, [*names.values()] if axis is panels[0][0] else [""] * len(names))
-        axis.grid(alpha=0.3)
-    caption = "filled: the network with its head; open: the nearest class mean of its features"
-    caption += f"\nmeans; {style.seed_caption(rows)}"
+        _draw_rows(axis, names)
+    caption = "dot: the network with its head; ring: the nearest class mean of its features"
+    caption += f"\nmeans; {style.seed_caption(rows)}{_row_caption(names)}"
     style.add_caption(figure, "Final accuracy of the head and of the features", caption)
     return figure
 
 
 def cost(records: Sequence[Record]) -> Figure:
-    """Final accuracy beside what it costs: a row per method, a mark per setting."""
+    """Final accuracy beside what it costs: a row per method, a mark per setting.
+
+    Costs are multiples of fedavg's in the setting: most methods send what fedavg sends, and
+    settings would differ more than methods.
+    """
     rows = frames.run_frame(frames.shared_seeds(records)).dropna(subset="main_accuracy")
-    names = _row_names(rows)
+    names = _ordered_names(rows, "main_accuracy")
     columns = {
         "accuracy, %": 100 * rows.main_accuracy,
-        "1000 images": rows.images / 1000,
-        "MB in a round": (rows.bytes_up + rows.bytes_down) / MB,
+        "images": _relative(rows, rows.images),
+        "bytes in a round": _relative(rows, rows.bytes_up + rows.bytes_down),
     }
-    settings = zip(itertools.cycle(_SHAPES), rows.setting.unique(), strict=False)
-    shapes = {setting: shape for shape, setting in settings}
-    figure, axes = style.panels(len(columns), height=0.22 * len(names) + 0.8, sharey=True)
+    shapes = dict(zip(rows.setting.unique(), itertools.cycle(_SHAPES), strict=False))
+    figure, axes = style.panels(len(columns), height=0.22 * len(names) + 1.0, sharey=True)
     for axis, (label, values) in zip(axes, columns.items(), strict=True):
         for setting, shape in shapes.items():
             means = values[rows.setting == setting].groupby(rows.method).mean()
             places = [[*names].index(name) for name in means.index]
-            colours = [style.method_style(name)["color"] for name in means.index]
+            colours = [style.row_style(name)["color"] for name in means.index]
             axis.scatter(means, places, s=26, marker=shape, c=colours, zorder=3)
             axis.plot([], [], shape, color="0.3", label=setting)  # for the legend
         if label != "accuracy, %":
             style.set_log_scale(axis)
+            label += f", {_UNIT} = 1"
         axis.set_xlabel(label)
-        axis.grid(alpha=0.3)
-    style.set_rows(axes[0], [*names.values()])
-    caption = "images: differentiated in a run; MB: sent in both directions, no mark: nothing"
-    caption += f"\nmeans; {style.seed_caption(rows)}"
+        _draw_rows(axis, names)
+    caption = "images: differentiated in a run; bytes: sent in both directions, if any"
+    caption += f"\nmeans; {style.seed_caption(rows)}{_row_caption(names)}"
     style.add_caption(figure, "Final accuracy and its cost", caption, axes)
     return figure
+
+
+def _relative(rows: pd.DataFrame, values: pd.Series) -> pd.Series:
+    """Values as multiples of the mean of `_UNIT` in the setting; undefined without that method."""
+    unit = values[rows.method == _UNIT].groupby(rows.setting).mean()
+    return (values / rows.setting.map(unit)).replace(0, np.nan)

@@ -19,7 +19,7 @@ from scipy.optimize import isotonic_regression
 
 from stamp_core.core.atomic import atomic_write
 from stamp_core.report.frames import EXPERIMENT
-from stamp_core.report.text import MARK, RECONSTRUCTED, marked
+from stamp_core.report.text import MARK, RECONSTRUCTED, SCENES, marked
 from stamp_core.results import metrics
 
 Values = NDArray[np.float64]
@@ -67,6 +67,10 @@ fedweit_published target_published lander_published glfc_published lga_published
 stamp_mean stamp_segments_sam stamp_segments_mean replay_sam
 """  # a new method at the end: the others keep their places, so their colours and markers
 _PLACES = {method: place for place, method in enumerate(_OTHERS.split())}
+# Dark colours that no highlighted method has, for those that are drawn as lines beside them.
+_DARK = ("#332288", "#882255", "#999933", "#661100")
+_OWN_COLOURS = dict(zip(("stamp_code", "keep_all", "gradma", "feddbe"), _DARK, strict=True))
+_PLAIN = "0.45"  # of methods that their row names, so that no colour stands for two of them
 
 
 class Label(NamedTuple):
@@ -81,12 +85,33 @@ class Label(NamedTuple):
 def method_style(method: str) -> _Style:
     """Colour, marker and dashes of a method, by its name alone: the same in every figure.
 
-    A name that is not listed here, as that of a new method, has those of its checksum.
+    A name that is not listed here, as that of a new method, has those of its checksum, in a colour
+    of no highlighted method. A preset for scenes is marked as the method that it is one of.
     """
+    method = method.removesuffix(SCENES)
     place = _PLACES.get(method, zlib.crc32(method.encode()))
-    other = (COLOURS[place % len(COLOURS)], _MARKERS[place % len(_MARKERS)], place % len(_DASHES))
+    colours = COLOURS if method in _PLACES else _DARK
+    colour = _OWN_COLOURS.get(method, colours[place % len(colours)])
+    other = (colour, _MARKERS[place % len(_MARKERS)], place % len(_DASHES))
     color, marker, dashes = _FIXED.get(method, other)
     return {"color": color, "marker": marker, "linestyle": _DASHES[dashes]}
+
+
+def row_style(method: str) -> _Style:
+    """Colour and marker of a method that has a row of its own: only highlighted ones are coloured.
+
+    Eight colours for forty rows would stand for five methods each.
+    """
+    marks = method_style(method) if method in HIGHLIGHTED else {"color": _PLAIN, "marker": "o"}
+    return {key: marks[key] for key in ("color", "marker")}
+
+
+def headline_order(scores: pd.Series) -> list[str]:
+    """The methods that index `scores`: the highlighted ones, then the others by their score."""
+    others = scores.sort_values(kind="stable").index
+    return [*(name for name in HIGHLIGHTED if name in scores.index)] + [
+        str(name) for name in others if name not in HIGHLIGHTED
+    ]
 
 
 def method_label(rows: pd.DataFrame) -> str:
@@ -177,11 +202,11 @@ def draw_seeds(axis: Axes, rows: pd.DataFrame, x: str, y: str, **marks: Any) -> 
 
 
 def setting_panels(
-    rows: pd.DataFrame, height: float, ylabel: str = "accuracy, %"
+    rows: pd.DataFrame, height: float, ylabel: str = "accuracy, %", **grid: Any
 ) -> tuple[Figure, list[tuple[Axes, str, pd.DataFrame]]]:
     """A figure with a panel per setting; each panel with its setting and that setting's rows."""
     settings = rows.groupby("setting", sort=False)
-    figure, axes = panels(len(settings), height=height)
+    figure, axes = panels(len(settings), height=height, **grid)
     axes[0].set_ylabel(ylabel)
     filled = [(axis, name, part) for axis, (name, part) in zip(axes, settings, strict=True)]
     for axis, name, _ in filled:
@@ -191,10 +216,16 @@ def setting_panels(
 
 def draw_interval(axis: Axes, place: float, values: pd.Series, method: str) -> None:
     """Along x the mean over seeds with its 95 % interval, and below it each seed as a point."""
-    marks = {key: method_style(method)[key] for key in ("color", "marker")}
+    marks = row_style(method)
     axis.scatter(values, [place + 0.3] * len(values), s=14, alpha=0.5, linewidths=0, **marks)
     mean, half = metrics.confidence_interval(values.tolist())
     axis.errorbar(mean, place, xerr=half, capsize=3, markersize=6, **marks)
+
+
+def add_note(axis: Axes, place: float, text: str) -> None:
+    """A faint word in the middle of a row, so that nobody looks for its marks."""
+    middle: _Style = {"ha": "center", "va": "center", "transform": axis.get_yaxis_transform()}
+    axis.text(0.5, place, text, color="0.6", fontsize=7, **middle)
 
 
 def set_rows(axis: Axes, names: Sequence[str]) -> None:
@@ -208,7 +239,8 @@ def draw_table(axis: Axes, table: pd.DataFrame, **options: Any) -> None:
     import seaborn as sns  # only here: importing it takes a second
 
     table, ylabel = table.rename(index=plain_text, columns=plain_text), axis.get_ylabel()
-    others = [each for each in axis.figure.axes if each is not axis and each.get_visible()]
+    figure: Any = axis.get_figure(root=True)  # with the panels of all subfigures
+    others = [each for each in figure.axes if each is not axis and each.get_visible()]
     plt.setp(others, visible=False)  # seaborn draws all that is visible, once for every table
     sns.heatmap(table, ax=axis, **{"cbar": False, "annot_kws": {"fontsize": 8}, **options})
     plt.setp(others, visible=True)
@@ -245,9 +277,15 @@ def plain_text(name: Hashable) -> str:
 
 
 def set_log_scale(axis: Axes) -> None:
-    """A logarithmic x axis with plain numbers at 1, 2 and 5."""
+    """A logarithmic x axis with plain numbers at 1, 2 and 5, or at 1 where these would collide.
+
+    A range with fewer than two such numbers stays linear.
+    """
+    low, high = axis.dataLim.intervalx
+    if high < 3 * low:
+        return
     axis.set_xscale("log")
-    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 500 * low else (1,)))
     axis.xaxis.set_major_formatter("{x:g}")
     axis.xaxis.set_minor_formatter(NullFormatter())
 
