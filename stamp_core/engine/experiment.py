@@ -3,6 +3,7 @@
 import hashlib
 import json
 import platform
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -104,7 +105,8 @@ def load_experiment(
     """The experiment of a setting and a preset, refused in one line if anything is wrong.
 
     `params` are those of `read_params`, None the default ones. `overrides` are other values by key:
-    `spatial.kappa` of the preset, `setting.training.lr` of the setting.
+    `spatial.kappa` of the preset, `setting.training.lr` of the setting. They are part of the name:
+    records of changed experiments never take the place of a preset's.
     """
     params = read_params() if params is None else params
     if not {"settings", "methods"} <= params.keys():
@@ -116,7 +118,8 @@ def load_experiment(
     source_options(checked.data, f"{FILES['settings']}: {setting}.data")
     kind, values = resolve_preset(method, params)
     training = kind.adapt(checked.training, values)
-    return Experiment(replace(checked, training=training), method, kind, values)
+    sweep = ("overrides", _words(overrides)) if overrides else None
+    return Experiment(replace(checked, training=training), method, kind, values, sweep)
 
 
 def check_params(params: Params) -> int:
@@ -148,6 +151,12 @@ def check_setting(name: str, params: Params) -> None:
         ClientRuntime(setting, dataset)
     except ParameterError as error:
         raise ParameterError(f"{FILES['settings']}: {name}: {error}") from None
+
+
+def _words(overrides: Mapping[str, Any]) -> str:
+    """Overrides as a part of file names."""
+    text = ",".join(f"{key}={value}" for key, value in overrides.items())
+    return re.sub("[^A-Za-z0-9_.,=+-]", "_", text)
 
 
 def _section_text(section: object) -> str:

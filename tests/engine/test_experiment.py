@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from small import assert_same_weights, run
 
-from stamp_core import load_experiment, read_params
+from stamp_core import load_experiment, read_params, run_folder
 from stamp_core.config.decode import ParameterError
 from stamp_core.methods.base.registry import read_preset
 
@@ -24,6 +24,8 @@ def test_overrides_are_the_values_of_a_preset_and_of_a_setting_that_have_them() 
     assert changed.resolved() == same.resolved()
     assert_same_weights(run(changed), run(same))
     assert params == before
+    assert changed.name == "tiny-stamp-overrides-spatial.kappa=0.9,setting.training.lr=0.03"
+    assert run_folder(changed, "0") != run_folder(same, "0")
 
 
 def test_a_method_without_a_preset_takes_overrides() -> None:

@@ -19,7 +19,7 @@ SMALL = ("digits", "glyphs", "glyphs_domains")
 PHOTOGRAPHS = ("cifar100_c2_small", "cifar100_c20_small")
 SETTINGS = (*SMALL, *PHOTOGRAPHS)
 MINUS = "\N{MINUS SIGN}"
-NUMBER = rf"([+{MINUS}-]?\d+\.\d\d?)"
+NUMBER = rf"([+{MINUS}-]?\d+\.\d+)"
 INTERVAL = re.compile(rf"{NUMBER} \({NUMBER} to {NUMBER}\)")
 VERDICT = re.compile(
     r"`(\w+)` is (above|below|not distinguishable from) `(\w+)` on ((?:\w+, )*\w+(?: and \w+)?)"

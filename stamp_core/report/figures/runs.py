@@ -238,14 +238,17 @@ def ranks(records: Sequence[Record]) -> Figure:
     figure, [axis] = style.panels(1, height=0.24 * len(means) + 0.6)
     axis.axvspan(means.iloc[0], means.iloc[0] + critical, color="0.9", zorder=0)
     for place, (method, rank) in enumerate(means.items()):
-        axis.plot(rank, place, **style.method_style(str(method)))
+        axis.plot(rank, place, linestyle="none", **style.row_style(str(method)))
     style.set_rows(axis, [names[str(method)] for method in means.index])
     axis.set(xlabel="mean rank by final accuracy (1 is the best)")
     ranked = rows.set_index(["setting", "seed"]).loc[blocks.index].reset_index()
-    caption = f"over {len(blocks)} settings with a seed: {', '.join(blocks.index.unique(0))}; "
+    caption = (
+        f"{len(blocks)} blocks, a setting with a seed each: {', '.join(blocks.index.unique(0))}; "
+    )
     caption += style.seed_caption(ranked)
-    caption += f"\ngrey: not distinguishable from the best (Nemenyi, {critical:.1f} ranks)"
+    caption += f"\ngrey area: not distinguishable from the best (Nemenyi, {critical:.1f} ranks)"
     caption += f"; Friedman's test: p = {significance.friedman(blocks):.1g}"
+    caption += "\ncolour: headline methods"
     style.add_caption(figure, "Ranks", caption)
     return figure
 

@@ -5,6 +5,7 @@ text: `group_table`, `accuracy_table`, and `paired_differences` with their sente
 page is Markdown: what was run, a section of tables for each setting, and definitions.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -165,8 +166,9 @@ def _cell(row: Mapping[str, Any]) -> str:
 
 
 def _limit(value: float, interval: str) -> str:
-    """An end of an interval; with a second digit where the first one says that it includes 0."""
-    digits = 2 if interval in _EXCLUDES_0 and abs(value) < 0.05 else 1
+    """An end of an interval; with more digits where one would say that it includes 0."""
+    small = interval in _EXCLUDES_0 and 0 < abs(value) < 0.05
+    digits = -math.floor(math.log10(abs(value))) if small else 1
     return f"{value:+z.{digits}f}"
 
 

@@ -22,25 +22,29 @@ def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
     values = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
+        if not (key and equals):
+            raise ParameterError(f"--set {pair}: it must be key=value, as spatial.kappa=0.9")
         try:
             values[key] = YAML(typ="safe").load(text)
         except YAMLError as error:
             why = " ".join(str(error).split())
             raise ParameterError(f"--set {pair}: the value must be YAML: {why}") from None
-        if not (key and equals):
-            raise ParameterError(f"--set {pair}: it must be key=value, as spatial.kappa=0.9")
     return values
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Train an experiment, and another one to compare it with, and print their accuracies."""
+    """Train an experiment, and another one to compare it with, and print their accuracies.
+
+    Changes of the setting are those of both: else the difference would be one of protocols.
+    """
     from stamp_core import load_experiment, load_plans, train
 
     params = read_params(QUICK)
     chosen = parse_overrides(arguments.set)
     tried = [load_experiment(arguments.setting, arguments.method, params, chosen)]
     if arguments.compare:
-        tried.append(load_experiment(arguments.setting, arguments.compare, params))
+        shared = {key: value for key, value in chosen.items() if key.startswith("setting.")}
+        tried.append(load_experiment(arguments.setting, arguments.compare, params, shared))
     found = []
     for experiment in tried:
         plans = load_plans(experiment.setting, experiment.dataset(), arguments.seeds)

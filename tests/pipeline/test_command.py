@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from stamp_core import cli
 from stamp_core.core.paths import ROOT
+from stamp_core.pipeline import command
 
 
 def output(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> str:
     capsys.readouterr()
-    assert cli.main(words) == status
+    assert command.main(words) == status
     shown = capsys.readouterr()
     return shown.err if status else shown.out
 
@@ -25,8 +25,8 @@ def test_an_experiment_is_compared_with_another_on_the_same_seeds(
     one, other, difference = output(capsys, *words).splitlines()
     assert one.startswith("fedavg  accuracy ") and one.endswith("n = 2")
     assert difference.endswith("+0.0 (+0.0 to +0.0)")
-    changed = output(capsys, *words, "--set", "server_lr=0.5", "setting.training.lr=0.03")
-    assert changed.splitlines()[0].startswith("fedavg server_lr=0.5 setting.training.lr=0.03  ")
+    changed = output(capsys, *words, "--set", "server_lr=0.5")
+    assert changed.splitlines()[0].startswith("fedavg server_lr=0.5  ")
     assert changed.splitlines()[1].split(None, 1) == other.split(None, 1)
 
 
@@ -46,6 +46,17 @@ def test_what_is_wrong_is_said_in_one_line(
 ) -> None:
     error = output(capsys, *words, status=1)
     assert message in error and error.count("\n") == 1
+
+
+def test_both_experiments_have_the_changed_setting_and_the_first_alone_the_changed_preset(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("STAMP_PROGRESS", "none")
+    setting = "setting.training.lr=0.03"
+    words = ("run", "tiny", "fedavg", "--compare", "replay", "--set")
+    changed = output(capsys, *words, setting, "server_lr=0.5").splitlines()
+    alone = output(capsys, "run", "tiny", "replay", "--set", setting).splitlines()
+    assert changed[1].split(None, 1)[1] == alone[0].split(None, 2)[2]
 
 
 def test_names_and_meanings_are_those_of_the_files(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,8 +79,8 @@ def test_a_wheel_trains_in_an_empty_folder(tmp_path: Path) -> None:
             (build / name).write_bytes((ROOT / name).read_bytes())
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, "--target", str(site), str(build)], check=True)
-    code = "import stamp_core, sys; from stamp_core.cli import main; print(stamp_core.__file__);"
-    code += "sys.exit(main(['run', 'tiny', 'fedavg', '--seeds', '0']))"
+    code = "import stamp_core, sys; from stamp_core.pipeline.command import main;"
+    code += "print(stamp_core.__file__); sys.exit(main(['run', 'tiny', 'fedavg', '--seeds', '0']))"
     ran = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(site)!r}); {code}"],
         cwd=empty,
