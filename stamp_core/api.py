@@ -12,7 +12,7 @@ with without_garbage_collection():
     from stamp_core.engine.train import save_records, train
     from stamp_core.methods.base.method import Method
     from stamp_core.pipeline.grid import load_grid, load_plans, run_folder, save_plans
-    from stamp_core.results.records import Record
+    from stamp_core.results.records import Record, load_record
 
 __all__ = [
     "RESUME",
@@ -27,6 +27,7 @@ __all__ = [
     "load_experiment",
     "load_grid",
     "load_plans",
+    "load_record",
     "read_params",
     "read_setting",
     "run_folder",
