@@ -46,6 +46,11 @@ class Experiment:
         """Setting, method and, in a sweep, its name and value: part of file names."""
         return run_name(self.setting.name, self.method, self.sweep)
 
+    @property
+    def title(self) -> str:
+        """The same for people to read."""
+        return " ".join((self.setting.name, self.method, *(self.sweep or ())))
+
     def dataset(self) -> ImageDataset:
         """The images of the setting."""
         return load_dataset(self.setting.data)

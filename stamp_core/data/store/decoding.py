@@ -18,7 +18,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from stamp_core.core import fingerprint
-from stamp_core.core.processes import is_interactive
+from stamp_core.core.processes import progress_mode
 from stamp_core.data.store import cache
 from stamp_core.data.store.cache import SUBSETS, Bytes, NamedArrays, Numbers
 
@@ -142,16 +142,15 @@ def _lay_out(listing: Listing, images: ImageFiles, path: Path) -> int:
 def _decode_files(listing: Listing, files: list[str], done: int, path: Path) -> None:
     """Decode all but the first `done` files in chunks; note each chunk once it is on disk.
 
-    An interactive session shows a progress bar, a log a line per tenth.
+    Progress is a bar, or a line per tenth, or nothing.
     """
+    mode = progress_mode()
     decode = partial(decode_image, size=listing.size, grey=listing.grey)
     step = max(1, CHUNK_BYTES // math.prod(listing.shape))
     total, name, began = len(files), f"{path.parent.stem} {path.stem}", time.perf_counter()
     with (
         ThreadPoolExecutor(os.cpu_count()) as pool,
-        tqdm(
-            desc=name, total=total, initial=done, unit="image", disable=not is_interactive()
-        ) as bar,
+        tqdm(desc=name, total=total, initial=done, unit="image", disable=mode != "bar") as bar,
         path.open("r+b") as images,
         path.with_suffix(".jsonl").open("a") as notes,
     ):
@@ -166,7 +165,7 @@ def _decode_files(listing: Listing, files: list[str], done: int, path: Path) -> 
             notes.write(f"\n{json.dumps(cache.note_chunk(chunk))}")
             notes.flush()
             bar.update(end - start)
-            if bar.disable and 10 * end // total > 10 * start // total:
+            if mode == "lines" and 10 * end // total > 10 * start // total:
                 print(
                     f"{name}  {end}/{total} images  {time.perf_counter() - began:.1f} s", flush=True
                 )
