@@ -61,7 +61,7 @@ lab: $(READY)  ## explore in JupyterLab
 	$(VENV)/bin/jupyter lab --LabApp.default_url=/lab/tree/notebooks
 
 notebooks: $(READY)  ## run every notebook at its defaults and store its outputs
-	STAMP_PROGRESS=lines $(VENV)/bin/python -m stamp_core.pipeline.notebooks
+	STAMP_PROGRESS=none $(VENV)/bin/python -m stamp_core.pipeline.notebooks
 
 docs: $(DOCS)/.ready  ## build the site in docs/_build/html; broken links fail
 	$(DOCS)/bin/sphinx-build -W --keep-going -q docs docs/_build/html

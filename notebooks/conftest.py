@@ -1,9 +1,9 @@
-"""How nbval compares: tables as text, not as HTML; progress as lines; warnings not at all."""
+"""How nbval compares: tables as text, not as HTML; no progress; warnings not at all."""
 
 import os
 from typing import Any
 
-os.environ["STAMP_PROGRESS"] = "lines"
+os.environ["STAMP_PROGRESS"] = "none"
 
 
 def pytest_collectstart(collector: Any) -> None:

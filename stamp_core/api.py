@@ -12,16 +12,20 @@ with without_garbage_collection():
     from stamp_core.engine.train import save_records, train
     from stamp_core.methods.base.method import Method
     from stamp_core.pipeline.grid import load_grid, load_plans, run_folder, save_plans
+    from stamp_core.results.loggers import CsvLogger, DvcliveLogger, TensorBoardLogger
     from stamp_core.results.records import Record, load_record
 
 __all__ = [
     "RESUME",
     "ROOT",
+    "CsvLogger",
+    "DvcliveLogger",
     "Experiment",
     "ImageDataset",
     "Method",
     "Plan",
     "Record",
+    "TensorBoardLogger",
     "expand_grid",
     "load_dataset",
     "load_experiment",

@@ -1,11 +1,49 @@
-"""Progress of a training: a bar in an interactive session, one line per experience in logs."""
+"""Progress of a training: a bar or lines for whoever watches, every number for loggers."""
 
+import math
 import threading
 import time
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 from tqdm.auto import tqdm
 
 from stamp_core.core.processes import progress_form
+
+
+class Logger(Protocol):
+    """What a training tells while it runs; stamp_core/results/loggers.py has some.
+
+    Calls come one at a time, in the process that called `train`. A training that resumes begins
+    with the rounds that were trained before, so that a logger is always told all of them. An error
+    of a logger ends the training of that seed; what has been trained is kept.
+    """
+
+    def on_round(self, seed: int, round: int, values: Mapping[str, float]) -> None:
+        """Take the numbers of a round, counted from 0 over all experiences."""
+
+    def on_experience(self, seed: int, experience: int, values: Mapping[str, float]) -> None:
+        """Take the accuracies after an experience: of the tasks learnt so far, and of each task."""
+
+
+class Loggers:
+    """Some loggers as one; seeds that are trained side by side take turns."""
+
+    def __init__(self, loggers: Iterable[Logger]) -> None:
+        self.loggers = list(loggers)
+        self.lock = threading.Lock()
+
+    def on_round(self, seed: int, round: int, values: Mapping[str, float]) -> None:
+        """Tell all of them the numbers of a round."""
+        with self.lock:
+            for each in self.loggers:
+                each.on_round(seed, round, values)
+
+    def on_experience(self, seed: int, experience: int, values: Mapping[str, float]) -> None:
+        """Tell all of them the accuracies after an experience."""
+        with self.lock:
+            for each in self.loggers:
+                each.on_experience(seed, experience, values)
 
 
 class Progress:
@@ -54,3 +92,14 @@ class Progress:
         spent = time.perf_counter() - self.started
         left = spent / max(1, self.counted) * (self.left - self.counted)
         return f"{spent:.1f} s, about {left:.0f} s left" if left else f"{spent:.1f} s"
+
+
+def scalars(entry: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of an entry of the history by name, `seconds/clients` in a block; None is NaN."""
+    found: dict[str, float] = {}
+    for name, value in entry.items():
+        if isinstance(value, Mapping):
+            found |= {f"{name}/{key}": number for key, number in scalars(value).items()}
+        else:
+            found[name] = math.nan if value is None else value
+    return found

@@ -40,7 +40,7 @@ from stamp_core.engine.executor import (
     start_executor,
 )
 from stamp_core.engine.experiment import Experiment
-from stamp_core.engine.progress import Progress
+from stamp_core.engine.progress import Logger, Loggers, Progress, scalars
 from stamp_core.engine.trees import Stored
 from stamp_core.methods.base.method import Log, Message, Reply
 from stamp_core.models.flat import split_like
@@ -60,12 +60,14 @@ def train(
     device: str = "auto",
     resume: Path | None = None,
     start: Start = start_executor,
+    loggers: Iterable[Logger] = (),
 ) -> dict[int, Record]:
     """The records of an experiment, one for each seed's plan.
 
     With a folder `resume` every round is saved there, and a killed training resumes from there
     when it is called again. `workers` 0 is one process per core; results never depend on it.
-    `start` returns this process's worker and where the clients run.
+    `start` returns this process's worker and where the clients run. `loggers` are told of every
+    round and experience.
     """
     device = resolve_device(device)
     count = resolve_workers(workers, device)
@@ -74,20 +76,23 @@ def train(
         try:
             runs = [Run(experiment, plan, worker, executor, folder) for plan in plans.values()]
             done = sum(run.state["next"] for run in runs)
-            with Progress(experiment.name, sum(run.rounds for run in runs), done) as progress:
-                return _train_side_by_side(runs, progress)
+            rounds = sum(run.rounds for run in runs)
+            with Progress(experiment.name, rounds, done) as progress:
+                return _train_side_by_side(runs, progress, Loggers(loggers))
         finally:
             executor.close()
 
 
-def _train_side_by_side(runs: list["Run"], progress: Progress) -> dict[int, Record]:
+def _train_side_by_side(
+    runs: list["Run"], progress: Progress, loggers: Loggers
+) -> dict[int, Record]:
     """The records of all runs; the error of a failed run is raised after the others have ended."""
     records: dict[int, Record] = {}
     errors: dict[int, Exception] = {}
 
     def finish(run: Run) -> None:
         try:
-            records[run.seed] = run.finish(progress)
+            records[run.seed] = run.finish(progress, loggers)
         except Exception as error:
             errors[run.seed] = error
 
@@ -172,18 +177,33 @@ class Run:
         progress = {"next": 0, "history": [], "features": [], "memory": [], "setup": setup}
         return {"server": server, "clients": clients, "scores": scores, **progress}
 
-    def finish(self, progress: Progress) -> Record:
+    def finish(self, progress: Progress, loggers: Logger) -> Record:
         """Train from the current state to the end; returns the record of the whole run."""
+        for round_ in range(self.state["next"]):
+            self.log(round_, loggers)
         while self.state["next"] < self.rounds:
             if self.stop:
                 raise InterruptedError(f"seed {self.seed} stopped")
             experience, round_ = divmod(self.state["next"], self.training.rounds)
             self.train_round(experience, round_)
             progress.round()
+            self.log(self.state["next"] - 1, loggers)
             if round_ == self.training.rounds - 1:
                 place = f"{experience + 1}/{self.plan.experiences}"
                 progress.experience(self.seed, place, self.accuracy(experience))
         return self.record()
+
+    def log(self, index: int, loggers: Logger) -> None:
+        """Tell loggers of a round that is in the state, and of the experience that it ends."""
+        values = scalars(self.state["history"][index])
+        del values["round"]  # within its experience
+        loggers.on_round(self.seed, index, values)
+        experience, round_ = divmod(index, self.training.rounds)
+        if round_ == self.training.rounds - 1:
+            tasks = enumerate(self.task_accuracies(experience), start=1)
+            each = {f"task_accuracy/{task}": accuracy for task, accuracy in tasks}
+            accuracies = {"accuracy": self.accuracy(experience), **each}
+            loggers.on_experience(self.seed, experience, accuracies)
 
     def train_round(self, experience: int, round_: int) -> None:
         """One round: broadcast, train clients, aggregate, evaluate, record, save."""
@@ -361,9 +381,14 @@ class Run:
 
     def accuracy(self, experience: int) -> float:
         """Mean accuracy over the tasks learnt so far, of the first model that the method has."""
+        learnt = self.task_accuracies(experience)[: experience + 1]
+        return sum(learnt) / len(learnt)
+
+    def task_accuracies(self, experience: int) -> list[float]:
+        """Accuracy of each task after an experience, of the first model that the method has."""
         scores = self.state["scores"][self.models[0]]
         a = scores[0, experience : experience + 1].double().numpy()  # [1, U, T]
-        return float(micro_average(a, self.tests.numpy())[0, : experience + 1].mean())
+        return [float(each) for each in micro_average(a, self.tests.numpy())[0]]
 
     def save(self, evaluated: bool, flush: bool) -> None:
         """Write the checkpoint; if that fails, as on a full disk, warn and continue training."""

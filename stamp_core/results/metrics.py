@@ -4,7 +4,7 @@ a[e, u, i] is the accuracy of client u's model on its task i after experience e,
 of test images behind it, m[t, i] the same over all clients after task t. Indices start at 0.
 
 NaN means undefined. A mean, minimum or standard deviation over a NaN, or over nothing, is NaN. The
-exceptions, which skip NaN, are `micro_average`, `average_forgetting` and `summarise`.
+exceptions, which skip NaN, are `micro_average`, `task_forgetting` and `summarise`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,14 +50,22 @@ def learning_accuracy(m: Accuracies) -> float:
 
 
 def average_forgetting(m: Accuracies) -> float:
-    """mean_{i<T-1} (max_{t<T-1} m[t, i] - m[T-1, i]): average forgetting AF as in the paper.
+    """mean_{i<T-1} task_forgetting(m)[i]: average forgetting AF as in the paper.
 
-    The maximum excludes the last row, so AF can be negative. It includes the rows before task i
-    was learnt, as the paper's formula and code do. It skips NaN; AF is NaN for a task without any
-    other entry, and for a single task.
+    NaN where a task's is, and for a single task.
     """
-    best = np.fmax.reduce(_square(m)[:-1, :-1], axis=0, initial=np.nan)  # [T-1]
-    return mean(best - m[-1, :-1])
+    return mean(task_forgetting(m))
+
+
+def task_forgetting(m: Accuracies) -> Accuracies:
+    """max_{t<T-1} m[t, i] - m[T-1, i] of each task i but the last.  # [T-1]
+
+    The maximum excludes the last row, so it can be negative. It includes the rows before task i
+    was learnt, as the paper's formula and code do. It skips NaN; a task without any other entry
+    has NaN.
+    """
+    best = np.fmax.reduce(_square(m)[:-1, :-1], axis=0, initial=np.nan)
+    return np.asarray(best - m[-1, :-1])
 
 
 def forgetting_diagonal(m: Accuracies) -> float:

@@ -14,6 +14,7 @@ from safetensors.numpy import load as from_bytes
 from safetensors.numpy import save as to_bytes
 
 from stamp_core.core.atomic import atomic_folder
+from stamp_core.results import metrics
 
 # arg-max over all classes, the seen ones, those of the task; nearest mean of training features
 SCORINGS = ("all", "seen", "task", "nearest mean")
@@ -58,14 +59,32 @@ class Record:
         """The kind of the method: federated, personalised, continual or a control."""
         return str(self.about["group"])
 
+    @property
+    def main_model(self) -> str:
+        """The model that a method is compared by: 'global' if it has one, else 'personal'."""
+        return "personal" if np.isnan(self.accuracy()).all() else "global"
+
+    def __repr__(self) -> str:
+        """Which run it is and how it ended: its arrays and history would fill pages."""
+        setting, method, seed = self.run
+        model = self.main_model
+        final = metrics.final_accuracy(self.task_accuracies(model))
+        what = " ".join(filter(None, (setting, method, *self.sweep)))
+        return f"Record({what}, seed {seed}: final accuracy {final:.1%}, {model} model)"
+
     def accuracy(self, model: str = "global", scoring: str = "all") -> np.ndarray:
         """Accuracies after each experience, NaN where undefined.  # [E, U, T]"""
         accuracies: np.ndarray = self.scores[model][PIXEL_SCORINGS.index(scoring)].astype(float)
         return accuracies
 
-    def __repr__(self) -> str:
-        """What was run: the arrays would fill pages."""
-        return f"Record({self.name}, seed {self.run[2]}, {len(self.history)} rounds)"
+    def task_accuracies(self, model: str = "global", scoring: str = "all") -> np.ndarray:
+        """Accuracy of each task after each experience, over the images of all clients.  # [E, T]"""
+        return metrics.micro_average(self.accuracy(model, scoring), self.tests)
+
+    def forgetting(self, model: str = "global", scoring: str = "all") -> np.ndarray:
+        """How far each task but the last has fallen since its best (`task_forgetting`).  # [T-1]"""
+        m = self.task_accuracies(model, scoring)
+        return metrics.task_forgetting(metrics.last_cycle(m, m.shape[1]))
 
     def save(self, folder: Path) -> None:
         """Write run.json and the arrays into `folder`, which is there whole or not at all."""

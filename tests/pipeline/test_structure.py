@@ -82,6 +82,12 @@ def test_notebooks_call_and_do_not_define(path: Path) -> None:
         assert len(cell.source.splitlines()) <= 16
 
 
+@pytest.mark.parametrize("path", notebooks.all_notebooks(), ids=lambda p: p.name)
+def test_notebooks_end_with_what_one_sees_and_where_to_go(path: Path) -> None:
+    last = nbformat.read(path, 4).cells[-1]
+    assert last.cell_type == "markdown" and re.search(r"\]\(\S+\.(ipynb|md)", last.source)
+
+
 TABLES_ONLY = {"9_paper.ipynb"}  # of runs that few machines have: where there are none, dashes
 
 

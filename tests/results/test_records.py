@@ -1,0 +1,50 @@
+"""What a record says of itself."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import small
+
+from stamp_core import load_record, save_records
+from stamp_core.results import metrics
+from stamp_core.results.records import Record
+
+
+def made(personal: bool = False, **about: object) -> Record:
+    """Two clients, one of which has twice as many test images, and two tasks."""
+    a = np.array([[[0.9, 0.0], [0.6, 0.3]], [[0.3, 0.6], [0.6, 0.9]]])  # [E, U, T]
+    tests = np.array([[20, 20], [10, 10]])
+    nothing = np.full((4, 2, 2, 2), np.nan)
+    scores = np.stack([a] * 4)
+    scores = {"global": nothing if personal else scores, "personal": scores}
+    whole = {"setting": {"name": "digits"}, "method": {"name": "stamp"}, "seed": 3, **about}
+    return Record(whole, [{"loss": 0.5}] * 1000, scores, tests, {"w": np.zeros(10**5)})
+
+
+@pytest.mark.parametrize(("personal", "model"), [(False, "global"), (True, "personal")])
+def test_a_record_is_shown_in_one_line(personal: bool, model: str) -> None:
+    record = made(personal)
+    assert repr(record) == f"Record(digits stamp, seed 3: final accuracy 55.0%, {model} model)"
+    swept = made(personal, sweep=["kappa", 0.5])
+    assert repr(swept).startswith("Record(digits stamp kappa 0.5, seed 3: ")
+
+
+def test_accuracy_and_forgetting_of_each_task() -> None:
+    """Clients count by their test images; the last task cannot be forgotten yet."""
+    record = made()
+    np.testing.assert_allclose(record.task_accuracies(), [[0.8, 0.1], [0.4, 0.7]])
+    np.testing.assert_allclose(record.forgetting(), [0.4])
+    assert np.isnan(made(personal=True).forgetting()).all()
+    np.testing.assert_allclose(made(personal=True).forgetting("personal"), [0.4])
+
+
+def test_the_mean_over_tasks_is_the_forgetting_of_the_tables(tmp_path: Path) -> None:
+    """Of the last cycle, where tasks return."""
+    experiment = small.tiny(split={"cycles": 2})
+    record = small.run(experiment)
+    save_records({0: record}, tmp_path)
+    back = load_record(tmp_path / "0")
+    whole = metrics.run_metrics(record.accuracy(), record.tests)
+    assert back.forgetting().mean() == whole["forgetting"]
+    assert back.forgetting().shape == (2,) and back.task_accuracies().shape == (6, 3)
