@@ -19,6 +19,7 @@ from stamp_core.config.params import (
     set_value,
 )
 from stamp_core.core.paths import ROOT
+from stamp_core.core.processes import progress_form
 from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.pipeline.grid import (
     data_folder,
@@ -117,7 +118,8 @@ def run_sweep(name: str, profile: str, workers: int = 1, device: str = "auto") -
         loaded = load_records(experiment, sweep.seeds, profile, outdated=False)
         records += loaded or train_and_save(experiment, sweep.seeds, profile, workers, device)
         folders.add(run_folder(experiment, sweep.seeds, profile))
-        print(f"{experiment.name}: {'kept' if loaded else 'trained'}", flush=True)
+        if progress_form() != "none":
+            print(f"{experiment.name}: {'kept' if loaded else 'trained'}", flush=True)
     for folder in set((ROOT / data_folder(profile) / "sweeps" / name).iterdir()) - folders:
         shutil.rmtree(folder)
     return records
