@@ -24,7 +24,7 @@ class Solution:
 
     def sums(self) -> Array:
         """The coefficients of g0, of the shift d - g0 and of g_w.  # [3, K]"""
-        return np.stack([self.reference, self.shift, self.weights])
+        return np.array([self.reference, self.shift, self.weights])
 
 
 @dataclass(frozen=True)

@@ -225,7 +225,7 @@ def _solve(
 def _solve_gram(gram: Array, inputs: _Inputs) -> Solution:
     """The solution from the Gram matrix of all gradients as given."""
     scale = np.outer(inputs.normalisation, inputs.normalisation)
-    gram = gram[np.ix_(inputs.finite, inputs.finite)] * scale
+    gram = gram[inputs.finite][:, inputs.finite] * scale
     if inputs.matching.solver == "softmax_sgd":
         return _solve_as_published(gram, inputs)
     norms = np.sqrt(gram.diagonal())
@@ -270,7 +270,7 @@ def _certify_by_gram(
     blocks = []
     for solution, each, error in zip(solutions, grams, rounding, strict=True):
         sums = inputs.normalisation * solution.sums()
-        finite = each[np.ix_(inputs.finite, inputs.finite)]
+        finite = each[inputs.finite][:, inputs.finite]
         products = np.concatenate([finite, sums @ finite]) @ sums.T
         blocks.append(_certify(solution, products, error, inputs))
     return blocks

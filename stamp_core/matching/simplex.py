@@ -5,6 +5,7 @@ The exact one solves problems of least distance: the shortest vector within line
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,23 +30,33 @@ class Problem:
     radius: float
     resolution: float  # gradients are known up to this share of their norm
 
+    @cached_property
+    def norms(self) -> Array:
+        """The norms of the gradients.  # [K]"""
+        return np.asarray(np.linalg.norm(self.gradients, axis=1))
+
+    @cached_property
+    def directions(self) -> Array:
+        """The gradients, each with norm 1.  # [K, k]"""
+        return self.gradients / self.norms[:, None]
+
+    @cached_property
+    def reference_products(self) -> Array:
+        """The inner products of the gradients with g0.  # [K]"""
+        return self.gradients @ self.reference
+
     def value(self, w: Array) -> float:
         """F(w) = <g_w, g0> + radius |g_w|, where g_w = sum_i w_i g_i."""
         combined = w @ self.gradients
-        return float(combined @ self.reference + self.radius * np.linalg.norm(combined))
+        return float(combined @ self.reference) + self.radius * norm(combined)
 
     def rounding(self, w: Array) -> float:
         """The rounding error of F(w)."""
-        norms = np.linalg.norm(self.gradients, axis=1)
-        return float(_ROUNDING * w @ norms) * (self.radius + float(np.linalg.norm(self.reference)))
+        return float(_ROUNDING * w @ self.norms) * (self.radius + norm(self.reference))
 
     def worst_product(self, shift: Array) -> float:
         """The smallest <g_i, d> of d = g0 + sum_i shift_i g_i."""
         return float((self.gradients @ (self.reference + shift @ self.gradients)).min())
-
-    def gap(self, w: Array, shift: Array) -> float:
-        """How far the worst product is from its maximum, at most."""
-        return self.value(w) - self.worst_product(shift)
 
 
 @dataclass(frozen=True)
@@ -86,19 +97,20 @@ def solve(problem: Problem) -> Optimum:
     count, iterations = len(problem.gradients), 0
     weights, shift = np.full(count, 1 / count), np.zeros(count)
     if not problem.radius:
-        return Optimum(np.eye(count)[(problem.gradients @ problem.reference).argmin()], shift, 0)
-    while iterations < _ITERATIONS and problem.gap(weights, shift) > problem.rounding(weights):
+        return Optimum(np.eye(count)[problem.reference_products.argmin()], shift, 0)
+    value, worst = problem.value(weights), problem.worst_product(shift)
+    while iterations < _ITERATIONS and value - worst > problem.rounding(weights):
         iterations += 1
         try:
-            new_weights, new_shift = _nearest(problem, problem.value(weights))
+            new_weights, new_shift = _nearest(problem, value)
         except RuntimeError:  # too many iterations: the gap shows how good the best so far is
             break
-        if problem.worst_product(new_shift) > problem.worst_product(shift):
-            shift = new_shift
-        lowest = problem.value(weights) - problem.rounding(weights)
-        if not new_weights.any() or problem.value(new_weights) >= lowest:
+        if (new_worst := problem.worst_product(new_shift)) > worst:
+            shift, worst = new_shift, new_worst
+        new_value = problem.value(new_weights)
+        if not new_weights.any() or new_value >= value - problem.rounding(weights):
             break
-        weights = new_weights
+        weights, value = new_weights, new_value
     return Optimum(weights, shift, iterations)
 
 
@@ -107,13 +119,16 @@ def _nearest(problem: Problem, t: float) -> tuple[Array, Array]:
 
     Both are 0 where g0 itself is d(t).
     """
-    norms = np.linalg.norm(problem.gradients, axis=1)
-    bounds = (t - problem.gradients @ problem.reference) / (problem.radius * norms)
-    directions = problem.gradients / norms[:, None]
-    v, exists = least_distance(directions, bounds, problem.resolution)
-    share = exists / max(1.0, float(np.linalg.norm(v @ directions)))
-    v = v / norms
+    bounds = (t - problem.reference_products) / (problem.radius * problem.norms)
+    v, exists = least_distance(problem.directions, bounds, problem.resolution)
+    share = exists / max(1.0, norm(v @ problem.directions))
+    v = v / problem.norms
     return v / (v.sum() or 1.0), problem.radius * share * v
+
+
+def norm(vector: Array) -> float:
+    """The Euclidean norm, in a tenth of the time of numpy's where there are few numbers."""
+    return math.sqrt(vector @ vector)
 
 
 def least_distance(rows: Array, bounds: Array, resolution: float) -> tuple[Array, bool]:
