@@ -23,11 +23,16 @@ VERIFIED = dict.fromkeys(_EXECUTED, "execution") | dict.fromkeys(RECONSTRUCTED, 
 def mean_std(fractions: Iterable[float]) -> str:
     """Fractions of several seeds in %, `54.1 ± 1.2`; with n where some of them are undefined."""
     summary = metrics.summarise(fractions)
-    if not summary["n"]:
+    mean, std = 100 * summary["mean"], 100 * summary["std"]
+    return score(mean, std, int(summary["n"]), int(summary["n"] + summary["undefined"]))
+
+
+def score(mean: float, std: float, n: int, runs: int) -> str:
+    """A mean in % with its deviation, `54.1 ± 1.2`; with n where not all `runs` have a value."""
+    if not n:
         return DASH
-    text = f"{100 * summary['mean']:z.1f}"
-    text += f" ± {100 * summary['std']:.1f}" if summary["n"] > 1 else ""
-    return f"{text} (n = {summary['n']})" if summary["undefined"] else text
+    text = f"{mean:z.1f}" + (f" ± {std:.1f}" if n > 1 else "")
+    return f"{text} (n = {n})" if n < runs else text
 
 
 def significant(value: float, figures: int = 3) -> str:

@@ -203,8 +203,22 @@ def test_one_column_has_one_set_of_seeds_and_more_seeds_a_table_of_their_own():
     runs = [record.run[1:] for record in frames.shared_seeds(records)]
     both = [(method, seed) for method in ("fedavg", "gem", "replay") for seed in (0, 1)]
     assert runs == [*both, ("agem", 1)]
-    counts = tables.results_table(records).set_index("method").n
-    assert dict(counts) == {"fedavg": "2", "gem": "2", "replay": "2", "agem": "1"}
-    more = tables.results.more_seeds_table(records)
-    assert dict(zip(more.method, more.n, strict=True)) == {"replay": "3"}
+    counts = tables.results_table(records)["accuracy", "n"]
+    shared = {"fedavg": 2, "gem": 2, "replay": 2, "agem": 1}
+    assert dict(counts.groupby("method").first()) == shared
+    more = tables.results.more_seeds_table(records)["accuracy", "n"]
+    assert dict(more.groupby("method").first()) == {"replay": 3}
     assert tables.results.more_seeds_table(records[:4]).empty
+
+
+def test_a_table_of_results_sorts_by_numbers_and_is_shown_as_text():
+    records = [*three_seeds("stamp", BETTER), *three_seeds()]
+    table = tables.results_table(records)
+    ordered = table["accuracy"].sort_values("mean")
+    assert ordered.index.get_level_values("method").tolist() == ["fedavg", "stamp"]
+    assert ordered["mean"].diff().iloc[1] == pytest.approx(10)
+    assert ordered["n"].tolist() == [3, 3]
+    shown = page.score_text(table)
+    assert "local accuracy" not in shown  # defined for none
+    row = ordered.iloc[0]
+    assert shown.accuracy[1] == f"{row['mean']:.1f} ± {row['std']:.1f}"

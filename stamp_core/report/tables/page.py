@@ -16,7 +16,7 @@ import pandas as pd
 from IPython.display import display
 
 from stamp_core.core.atomic import atomic_write
-from stamp_core.report.text import DASH, MB, count_range, marked, mean_std, significant
+from stamp_core.report.text import DASH, MB, count_range, marked, mean_std, score, significant
 from stamp_core.results import metrics, ranks
 from stamp_core.results.records import Record
 
@@ -29,12 +29,17 @@ _OUTCOMES = {  # of a 95 % interval, and how a sentence puts it
     "includes 0": "the 95 % interval includes 0 for",
     "undefined": "no interval (fewer than two common seeds) for",
 }
+_PERCENT = pd.Series({"mean": 100, "std": 100, "count": 1})  # and the count as it is
 _EXCLUDES_0 = ("above 0", "below 0")
 HOLDS = "‡"  # differs from 0 after Holm's correction for the table
 
 
 def show(table: pd.DataFrame) -> None:
-    """Display all rows of a table in a notebook: of more than sixty pandas shows ten."""
+    """Display all rows of a table in a notebook, a `score_table` as text.
+
+    Of more than sixty rows pandas shows ten.
+    """
+    table = score_text(table) if table.columns.nlevels > 1 else table
     with pd.option_context("display.max_rows", None):
         display(table)
 
@@ -52,6 +57,34 @@ def group_table(rows: pd.DataFrame, keys: Sequence[str], cells: Mapping[str, Cel
         }
         for values, runs in rows.groupby(list(keys), sort=False)
     )
+
+
+def score_table(rows: pd.DataFrame, keys: Sequence[str], scores: Mapping[str, str]) -> pd.DataFrame:
+    """One row a group of runs with the same keys, as numbers in %: mean, std and n of each score.
+
+    `keys` and the number of runs are the index, columns are pairs as ("accuracy", "mean"): so
+    `table["accuracy"].sort_values("mean")` sorts it, `.plot.barh()` draws it, and `.to_latex()`
+    prints it for a paper.
+    """
+    counted = rows.assign(runs=rows.groupby(list(keys)).seed.transform("size"))
+    groups = counted.groupby([*keys, "runs"], sort=False)
+    parts = {
+        name: groups[column].agg(["mean", "std", "count"]).mul(_PERCENT)
+        for name, column in scores.items()
+    }
+    return pd.concat(parts, axis=1).rename(columns={"count": "n"})
+
+
+def score_text(table: pd.DataFrame) -> pd.DataFrame:
+    """A `score_table` as text, `54.1 ± 1.2`, without scores that no row has."""
+    runs = table.index.get_level_values("runs")
+    cells = {
+        name: list(map(score, *(table[name][part] for part in ("mean", "std", "n")), runs))
+        for name in table.columns.unique(0)
+    }
+    defined = {name: texts for name, texts in cells.items() if set(texts) != {DASH}}
+    keys = table.index.to_frame(index=False).astype(str).rename(columns={"runs": "n"})
+    return keys.assign(**defined)
 
 
 def percent(column: str) -> Cell:

@@ -18,7 +18,7 @@ from stamp_core.models.encoders import Shape
 from stamp_core.models.networks import build_network
 from stamp_core.report.frames import run_frame
 from stamp_core.report.tables import page, printed
-from stamp_core.report.tables.results import results_table
+from stamp_core.report.tables.results import results_table, results_text
 from stamp_core.report.text import DASH, MB, mean_std, significant
 from stamp_core.results import metrics
 from stamp_core.results.records import Record, history_total
@@ -264,7 +264,8 @@ def write_paper(records: Sequence[Record], folder: Path) -> Path:
             for heading, rows in tables.items():
                 parts += [heading, page.markdown(rows[rows.data == data].drop(columns="data"))]
     if others := [record for record in records if record.run[0] not in settings]:
-        parts += ["## Settings without a printed table", page.markdown(results_table(others))]
+        text = results_text(results_table(others))
+        parts += ["## Settings without a printed table", page.markdown(text)]
     for title, rows in {
         "Settings (tab:training-details)": training_details(),
         "Networks of methods (tab:modified-arch)": modified_networks(),

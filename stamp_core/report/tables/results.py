@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +34,19 @@ _SUMMARY = """accuracy nearest_mean personal_accuracy local_accuracy
 main_average_incremental_accuracy main_learning_accuracy main_forgetting main_forgetting_diagonal
 main_worst_client gap images update_length client_seconds bytes_up bytes_down disk"""
 
-_SCORES: dict[str, page.Cell] = {
-    "verified": lambda runs: str(runs.verified.iloc[0]),
-    "model": lambda runs: str(runs.model.iloc[0]),
-    "accuracy": page.percent("accuracy"),
-    "nearest mean": page.percent("nearest_mean"),
-    "personal accuracy": page.percent("personal_accuracy"),
-    "local accuracy": page.percent("local_accuracy"),
-    "task-incremental": page.percent("task_accuracy"),
-    "learning accuracy": page.percent("main_learning_accuracy"),
-    "forgetting": page.percent("main_forgetting"),
-    "forgetting (diagonal)": page.percent("main_forgetting_diagonal"),
-    "personal learning accuracy": page.percent("personal_learning_accuracy"),
-    "personal forgetting": page.percent("personal_forgetting"),
-    "worst client": page.percent("main_worst_client"),
-    "gap": page.percent("gap"),
-    "paper (CIFAR-100)": lambda runs: printed.scores(runs.method.iloc[0], *printed.MAIN),
+_SCORES = {  # and the columns of `run_frame` behind them
+    "accuracy": "accuracy",
+    "nearest mean": "nearest_mean",
+    "personal accuracy": "personal_accuracy",
+    "local accuracy": "local_accuracy",
+    "task-incremental": "task_accuracy",
+    "learning accuracy": "main_learning_accuracy",
+    "forgetting": "main_forgetting",
+    "forgetting (diagonal)": "main_forgetting_diagonal",
+    "personal learning accuracy": "personal_learning_accuracy",
+    "personal forgetting": "personal_forgetting",
+    "worst client": "main_worst_client",
+    "gap": "gap",
 }
 _COSTS: dict[str, page.Cell] = {
     "1000 images": page.average("images", 1000),
@@ -74,11 +71,12 @@ _MATCHED = {  # columns and the note behind each; products are relative to |refe
 
 
 def results_table(records: Sequence[Record]) -> pd.DataFrame:
-    """One row an experiment as text: accuracies and forgetting in %, mean ± standard deviation.
+    """One row an experiment: mean, std and n of accuracies and forgetting, as numbers in %.
 
-    Over the seeds that most methods have; with all seeds the others are in `more_seeds_table`.
+    Over the seeds that most methods have; with all seeds the others are in `more_seeds_table`. See
+    `page.score_table` on how to sort, draw and print it; `page.show` shows it as text.
     """
-    return _experiment_table(shared_seeds(records), _SCORES)
+    return _score_table(shared_seeds(records))
 
 
 def more_seeds_table(records: Sequence[Record]) -> pd.DataFrame:
@@ -86,19 +84,32 @@ def more_seeds_table(records: Sequence[Record]) -> pd.DataFrame:
     fewer = Counter(record.run[:2] for record in shared_seeds(records))
     counts = Counter(record.run[:2] for record in records)
     more = [record for record in records if counts[record.run[:2]] > fewer[record.run[:2]]]
-    return _experiment_table(more, _SCORES) if more else pd.DataFrame()
+    return _score_table(more) if more else pd.DataFrame()
+
+
+def results_text(table: pd.DataFrame) -> pd.DataFrame:
+    """A table of results as text, without columns that nothing has; with the paper's numbers."""
+    text = page.score_text(table)
+    paper = [printed.scores(method, *printed.MAIN) for method in text.method]
+    return text.assign(**{"paper (CIFAR-100)": paper})
 
 
 def cost_table(records: Sequence[Record]) -> pd.DataFrame:
     """One row an experiment as text: seconds and bytes of a mean round, peaks of memory, disk."""
-    return _experiment_table(shared_seeds(records), _COSTS)
+    rows = run_frame(_ordered(shared_seeds(records)))
+    return page.group_table(rows, ["setting", "group", "method"], _COSTS)
 
 
-def _experiment_table(records: Sequence[Record], cells: Mapping[str, page.Cell]) -> pd.DataFrame:
-    """A row per experiment; those of a setting are together, and in it those of a group."""
+def _score_table(records: Sequence[Record]) -> pd.DataFrame:
+    """The scores of each experiment, in the order of the page."""
+    keys = ["setting", "group", "method", "verified", "model"]
+    return page.score_table(run_frame(_ordered(records)), keys, _SCORES)
+
+
+def _ordered(records: Sequence[Record]) -> list[Record]:
+    """The records of a setting together, and in it those of a group."""
     settings = list(dict.fromkeys(record.run[0] for record in records))
-    ordered = sorted(records, key=lambda r: (settings.index(r.run[0]), GROUPS.index(r.group)))
-    return page.group_table(run_frame(ordered), ["setting", "group", "method"], cells)
+    return sorted(records, key=lambda r: (settings.index(r.run[0]), GROUPS.index(r.group)))
 
 
 def differences(records: Sequence[Record], base: str = "fedavg") -> pd.DataFrame:
@@ -185,11 +196,16 @@ def write_results(records: Sequence[Record], folder: Path) -> list[Path]:
 
 def _section(records: Sequence[Record]) -> list[str]:
     """Findings, accuracies, differences and costs of one setting."""
-    table = page.markdown(results_table(records).drop(columns="setting"))
+    table = _score_page(results_table(records))
     costs = page.markdown(cost_table(records).drop(columns=["setting", "n"]))
     pairs = model_differences(records, _BASES)
     sections = page.difference_sections(pairs, ["method", "model"], "measure")
     more = []
     if len(rows := more_seeds_table(records)):
-        more = ["Methods with more seeds:", page.markdown(rows.drop(columns="setting"))]
+        more = ["Methods with more seeds:", _score_page(rows)]
     return [findings(records), table, *more, *sections, "Costs:", costs]
+
+
+def _score_page(table: pd.DataFrame) -> str:
+    """A table of results of one setting, in Markdown."""
+    return page.markdown(results_text(table).drop(columns="setting"))
