@@ -7,6 +7,7 @@ with without_garbage_collection():
     from stamp_core.core.paths import RESUME, ROOT
     from stamp_core.data.dataset import ImageDataset
     from stamp_core.data.loading import load_dataset
+    from stamp_core.data.sources.npz import save_npz
     from stamp_core.data.split import Plan
     from stamp_core.engine.experiment import Experiment, load_experiment
     from stamp_core.engine.train import save_records, train
@@ -35,6 +36,7 @@ __all__ = [
     "read_params",
     "read_setting",
     "run_folder",
+    "save_npz",
     "save_plans",
     "save_records",
     "train",

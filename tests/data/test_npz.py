@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from stamp_core.config.decode import ParameterError
 from stamp_core.config.schema import Split
 from stamp_core.data import split
 from stamp_core.data.images import ImageArrays
@@ -57,6 +58,20 @@ def put(raw: Path, arrays: Arrays, name: str = "own.npz") -> Path:
 def read(raw: Path, arrays: Arrays) -> ImageArrays:
     """What is read from a file with these arrays."""
     return npz.read_npz(put(raw, arrays))
+
+
+def test_a_data_set_is_written_as_it_is_read(raw: Path) -> None:
+    put(raw, domains())
+    first = load_dataset(OWN)
+    npz.save_npz(first, raw / "new" / "copy.npz")
+    again = load_dataset({"source": "npz", "file": "new/copy.npz"})
+    assert again.digest == first.digest and again.domains == ("ink", "chalk")
+
+
+def test_masks_are_not_written(tmp_path: Path) -> None:
+    scenes = load_dataset({"source": "scenes", "train_per_class": 2, "test_per_class": 1})
+    with pytest.raises(ParameterError, match="masks is True; it must be false"):
+        npz.save_npz(scenes, tmp_path / "scenes.npz")
 
 
 @pytest.mark.parametrize("channels", [1, 3])

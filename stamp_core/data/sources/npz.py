@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from stamp_core.config.decode import require
 from stamp_core.core import paths
+from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.images import (
     ImageArrays,
     ImageOptions,
@@ -67,6 +68,14 @@ def inputs(options: Options) -> list[Path]:
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist; put the file there or name another")
     return files
+
+
+def save_npz(dataset: ImageDataset, path: Path) -> None:
+    """Write a data set without masks as this source reads it."""
+    require(dataset, "masks", not dataset.masks, "false: an .npz file has no masks")
+    arrays: Any = {name: np.asarray(getattr(dataset, name)) for name in (*_NEEDED, *_OPTIONAL)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(path, **arrays)
 
 
 def make(options: Options) -> ImageArrays:
