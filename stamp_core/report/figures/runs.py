@@ -62,12 +62,15 @@ def _accuracies(records: Sequence[Record]) -> pd.DataFrame:
 def _highlights(rows: pd.DataFrame, title: str, unit: str) -> Figure:
     """Column `percent` by experience: eight methods by name, the range of the others in grey.
 
-    Settings share the y axis: the same distance is the same number of points.
+    Those of a setting have the same seeds, the most there are: a headline method with fewer is one
+    of the others. Settings share the y axis: the same distance is the same number of points.
     """
     defined = rows[rows.groupby(["setting", "method"]).percent.transform("count") > 0]
+    seeds = defined.groupby(["setting", "method"]).seed.transform("nunique")
+    most = seeds == seeds.groupby(defined.setting).transform("max")
     present = list(defined.method.unique())
     ordered = dict.fromkeys(name for name in (*style.HIGHLIGHTED, *present) if name in present)
-    shown = defined.method.isin(list(ordered)[:_NAMED])
+    shown = most & defined.method.isin(list(ordered)[:_NAMED])
     figure, panels = style.setting_panels(rows, 3.4, unit, sharey=True)
     labels = dict[Axes, list[style.Label]]()
     for axis, setting, _ in panels:
@@ -80,8 +83,10 @@ def _highlights(rows: pd.DataFrame, title: str, unit: str) -> Figure:
     for axis, own in labels.items():  # now that the range of the shared axis is known
         style.add_labels(axis, own)
     others = "" if shown.all() else "; grey: range of the other methods' means"
-    caption = f"{style.seed_caption(defined[shown])}; {style.POINTS}{others}"
-    style.add_caption(figure, title, caption)
+    counts = defined[shown].groupby("setting", sort=False).seed.nunique()
+    where = ", ".join(f"{count} on {setting}" for setting, count in counts.items())
+    caption = style.seed_caption(defined[shown]) if counts.nunique() < 2 else f"seeds: {where}"
+    style.add_caption(figure, title, f"{caption}; {style.POINTS}{others}")
     return figure
 
 
@@ -285,7 +290,7 @@ def _row_caption(names: Iterable[str]) -> str:
 
 def ablation(records: Sequence[Record]) -> Figure:
     """Final accuracy and forgetting, a row per variant: its seeds, mean and interval."""
-    rows = ablation_frame(records)
+    rows = ablation_frame(frames.shared_seeds(records))
     names: list[str] = []
     for part in PARTS.values():
         variants = rows[rows.part == part].variant.unique()
@@ -321,7 +326,8 @@ def ablation(records: Sequence[Record]) -> Figure:
 
 def nearest_mean(records: Sequence[Record]) -> Figure:
     """Final accuracy by the head and by the nearest class mean: a row per method."""
-    rows = frames.run_frame(records).dropna(subset=["accuracy", "nearest_mean"])
+    rows = frames.run_frame(frames.shared_seeds(records))
+    rows = rows.dropna(subset=["accuracy", "nearest_mean"])
     names = _ordered_names(rows, "accuracy")
     figure, panels = style.setting_panels(rows, 0.22 * len(names) + 0.8, "", sharey=True)
     for axis, _, part in panels:
