@@ -29,6 +29,7 @@ logger = getLogger(__name__)
 
 # Notebook -> its executed copies in data/executed: the first that exists is shown.
 EXECUTED = {
+    "0_start": (),
     "1_split": ("split-glyphs-*",),
     "2_train": ("train-glyphs-stamp-0to2", "train-glyphs-stamp-*"),
     "3_compare": ("compare",),
@@ -40,6 +41,7 @@ EXECUTED = {
     "9_paper": ("paper-tables", "paper-*tables"),
     "10_related": ("related",),
     "explore_matching": (),
+    "read_a_record": (),
 }
 
 
@@ -102,10 +104,17 @@ def write_math(self: HTML5Translator, node: nodes.math | nodes.math_block) -> No
     raise nodes.SkipNode
 
 
+def sort_tables(app: Sphinx, pagename: str, *_: object) -> None:
+    """Pages of results get the script that sorts tables."""
+    if pagename == "results" or pagename.startswith("_generated/figures/"):
+        app.add_js_file("sort.js")
+
+
 def setup(app: Sphinx) -> None:
     """Copy the sources and register what is above."""
     copy_sources()
     app.connect("source-read", adapt_source)
+    app.connect("html-page-context", sort_tables)
     app.add_html_math_renderer("mathml", (write_math, None), (write_math, None))
 
 
