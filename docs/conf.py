@@ -1,9 +1,9 @@
 """The documentation site: `make docs` builds it into docs/_build/html, without any network.
 
 Pages are the Markdown files of this folder. Notebooks and tables of results are copied from
-elsewhere into docs/_generated (git-ignored), where the API reference is made: notebooks as the last
-`make repro` executed them, or,
-where there was none, with the outputs that are stored in notebooks/. Nothing is executed here.
+elsewhere into docs/_generated (git-ignored), where the API reference and the page of figures are
+made: notebooks as the last `make repro` executed them, or, where there was none, with the outputs
+that are stored in notebooks/. Nothing is executed here.
 """
 
 import re
@@ -29,6 +29,7 @@ logger = getLogger(__name__)
 
 # Notebook -> its executed copies in data/executed: the first that exists is shown.
 EXECUTED = {
+    "0_start": (),
     "1_split": ("split-glyphs-*",),
     "2_train": ("train-glyphs-stamp-0to2", "train-glyphs-stamp-*"),
     "3_compare": ("compare",),
@@ -40,6 +41,7 @@ EXECUTED = {
     "9_paper": ("paper-tables", "paper-*tables"),
     "10_related": ("related",),
     "explore_matching": (),
+    "read_a_record": (),
 }
 
 
@@ -52,6 +54,19 @@ def executed_copy(name: str) -> Path | None:
     return next(found, None)
 
 
+def figure_page() -> str:
+    """A page of all figures by the names of their files: texts show only those they speak of."""
+    folders = {"Small scale": ROOT / "figures"}
+    folders |= {f"`{each.name}`": each for each in sorted((ROOT / "figures/cifar100").glob("*/"))}
+    parts = ["# Figures"]
+    for title, folder in folders.items():
+        parts.append(f"## {title}")
+        for path in sorted(folder.glob("*.png")):
+            target = f"../../../{path.relative_to(ROOT).as_posix()}"
+            parts.append(f"### `{path.stem}`\n\n![{path.stem}]({target})")
+    return "\n\n".join(parts) + "\n"
+
+
 def copy_sources() -> None:
     """Fill docs/_generated; files that have not changed keep their time, so pages are cached."""
     notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -60,8 +75,8 @@ def copy_sources() -> None:
     copies |= {path.relative_to(ROOT).as_posix(): path for path in pages}
     copies |= {path.name: path for path in (ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md")}
     contents = {name: source.read_bytes() for name, source in copies.items()}
-    reference = reference_pages(ROOT / "stamp_core")
-    contents |= {name: text.encode() for name, text in reference.items()}
+    made = {**reference_pages(ROOT / "stamp_core"), "figures/figures.md": figure_page()}
+    contents |= {name: text.encode() for name, text in made.items()}
     for name, content in contents.items():
         target = GENERATED / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -82,6 +97,8 @@ def adapt_source(app: Sphinx, docname: str, source: list[str]) -> None:
     else:
         copies = r"figures/[\w/]+\.md|notebooks/\w+\.ipynb|CONTRIBUTING\.md|CHANGELOG\.md"
         text = re.sub(rf"\]\(\.\./({copies})", r"](_generated/\1", text)
+        figure = r"(?<!!)(\[[^]]*\])\(\.\./figures/(\w+)\.png\)"
+        text = re.sub(figure, r"\1(_generated/figures/figures.md#\2)", text)
     if not docname.startswith("_generated/notebooks/"):
         text = text.replace(" ± ", f"{NBSP}±{NBSP}").replace(", AF ", f",{NBSP}AF{NBSP}")
         text = re.sub(r" \((\S+) to (\S+)\)", rf"{NBSP}(\1{NBSP}to{NBSP}\2)", text)
@@ -102,10 +119,17 @@ def write_math(self: HTML5Translator, node: nodes.math | nodes.math_block) -> No
     raise nodes.SkipNode
 
 
+def sort_tables(app: Sphinx, pagename: str, *_: object) -> None:
+    """Pages of results get the script that sorts tables."""
+    if pagename == "results" or pagename.startswith("_generated/figures/"):
+        app.add_js_file("sort.js")
+
+
 def setup(app: Sphinx) -> None:
     """Copy the sources and register what is above."""
     copy_sources()
     app.connect("source-read", adapt_source)
+    app.connect("html-page-context", sort_tables)
     app.add_html_math_renderer("mathml", (write_math, None), (write_math, None))
 
 
