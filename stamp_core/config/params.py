@@ -55,11 +55,27 @@ def read_params(profile: str = DEFAULT, root: Path = PARAMS.parent) -> dict[str,
     for section in (*shared, "sweeps"):  # names of folders, and words of DVC's commands
         for name in {**blocks, **shared}[section]:
             require_name(file_of({"file": file}, section), name)
-    for name, values in blocks.pop(CHOSEN, {}).items():
-        preset = shared["methods"][name] = {**read_block({**shared, "file": file}, "methods", name)}
+    chosen = blocks.pop(CHOSEN, {})
+    everywhere = {name: chosen[name] for name in chosen.keys() - shared["settings"].keys()}
+    if at_settings := {name: chosen[name] for name in chosen.keys() - everywhere.keys()}:
+        blocks[CHOSEN] = at_settings
+    return _with_values({**blocks, **shared, "file": file}, everywhere)
+
+
+def at_setting(params: Params, setting: str) -> dict[str, Any]:
+    """The parameters with the values of presets that the profile has chosen for a setting alone."""
+    others = {key: block for key, block in params.items() if key != CHOSEN}
+    return _with_values(others, params.get(CHOSEN, {}).get(setting, {}))
+
+
+def _with_values(params: Params, chosen: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The parameters with other values of presets, by key."""
+    methods = dict(params["methods"])
+    for name, values in chosen.items():
+        preset = methods[name] = copy.deepcopy(read_block(params, "methods", name))
         for key, value in values.items():
             set_value(preset, key.split("."), value)
-    return {**blocks, **shared, "file": file}
+    return {**params, "methods": methods}
 
 
 def parameter_file(root: Path, name: str) -> Path:

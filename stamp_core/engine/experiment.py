@@ -16,6 +16,7 @@ from stamp_core.config.decode import ParameterError, invalid, to_plain
 from stamp_core.config.params import (
     FILES,
     Params,
+    at_setting,
     expand_grid,
     parse_seeds,
     read_params,
@@ -112,6 +113,7 @@ def load_experiment(
     if not {"settings", "methods"} <= params.keys():
         right = "what read_params() returns; other values go into overrides={...}"
         raise invalid("params", dict(params), right)
+    params = at_setting(params, setting)
     if overrides:
         params = override(params, method, overrides, setting)
     checked = read_setting(setting, params)

@@ -9,7 +9,15 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from stamp_core.config.params import CIFAR100, DEFAULT, PAPER, Params, expand_grid, read_params
+from stamp_core.config.params import (
+    CHOSEN,
+    CIFAR100,
+    DEFAULT,
+    PAPER,
+    Params,
+    expand_grid,
+    read_params,
+)
 from stamp_core.core.atomic import atomic_write
 from stamp_core.core.fingerprint import PACKAGE, fingerprint_files
 from stamp_core.core.paths import SOURCE
@@ -53,7 +61,7 @@ def write_parameters(params: Params) -> None:
         setting = load_experiment(name, method, params).resolved()["setting"]
         write_json(f"settings/{name}", setting)
         write_json(f"splits/{name}", {key: setting[key] for key in ("data", "split")})
-    for name in params.keys() - {"file", "settings", "methods"}:
+    for name in params.keys() - {"file", "settings", "methods", CHOSEN}:
         write_json(f"parameters/{name}", params[name])
 
 
@@ -80,6 +88,8 @@ def write_trainings(params: Params, prefix: str, others: Iterable[str] = ()) -> 
     for method in dict.fromkeys([*trained, *others]):
         experiment = load_experiment(setting, method, params)
         resolved = experiment.resolved()["method"]
+        for name in params.get(CHOSEN, {}):  # values that hold in one setting
+            resolved[name] = load_experiment(name, method, params).resolved()["method"]
         write_fingerprint(f"{prefix}train-{method}", *experiment.files(), parameters=resolved)
 
 

@@ -12,6 +12,7 @@ from stamp_core.config.decode import ParameterError, build, invalid
 from stamp_core.config.params import (
     DEFAULT,
     QUICK,
+    at_setting,
     expand_grid,
     parse_seeds,
     read_block,
@@ -86,7 +87,7 @@ def sweep_experiments(name: str, params: dict[str, Any]) -> list[Experiment]:
     for setting, method in itertools.product(sweep.setting, sweep.method):
         load_experiment(setting, method, params)  # else a wrong name would make a new block
         for value in sweep.values:
-            changed = copy.deepcopy(params)
+            changed = copy.deepcopy(at_setting(params, setting))
             for key in sweep.keys:
                 set_value(changed, expand_placeholders(key, setting, method).split("."), value)
             try:

@@ -12,7 +12,14 @@ from multiprocessing import get_context
 from typing import Any
 
 from stamp_core.config.decode import build, invalid, unknown_name
-from stamp_core.config.params import CIFAR100, DEFAULT, parse_seeds, read_params, read_yaml
+from stamp_core.config.params import (
+    CIFAR100,
+    DEFAULT,
+    at_setting,
+    parse_seeds,
+    read_params,
+    read_yaml,
+)
 from stamp_core.core.devices import resolve_device
 from stamp_core.core.paths import ROOT
 from stamp_core.engine.executor import resolve_workers
@@ -70,10 +77,10 @@ def candidate_experiments(tuning: Tuning, profile: str = DEFAULT) -> Iterator[Ex
     for kind in KINDS:
         methods = tuning.methods(kind)
         for method, values in ((name, each) for name in methods for each in methods[name]):
-            changed = override(params, method, values)
             pairs = (f"{key} {'null' if value is None else value}" for key, value in values.items())
             candidate = ", ".join(pairs)
             for setting in tuning.setting:
+                changed = override(at_setting(params, setting), method, values)
                 yield light_experiment(setting, method, changed, (kind, candidate))
 
 

@@ -3,6 +3,7 @@
 import itertools
 import shutil
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from stamp_core.config.params import (
 )
 from stamp_core.config.schema import Setting
 from stamp_core.core.paths import ROOT
-from stamp_core.engine.experiment import check_params
+from stamp_core.engine.experiment import check_params, load_experiment
 from stamp_core.methods.base.registry import get_method, merge_blocks, read_preset, resolve_preset
 
 # ------------------------------------------------------------------------------------- the files
@@ -134,6 +135,21 @@ def test_a_profile_has_values_of_presets_of_its_own(root: Path) -> None:
     }
     assert read_preset("joint", params) == {"server_lr": 2.0}
     assert "chosen" not in params and params["methods"]["replay"] == others["methods"]["replay"]
+
+
+def test_a_value_may_hold_in_one_setting(root: Path) -> None:
+    """It goes before what holds everywhere, and presets that extend this one have it as well."""
+    own = {"tiny": {"replay": {"memory.exemplars_per_class": 3}}}
+    write_chosen(root, {"replay": {"server_lr": 1.25}, **own})
+    params = read_params("quick", root)
+    there, elsewhere = (
+        load_experiment(setting, "replay_step", params).params for setting in ("tiny", "tiny_alpha")
+    )
+    assert there.memory.exemplars_per_class == 3
+    assert elsewhere == replace(there, memory=replace(there.memory, exemplars_per_class=5))
+    values = {"memory.exemplars_per_class": 4}
+    changed = load_experiment("tiny", "replay", params, values).params
+    assert changed.memory.exemplars_per_class == 4 and changed.server_lr == 1.25
 
 
 def test_a_profile_has_no_values_of_unknown_presets(root: Path) -> None:
