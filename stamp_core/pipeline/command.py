@@ -1,4 +1,4 @@
-"""The command `stamp`: one experiment, the names there are, and what a parameter means.
+"""The command `stamp`: one experiment, names, what a parameter means, whether a record is right.
 
 It needs no checkout; tables and figures of whole grids are those of `make`, in one.
 """
@@ -6,6 +6,7 @@ It needs no checkout; tables and figures of whole grids are those of `make`, in 
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -86,6 +87,19 @@ def explain(arguments: argparse.Namespace) -> None:
         print(line)
 
 
+def verify(arguments: argparse.Namespace) -> None:
+    """Print a line for each check of each record; ValueError if one does not hold."""
+    from stamp_core.pipeline.verify import verify_record
+
+    failed = []
+    for folder in arguments.folder:
+        for check in verify_record(folder):
+            print(f"{folder}  {check.name:10}  {'ok' if check.holds else 'NO'}  {check.found}")
+            failed += [] if check.holds else [f"{folder}: {check.name}"]
+    if failed:
+        raise ValueError(f"not verified: {'; '.join(failed)}")
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     whole = argparse.ArgumentParser("stamp", description="Federated continual learning.")
@@ -101,6 +115,11 @@ def parser() -> argparse.ArgumentParser:
     for section in ("methods", "settings"):
         names = commands.add_parser(section, help=f"the names of {section}")
         names.set_defaults(call=lambda arguments, section=section: print_names(section))
+    check = commands.add_parser("verify", help="compute again what a record says of itself")
+    check.add_argument(
+        "folder", nargs="+", type=Path, help="as data/runs/digits-stamp-200to205/200"
+    )
+    check.set_defaults(call=verify)
     meaning = commands.add_parser("explain", help="what a parameter means, e.g. spatial.kappa")
     meaning.add_argument("key")
     meaning.set_defaults(call=explain)

@@ -1,0 +1,90 @@
+"""`stamp verify`: a record that says something wrong of itself is named."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stamp_core import Record, load_experiment, load_plans, train
+from stamp_core.pipeline import command
+from stamp_core.pipeline.verify import verify_record
+
+NAMES = ("fedavg", "stamp", "fedala", "local", "joint")
+
+
+@pytest.fixture(scope="module")
+def records() -> dict[str, Record]:
+    """Runs of methods with a global model, a personal one and both."""
+    experiments = {name: load_experiment("tiny", name) for name in NAMES}
+    some = experiments["stamp"]
+    plans = load_plans(some.setting, some.dataset(), "0")
+    return {name: train(each, plans)[0] for name, each in experiments.items()}
+
+
+def failing(record: Record, folder: Path) -> list[str]:
+    """The checks that do not hold for a record, which is saved first: its digest is right."""
+    record.save(folder)
+    return [check.name for check in verify_record(folder) if not check.holds]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_was_trained_here_is_verified(
+    name: str, records: dict[str, Record], tmp_path: Path
+) -> None:
+    records[name].save(tmp_path / "0")
+    checks = {check.name: check.found for check in verify_record(tmp_path / "0")}
+    assert [*checks] == ["digest", "parameters", "plan", "code", "accuracy"]
+    assert failing(records[name], tmp_path / "0") == []
+    exact = "there is no global model" if name == "local" else "at most 0.0% from the record"
+    assert exact in checks["accuracy"]
+
+
+def in_setting(about: dict[str, Any]) -> None:
+    """Another step than the one that was taken."""
+    about["setting"]["training"]["lr"] = 0.05
+
+
+def in_plan(about: dict[str, Any]) -> None:
+    """Another plan than the one that is stated."""
+    about["seed"] = 1
+
+
+def in_code(about: dict[str, Any]) -> None:
+    """Code that is not here."""
+    about["identity"]["code"] = "0" * 64
+
+
+@pytest.mark.parametrize(
+    ("change", "name"), [(in_setting, "parameters"), (in_plan, "plan"), (in_code, "code")]
+)
+def test_another_statement_is_named(
+    change: Callable[[dict[str, Any]], None], name: str, records: dict[str, Record], tmp_path: Path
+) -> None:
+    about = deepcopy(records["stamp"].about)
+    change(about)
+    assert failing(replace(records["stamp"], about=about), tmp_path / "0") == [name]
+
+
+def test_another_accuracy_is_named(
+    records: dict[str, Record], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A task of a client that is a tenth more accurate, with a digest that fits."""
+    scores = {name: array.copy() for name, array in records["stamp"].scores.items()}
+    scores["global"][0, -1, 0, 0] += np.float32(0.1)
+    assert failing(replace(records["stamp"], scores=scores), tmp_path / "0") == ["accuracy"]
+    assert command.main(["verify", str(tmp_path / "0")]) == 1
+    assert "not verified: " in capsys.readouterr().err
+
+
+def test_a_changed_file_does_not_fit_its_digest(
+    records: dict[str, Record], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records["fedavg"].save(tmp_path / "0")
+    path = tmp_path / "0" / "run.json"
+    path.write_text(path.read_text().replace('"seed": 0', '"seed": 3'))
+    assert command.main(["verify", str(tmp_path / "0")]) == 1
+    assert "its digest does not fit its content" in capsys.readouterr().err
