@@ -51,8 +51,3 @@ def test_overrides_of_nothing_are_refused_by_name(values: dict[str, Any], messag
 def test_values_in_the_place_of_parameters_are_refused_with_the_place_for_them() -> None:
     with pytest.raises(ParameterError, match=r"read_params\(\).*overrides"):
         load_experiment("tiny", "stamp", {"spatial.kappa": 0.9})
-
-
-def test_a_record_says_what_was_run() -> None:
-    record = run(load_experiment("tiny", "fedavg", read_params("quick")))
-    assert repr(record) == f"Record(tiny-fedavg, seed 0, {len(record.history)} rounds)"
