@@ -29,7 +29,6 @@ logger = getLogger(__name__)
 
 # Notebook -> its executed copies in data/executed: the first that exists is shown.
 EXECUTED = {
-    "0_start": (),
     "1_split": ("split-glyphs-*",),
     "2_train": ("train-glyphs-stamp-0to2", "train-glyphs-stamp-*"),
     "3_compare": ("compare",),
@@ -40,8 +39,6 @@ EXECUTED = {
     "8_heterogeneity": ("heterogeneity",),
     "9_paper": ("paper-tables", "paper-*tables"),
     "10_related": ("related",),
-    "explore_matching": (),
-    "read_a_record": (),
 }
 
 

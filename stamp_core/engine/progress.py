@@ -8,8 +8,6 @@ from typing import Any, Protocol
 
 from tqdm.auto import tqdm
 
-from stamp_core.core.processes import progress_form
-
 
 class Logger(Protocol):
     """What a training tells while it runs; stamp_core/results/loggers.py has some.
@@ -49,11 +47,11 @@ class Loggers:
 class Progress:
     """Counts the rounds of all seeds of a training with a name; thread-safe."""
 
-    def __init__(self, name: str, rounds: int, done: int) -> None:
+    def __init__(self, form: str, name: str, rounds: int, done: int) -> None:
         self.lock = threading.Lock()
+        self.form = form  # as progress_form has it
         self.name = name
-        self.form = progress_form()
-        bar = self.form == "bar"
+        bar = form == "bar"
         self.bar = tqdm(desc=name, total=rounds, initial=done, unit="round") if bar else None
         self.left = rounds - done
         self.counted = 0

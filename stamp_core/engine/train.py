@@ -21,6 +21,7 @@ from stamp_core.client.diagnostics import spatial_angles
 from stamp_core.client.runtime import RoundId
 from stamp_core.client.scoring import Part, count_tests, to_accuracies
 from stamp_core.core.devices import device_name, resolve_device
+from stamp_core.core.processes import progress_form
 from stamp_core.core.seeding import generator
 from stamp_core.data.split import Plan
 from stamp_core.engine.checkpoint import (
@@ -69,6 +70,7 @@ def train(
     `start` returns this process's worker and where the clients run. `loggers` are told of every
     round and experience.
     """
+    form = progress_form()  # a wrong one is refused before anything starts
     device = resolve_device(device)
     count = resolve_workers(workers, device)
     with checkpoint_lock(resume, experiment.name, plans) as folder:
@@ -77,7 +79,7 @@ def train(
             runs = [Run(experiment, plan, worker, executor, folder) for plan in plans.values()]
             done = sum(run.state["next"] for run in runs)
             rounds = sum(run.rounds for run in runs)
-            with Progress(experiment.name, rounds, done) as progress:
+            with Progress(form, experiment.name, rounds, done) as progress:
                 return _train_side_by_side(runs, progress, Loggers(loggers))
         finally:
             executor.close()

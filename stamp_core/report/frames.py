@@ -61,11 +61,6 @@ def shared_seeds(records: Sequence[Record]) -> list[Record]:
     return [record for record in records if record.run[2] in kept[record.run[:2]]]
 
 
-def main_model(record: Record) -> str:
-    """The model that a method is compared by: 'global' if it has one, else 'personal'."""
-    return "personal" if np.isnan(record.accuracy()).all() else "global"
-
-
 def final_score(record: Record, model: str, scoring: str = "all") -> float:
     """The final score of one model by one scoring, over all tasks and clients."""
     a = metrics.last_cycle(record.accuracy(model, scoring), record.tests.shape[1])
@@ -94,7 +89,7 @@ def _labels(record: Record) -> dict[str, Any]:
     split = record.about["setting"]["split"]
     return {
         **{"setting": setting, "method": method, "seed": seed, "sweep": sweep, "value": value},
-        **{"group": record.group, "model": main_model(record)},
+        **{"group": record.group, "model": record.main_model},
         "verified": VERIFIED.get(record.about["method"]["kind"], BY_HAND),
         **{"alpha": split.get("alpha") or np.nan, "cycles": split["cycles"]},
     }
@@ -111,7 +106,7 @@ def _scores(record: Record) -> dict[str, float]:
     return {
         **scores["global"],
         **{f"personal_{name}": value for name, value in scores["personal"].items()},
-        **{f"main_{name}": value for name, value in scores[main_model(record)].items()},
+        **{f"main_{name}": value for name, value in scores[record.main_model].items()},
         "nearest_mean": final_score(record, "global", "nearest mean"),
         "local_accuracy": final_score(record, "local"),
         "task_accuracy": final_score(record, task_model, "task"),
@@ -171,7 +166,7 @@ def experience_frame(records: Sequence[Record], personal: bool = False) -> pd.Da
     rows = [
         row
         for record in unique_runs(records)
-        for row in _experience_rows(record, "personal" if personal else main_model(record))
+        for row in _experience_rows(record, "personal" if personal else record.main_model)
     ]
     return pd.DataFrame(rows)
 
@@ -179,7 +174,7 @@ def experience_frame(records: Sequence[Record], personal: bool = False) -> pd.Da
 def _experience_rows(record: Record, model: str) -> Iterator[dict[str, Any]]:
     setting, method, seed = record.run
     own, global_, local = (
-        metrics.micro_average(record.accuracy(name), record.tests)  # [S, T]
+        record.task_accuracies(name)  # [S, T]
         for name in (model, "global", "local")
     )
     for experience, row in enumerate(own):

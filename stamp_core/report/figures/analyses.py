@@ -79,7 +79,7 @@ def _cosines(record: Record) -> Iterator[dict[str, Any]]:
         several = [cosines for cosines in noted if "spatial clients" in cosines]  # clients
         yield {
             **{"setting": setting, "method": method, "seed": seed, "experience": experience + 1},
-            **{"model": frames.main_model(record), "tasks": record.tests.shape[1]},
+            **{"model": record.main_model, "tasks": record.tests.shape[1]},
             "clients": max(entry.get("completed", 0) for entry in rounds),
             **{name: metrics.mean([cosines[name] for cosines in several]) for name in _SPATIAL},
             **{name: noted[-1].get(name, np.nan) for name in _TEMPORAL},

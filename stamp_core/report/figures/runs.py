@@ -173,7 +173,7 @@ def _draw_matrices(axes: Sequence[Axes], methods: Sequence[pd.DataFrame]) -> Non
 
 def _last_matrix(record: Record) -> style.Values:
     """The accuracy matrix of a run's last cycle.  # [T, T]"""
-    a = metrics.last_cycle(record.accuracy(frames.main_model(record)), record.tests.shape[1])
+    a = metrics.last_cycle(record.accuracy(record.main_model), record.tests.shape[1])
     return metrics.micro_average(a, record.tests)
 
 
