@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 import psutil
 
@@ -41,6 +42,14 @@ def add_path_to_errors(path: Path) -> Iterator[None]:
         elif type(error) is OSError and str(path) not in str(error):  # numpy's, of a short write
             raise OSError(f"{path}: {error}; is the disk full? free space on it") from error
         raise
+
+
+def open_lock(path: Path) -> TextIO:
+    """The empty file `path`, open for `fcntl.flock`."""
+    try:
+        return path.open("w")
+    except IsADirectoryError as error:
+        raise IsADirectoryError(f"{path} must be a file, a lock; remove the folder") from error
 
 
 @contextmanager

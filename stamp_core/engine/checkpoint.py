@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from stamp_core.core.atomic import quarantine
+from stamp_core.core.atomic import open_lock, quarantine
 from stamp_core.engine.trees import UNUSABLE, Store, Stored, Tree, read_tree, write_tree
 
 FSYNC_MIN_SECONDS = 0.2  # seconds of work; a flush takes some milliseconds
@@ -180,7 +180,7 @@ def locked(resume: Path, name: str, seed: int) -> Iterator[None]:
     """A context with the lock of a run's checkpoint; BlockingIOError if a process has it."""
     resume.mkdir(parents=True, exist_ok=True)
     path = resume / f".{name}-{seed}.lock"
-    with path.open("w") as file:
+    with open_lock(path) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not path.exists() or path.stat().st_ino != os.fstat(file.fileno()).st_ino:
             raise BlockingIOError  # who had it has just deleted the file

@@ -3,6 +3,8 @@
 import importlib
 import json
 import os
+import re
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -51,6 +53,17 @@ def test_the_first_load_writes_and_later_ones_map_the_same_bytes(
     maps = Path("/proc/self/maps")
     if maps.exists():
         assert maps.read_text().count(f"{folder}/x_train.npy") == 2
+
+
+def test_a_folder_in_the_place_of_the_lock_is_named_with_its_cure(cache: Path) -> None:
+    load_dataset(SMALL)
+    (folder,) = cached(cache)
+    lock = cache / f".{folder.name}.lock"
+    lock.unlink()
+    lock.mkdir()
+    shutil.rmtree(folder)
+    with pytest.raises(OSError, match=rf"{re.escape(str(lock))} must be a file.*remove"):
+        load_dataset(SMALL)
 
 
 def test_writing_into_a_loaded_dataset_stays_private() -> None:

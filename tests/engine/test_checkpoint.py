@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from torch import Tensor
 
 from stamp_core.engine import trees
-from stamp_core.engine.checkpoint import Checkpoint
+from stamp_core.engine.checkpoint import Checkpoint, checkpoint_lock
 from stamp_core.engine.trees import Store, Tree
 from stamp_core.results import records
 from stamp_core.results.records import Record, history_total, tree_bytes
@@ -504,3 +504,12 @@ def test_totals_and_bytes_by_hand() -> None:
     assert history_total([], "bytes", "up") == 0.0
     tree = {"a": torch.zeros(5), "b": [torch.zeros(3).long(), {"c": torch.zeros(2).long()}], "n": 7}
     assert tree_bytes(tree) == 60 and tree_bytes({"n": "text", "e": []}) == 0
+
+
+def test_a_folder_in_the_place_of_the_lock_is_named_with_its_cure(tmp_path: Path) -> None:
+    (tmp_path / ".tiny-fedavg-0.lock").mkdir()
+    with (
+        pytest.raises(OSError, match=r"tiny-fedavg-0\.lock must be a file.*remove"),
+        checkpoint_lock(tmp_path, "tiny-fedavg", [0]),
+    ):
+        pass

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stamp_core.core.atomic import add_path_to_errors
+from stamp_core.core.atomic import add_path_to_errors, open_lock
 
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.int64]
@@ -38,7 +38,7 @@ def create(folder: Path, fill: Callable[[Path], None]) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = folder.with_name(f"{folder.name}.part")
     # A full disk does not say where.
-    with add_path_to_errors(draft), folder.with_name(f".{folder.name}.lock").open("w") as lock:
+    with add_path_to_errors(draft), open_lock(folder.with_name(f".{folder.name}.lock")) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it even if the process is killed
         if folder.exists():  # written by another process in the meantime
             return
