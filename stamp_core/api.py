@@ -12,7 +12,7 @@ with without_garbage_collection():
     from stamp_core.engine.experiment import Experiment, load_experiment
     from stamp_core.engine.train import save_records, train
     from stamp_core.methods.base.method import Method
-    from stamp_core.pipeline.grid import load_grid, load_plans, run_folder, save_plans
+    from stamp_core.pipeline.grid import load_grid, load_plans, run_folder, save_metrics, save_plans
     from stamp_core.results.loggers import CsvLogger, DvcliveLogger, TensorBoardLogger
     from stamp_core.results.records import Record, load_record
 
@@ -36,6 +36,7 @@ __all__ = [
     "read_params",
     "read_setting",
     "run_folder",
+    "save_metrics",
     "save_npz",
     "save_plans",
     "save_records",

@@ -1,8 +1,9 @@
 /* Tables of results: a click on a column's head sorts the rows upwards, then downwards, then as
-   they are written. */
+   they are written. A table of runs with their costs gets fields for budgets. */
 "use strict";
 
 const ORDERS = ["ascending", "descending", "none"];
+const COSTS = ["images", "seconds", "MB up", "MB down", "MB memory", "MB disk"];
 
 /** The number that a text begins with, or null: −1.2 for "−1.2 ± 0.3". */
 function leadingNumber(text) {
@@ -52,6 +53,29 @@ function makeSortable(table) {
   });
 }
 
+/** Above a table with all columns of costs: a field for each, which hides rows that cost more. */
+function addBudgets(table) {
+  const heads = [...table.tHead.rows[0].cells].map((head) => head.textContent.trim());
+  if (!COSTS.every((cost) => heads.includes(cost))) return;
+  const form = document.createElement("form");
+  const fields = COSTS.map((cost) => {
+    const label = document.createElement("label");
+    const field = document.createElement("input");
+    field.type = "number";
+    label.append(`${cost} ≤ `, field);
+    form.append(label);
+    return { field, column: heads.indexOf(cost) };
+  });
+  form.className = "budgets";
+  form.addEventListener("input", () => {
+    for (const row of table.tBodies[0].rows) {
+      row.hidden = fields.some(({ field, column }) =>
+        field.value !== "" && leadingNumber(row.cells[column].textContent) > Number(field.value));
+    }
+  });
+  table.before(form);
+}
+
 /** Classes for the style: the column that names the rows, kept in sight, and cells of long text. */
 function markCells(table) {
   const heads = [...table.tHead.rows[0].cells].map((head) => head.textContent.trim());
@@ -64,6 +88,7 @@ function markCells(table) {
 
 document.addEventListener("DOMContentLoaded", () => {
   for (const table of document.querySelectorAll("table.docutils")) {
+    addBudgets(table);
     markCells(table);
     if (table.tBodies[0].rows.length > 5) makeSortable(table);
   }

@@ -62,11 +62,12 @@ class Experiment:
         return {"setting": setting, "method": {"name": self.method, **params}}
 
     def identity(self, plan: Plan, device: str) -> dict[str, str]:
-        """What determines the results of a run: parameters, plan, code, torch, device, files."""
+        """What determines a run's results: parameters, data, plan, code, torch, device, files."""
         text = json.dumps(self.resolved(), sort_keys=True)
         weights = weights_digest(self.setting.network)
         return {
             "parameters": hashlib.sha256(text.encode()).hexdigest(),
+            "data": plan.data_digest,
             "plan": plan.hash,
             "code": self.code(),
             "torch": torch.__version__,

@@ -100,6 +100,18 @@ def verify(arguments: argparse.Namespace) -> None:
         raise ValueError(f"not verified: {'; '.join(failed)}")
 
 
+def leaderboard(arguments: argparse.Namespace) -> None:
+    """Write the page of all records that verify, and name the others; ValueError if none does."""
+    from stamp_core.pipeline.leaderboard import find_records, verify_all, write_leaderboard
+
+    sound, refused = verify_all(find_records(arguments.folder))
+    for folder, why in refused.items():
+        print(f"not verified, left out: {folder}: {why}", file=sys.stderr)
+    if not sound:
+        raise ValueError(f"none of {len(refused)} records verifies with the code that is here")
+    print(f"{write_leaderboard(sound, arguments.page)}: {len(sound)} records")
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     whole = argparse.ArgumentParser("stamp", description="Federated continual learning.")
@@ -120,6 +132,10 @@ def parser() -> argparse.ArgumentParser:
         "folder", nargs="+", type=Path, help="as data/runs/digits-stamp-200to205/200"
     )
     check.set_defaults(call=verify)
+    board = commands.add_parser("leaderboard", help="a page of all records that verify")
+    board.add_argument("folder", nargs="+", type=Path, help="records are looked for below it")
+    board.add_argument("--page", type=Path, default=Path("leaderboard.md"), help="what is written")
+    board.set_defaults(call=leaderboard)
     meaning = commands.add_parser("explain", help="what a parameter means, e.g. spatial.kappa")
     meaning.add_argument("key")
     meaning.set_defaults(call=explain)

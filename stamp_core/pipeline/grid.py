@@ -1,19 +1,21 @@
 """Experiments of a grid: their plans and records, loaded from disk or trained if missing."""
 
+import json
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from stamp_core.config.decode import ParameterError
 from stamp_core.config.params import DEFAULT, PAPER, QUICK, expand_grid, parse_seeds, read_params
 from stamp_core.config.schema import Setting
-from stamp_core.core.atomic import quarantine
+from stamp_core.core.atomic import atomic_write, quarantine
 from stamp_core.core.devices import resolve_device
 from stamp_core.core.paths import RESUME, ROOT
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.split import Plan, make_plan
 from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.engine.train import save_records, train
+from stamp_core.results.metrics import final_accuracy, mean
 from stamp_core.results.records import Record, load_record
 
 NOT_COMPARED = ("device", "torch")  # parts of an identity that may differ between machines
@@ -54,6 +56,23 @@ def run_folder(experiment: Experiment, seeds: str, profile: str = QUICK) -> Path
     """The folder of an experiment's records, with one folder per seed."""
     folder = f"sweeps/{experiment.sweep[0]}" if experiment.sweep else "runs"
     return ROOT / data_folder(profile) / folder / f"{experiment.name}-{seeds}"
+
+
+def save_metrics(
+    records: Mapping[int, Record], experiment: Experiment, seeds: str, profile: str = QUICK
+) -> None:
+    """Write an experiment's accuracy and forgetting, means over its seeds, which DVC compares."""
+    models = [(record, record.main_model) for record in records.values()]
+    final = [final_accuracy(record.task_accuracies(model)) for record, model in models]
+    forgetting = [mean(record.forgetting(model)) for record, model in models]
+    values = {"accuracy": round(mean(final), 4), "forgetting": round(mean(forgetting), 4)}
+    with atomic_write(metrics_file(experiment, seeds, profile)) as part:
+        part.write_text(json.dumps(values) + "\n")
+
+
+def metrics_file(experiment: Experiment, seeds: str, profile: str) -> Path:
+    """The file of an experiment's metrics."""
+    return ROOT / data_folder(profile) / "metrics" / f"{experiment.name}-{seeds}.json"
 
 
 def train_and_save(

@@ -37,7 +37,7 @@ def verify_record(folder: Path) -> list[Check]:
         Check("digest", True, "that of the files"),
         *_identity_checks(record, experiment, plan),
     ]
-    if all(check.holds for check in checks[:3]):  # else other images would be scored
+    if all(check.holds for check in checks[:4]):  # else other images would be scored
         checks.append(_accuracy_check(record, experiment, plan))
     return checks
 
@@ -51,10 +51,10 @@ def experiment_of(record: Record) -> Experiment:
 
 
 def _identity_checks(record: Record, experiment: Experiment, plan: Plan) -> Iterator[Check]:
-    """Parameters, plan and code against the digests in the record."""
+    """Parameters, data, plan and code against the digests in the record."""
     own = record.about["identity"]
     now = experiment.identity(plan, own["device"].split()[0])
-    for name in ("parameters", "plan", "code"):
+    for name in ("parameters", "data", "plan", "code"):
         same = own[name] == now[name]
         yield Check(name, same, f"{own[name][:12]}" + ("" if same else f", here {now[name][:12]}"))
 

@@ -1,5 +1,6 @@
 """Records of a grid: loaded, trained where allowed, and refused when they are outdated."""
 
+import json
 import shutil
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from stamp_core.config.decode import ParameterError
 from stamp_core.engine.experiment import load_experiment
 from stamp_core.pipeline import grid
+from stamp_core.results.metrics import run_metrics
 
 
 def test_outdated_records_are_named_or_count_as_missing(params: dict[str, Any]) -> None:
@@ -36,6 +38,19 @@ def test_the_quick_profile_trains_what_is_missing_the_default_one_refuses(
     assert runs == [("tiny", method, 0) for method in ("fedavg", "near", "keep_all")]
     grid.load_grid("comparison", "quick")
     assert trained == ["tiny-fedavg", "tiny-near", "tiny-keep_all"]
+
+
+def test_metrics_are_means_over_seeds_of_the_model_a_method_is_compared_by(
+    params: dict[str, Any],
+) -> None:
+    for method, model in (("fedavg", "global"), ("local", "personal")):
+        experiment = load_experiment("tiny", method, params)
+        records = dict(enumerate(grid.train_and_save(experiment, "0to1", "default", device="cpu")))
+        grid.save_metrics(records, experiment, "0to1", "default")
+        path = grid.metrics_file(experiment, "0to1", "default")
+        metrics = [run_metrics(r.accuracy(model), r.tests) for r in records.values()]
+        for name, value in json.loads(path.read_text()).items():
+            assert value == round((metrics[0][name] + metrics[1][name]) / 2, 4)
 
 
 def test_plans_are_loaded_while_they_fit_the_setting(params: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import pytest
 from stamp_core import Record, load_experiment, load_plans, train
 from stamp_core.pipeline import command
 from stamp_core.pipeline.verify import verify_record
+from stamp_core.report.frames import final_score
 
 NAMES = ("fedavg", "stamp", "fedala", "local", "joint")
 
@@ -37,7 +38,7 @@ def test_what_was_trained_here_is_verified(
 ) -> None:
     records[name].save(tmp_path / "0")
     checks = {check.name: check.found for check in verify_record(tmp_path / "0")}
-    assert [*checks] == ["digest", "parameters", "plan", "code", "accuracy"]
+    assert [*checks] == ["digest", "parameters", "data", "plan", "code", "accuracy"]
     assert failing(records[name], tmp_path / "0") == []
     exact = "there is no global model" if name == "local" else "at most 0.0% from the record"
     assert exact in checks["accuracy"]
@@ -88,3 +89,30 @@ def test_a_changed_file_does_not_fit_its_digest(
     path.write_text(path.read_text().replace('"seed": 0', '"seed": 3'))
     assert command.main(["verify", str(tmp_path / "0")]) == 1
     assert "its digest does not fit its content" in capsys.readouterr().err
+
+
+def test_a_forged_record_is_named_and_kept_out_of_the_leaderboard(
+    records: dict[str, Record], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another accuracy, plan and code, each with a digest that fits, and a changed file."""
+    scores = {name: array.copy() for name, array in records["stamp"].scores.items()}
+    scores["global"][0, -1, 0, 0] += np.float32(0.1)
+    replace(records["stamp"], scores=scores).save(tmp_path / "better/0")
+    for change in (in_plan, in_code):
+        about = deepcopy(records["stamp"].about)
+        change(about)
+        replace(records["stamp"], about=about).save(tmp_path / change.__name__ / "0")
+    records["fedavg"].save(tmp_path / "changed/0")
+    (tmp_path / "changed/0/run.json").open("a").write(" ")
+    for name in ("fedavg", "stamp"):
+        records[name].save(tmp_path / "runs" / name / "0")
+    page = tmp_path / "page.md"
+    assert command.main(["leaderboard", str(tmp_path), "--page", str(page)]) == 0
+    rows = [line.split(" | ") for line in page.read_text().splitlines() if "| tiny |" in line]
+    best = sorted(("fedavg", "stamp"), key=lambda name: -final_score(records[name], "global"))
+    assert [row[1].rstrip("‡† ") for row in rows] == best
+    named = [line.split(": ")[1:3] for line in capsys.readouterr().err.splitlines()]
+    reasons = {Path(folder).parent.name: why.split()[0] for folder, why in named}
+    assert reasons == {"better": "accuracy", "in_plan": "plan", "in_code": "code", "changed": "the"}
+    assert command.main(["leaderboard", str(tmp_path / "in_code"), "--page", str(page)]) == 1
+    assert command.main(["leaderboard", str(tmp_path / "nowhere"), "--page", str(page)]) == 1

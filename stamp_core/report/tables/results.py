@@ -1,4 +1,4 @@
-"""The comparison of all methods: results.md, and accuracy.csv and summary.json for DVC."""
+"""The comparison of all methods: results.md, accuracy.csv and summary.json."""
 
 import json
 from collections import Counter
@@ -185,7 +185,7 @@ def accuracy_csv(records: Sequence[Record]) -> str:
 
 
 def write_results(records: Sequence[Record], folder: Path) -> list[Path]:
-    """The files written: results.md to read, accuracy.csv and summary.json for DVC to compare."""
+    """The files written: results.md to read, accuracy.csv and summary.json for programs."""
     summary = json.dumps(result_summary(records), indent=1, allow_nan=False)
     return [
         page.write_page(folder / "results.md", "Results", records, _section),
