@@ -14,14 +14,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from threading import Event
 
 from stamp_core.config.decode import ParameterError
-from stamp_core.config.params import CIFAR100, DEFAULT, PAPER, check_names, expand_grid, read_params
+from stamp_core.config.params import (
+    CIFAR100,
+    DEFAULT,
+    GRIDS,
+    PAPER,
+    Params,
+    check_names,
+    expand_grid,
+    read_params,
+)
 from stamp_core.core.paths import ROOT
 
 # stages of dvc.yaml
@@ -70,22 +79,20 @@ class Driver:
 
     def reproduce_settings(self, profile: str, settings: Sequence[str]) -> int:
         """Run what is out of date of some settings of a profile; the exit status."""
-        params = read_params(profile)
-        every = [run for setting in settings for run in expand_grid(f"grid.{setting}", params)]
+        params, file = read_params(profile), PIPELINES[profile]
+        for setting in settings:
+            next(expand_grid(f"grid.{setting}", params))  # refuses a name that no grid has
+        splits, trained = list[str](), list[str]()
+        for grid, suffix in zip(GRIDS, ("", "_more_seeds"), strict=False):
+            for setting, method, seeds in grid_runs(grid, settings, params):
+                splits.append(f"{file}:split{suffix}@{setting}-{seeds}")
+                trained.append(f"{file}:train{suffix}@{setting}-{method}-{seeds}")
         sweeps = params["sweeps"].items()
-        stages = {
-            "split": list(dict.fromkeys(f"{setting}-{seeds}" for setting, _, seeds in every)),
-            "train": ["-".join(run) for run in every],
-            "sweep": [name for name, block in sweeps if {*settings} & {*block["setting"]}],
-            "compare": settings,
-        }
-        file = PIPELINES[profile]
-        named = {
-            stage: [f"{file}:{stage}@{item}" for item in items] for stage, items in stages.items()
-        }
-        trained = [*named["train"], *named["sweep"]]
-        pages = [*named["compare"], *(f"{file}:{stage}" for stage in LAST[profile])]
-        return self.run_groups([named["split"], trained, pages])
+        named = [name for name, block in sweeps if {*settings} & {*block["setting"]}]
+        trained += [f"{file}:sweep@{name}" for name in named]
+        pages = [f"{file}:compare@{setting}" for setting in settings]
+        pages += [f"{file}:{stage}" for stage in LAST[profile]]
+        return self.run_groups([list(dict.fromkeys(splits)), trained, pages])
 
     def run_groups(self, groups: Sequence[Sequence[str]], *rest: str) -> int:
         """Run groups of stages, each after the one before it unless that failed; the exit status.
@@ -159,6 +166,14 @@ class Driver:
             elif stage or line.startswith("ERROR"):
                 print(f"{stage}  {line}", end="", flush=True)
         return process.wait()
+
+
+def grid_runs(grid: str, settings: Sequence[str], params: Params) -> Iterator[tuple[str, str, str]]:
+    """Setting, method and range of seeds of the experiments of one grid, of some settings."""
+    alone = {name: block for name, block in params.items() if name not in GRIDS or name == grid}
+    for setting in settings if grid in params else ():
+        if setting in params[grid]["setting"]:
+            yield from expand_grid(f"grid.{setting}", alone)
 
 
 def find_driver() -> Driver:
