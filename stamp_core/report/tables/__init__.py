@@ -3,6 +3,7 @@
 
 from ..frames import coreset_frame, overlap_frame, run_frame
 from .ablation import ablation_findings, ablation_table, write_ablation
+from .budgets import budget_table
 from .overlap import overlap_differences, overlap_findings, overlap_table, write_overlap
 from .page import show
 from .paper import (

@@ -18,6 +18,7 @@ from stamp_core.report.frames import (
     shared_seeds,
 )
 from stamp_core.report.tables import page, printed
+from stamp_core.report.tables.budgets import budget_table
 from stamp_core.report.text import DASH, MB
 from stamp_core.results import metrics
 from stamp_core.results.records import Record
@@ -203,7 +204,11 @@ def _section(records: Sequence[Record]) -> list[str]:
     more = []
     if len(rows := more_seeds_table(records)):
         more = ["Methods with more seeds:", _score_page(rows)]
-    return [findings(records), table, *more, *sections, "Costs:", costs]
+    budgets = page.markdown(budget_table(run_frame(shared_seeds(records))))
+    return [
+        *(findings(records), table, *more, *sections),
+        *("Costs:", costs, "Under a budget:", budgets),
+    ]
 
 
 def _score_page(table: pd.DataFrame) -> str:
