@@ -9,6 +9,7 @@ from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import ParameterError, invalid
 from stamp_core.config.schema import Privacy
 from stamp_core.methods.base.method import ClientRound, Message, Method, Reply
+from stamp_core.models.flat import flatten_like
 
 PURPOSE = "privacy noise"  # of random generators
 
@@ -31,7 +32,7 @@ def protect_upload(
         trained = update.mul_(privacy.clip / norm).add_(received)
     if privacy.noise == "local":
         draw = client_round.round_id.generator(PURPOSE)
-        trained = add_noise(privacy, trained, 1, draw)
+        trained = add_noise(method.runtime, privacy, trained, 1, draw)
     reply.log.numbers |= {"clipped uploads": float(clipped), "norm before clipping": norm}
     return replace(reply, message={"parameters": trained})
 
@@ -56,7 +57,8 @@ def share_noisy_mean(
     The server gets nothing else of the uploads, so whatever it computes is as private.
     """
     shared = share_mean(runtime, replies)
-    noisy = add_noise(privacy, shared[0].message["parameters"], len(replies), draw)
+    mean = shared[0].message["parameters"]
+    noisy = add_noise(runtime, privacy, mean, len(replies), draw)
     return [with_model(reply, noisy) for reply in shared]
 
 
@@ -65,12 +67,20 @@ def with_model(reply: Reply, parameters: Tensor) -> Reply:
     return replace(reply, message={"parameters": parameters}, samples=1)
 
 
-def add_noise(privacy: Privacy, vector: Tensor, count: int, draw: torch.Generator) -> Tensor:
-    """A vector with the noise of a mean of `count` clipped updates; itself without any noise."""
+def add_noise(
+    runtime: ClientRuntime, privacy: Privacy, mean: Tensor, count: int, draw: torch.Generator
+) -> Tensor:
+    """The mean of `count` models with the noise of their sum; itself where there is no noise.
+
+    Each parameter has its own draw, whatever its place in a flat vector is on a device.  # [P]
+    """
     if not privacy.noise_multiplier:
-        return vector
+        return mean
+    tensors = runtime.model.tensors
+    drawn = torch.randn(len(mean), generator=draw).split([each.numel() for each in tensors])
+    values = [part.view(each.shape) for part, each in zip(drawn, tensors, strict=True)]
     deviation = privacy.noise_multiplier * privacy.clip / count
-    return torch.randn(vector.shape, generator=draw).mul_(deviation).add_(vector)
+    return flatten_like(values, tensors).mul_(deviation).add_(mean)
 
 
 def refused(method: Method, right: str) -> ParameterError:
