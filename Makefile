@@ -3,6 +3,7 @@ VENV   := .venv
 DOCS   := .venv-docs
 CLUSTER := .venv-cluster
 FLOWER := .venv-flower
+PRIVACY := .venv-privacy
 PYTHON ?= python3
 READY  := $(VENV)/.ready
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)# dvc -> papermill -> kernel all resolve here
@@ -10,7 +11,7 @@ export STAMP_DATA ?= $(CURDIR)/data/raw
 unexport PYTHONDONTWRITEBYTECODE  # with it every process compiles the package again: a second each
 
 .DEFAULT_GOAL := help
-.PHONY: tour repro cifar100 tune test test-device test-end-to-end test-cluster test-federation federation paper cancel estimate lab notebooks docs lint bench profile faults clean help
+.PHONY: tour repro cifar100 tune test test-device test-end-to-end test-cluster test-federation test-privacy federation paper cancel estimate lab notebooks docs lint bench profile faults clean help
 
 tour: $(READY) .dvc/config.local  ## two minutes: a first table and figures, in figures/tour
 	$(VENV)/bin/python -m stamp_core.pipeline.repro --tour
@@ -41,6 +42,9 @@ test-cluster: $(READY) $(CLUSTER)/.ready  ## clients and stages on a Ray cluster
 
 test-federation: $(FLOWER)/.ready  ## a federation in one process, then one of four programs
 	OMP_NUM_THREADS=1 $(FLOWER)/bin/python -m pytest tests/federation --numprocesses 2 --dist worksteal
+
+test-privacy: $(READY) $(PRIVACY)/.ready  ## differential privacy, with the accountant that other tests leave out
+	PYTHONPATH=$(CURDIR)/$(PRIVACY) OMP_NUM_THREADS=1 $(VENV)/bin/pytest tests/privacy
 
 federation: $(FLOWER)/.ready  ## STAMP on three nodes with TLS, compared with the simulation
 	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(FLOWER)/bin/python -m federation.local
@@ -101,6 +105,10 @@ $(FLOWER)/.ready: requirements-flower.txt $(READY)  # sees the packages of $(VEN
 	$(PYTHON) -m venv --clear $(FLOWER)
 	$(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(FLOWER)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth
 	$(FLOWER)/bin/pip install --quiet -r requirements-flower.txt
+	touch $@
+
+$(PRIVACY)/.ready: requirements-privacy.txt $(READY)  # beside the packages of $(VENV), not among them
+	$(VENV)/bin/pip install --quiet --no-deps --target $(PRIVACY) -r requirements-privacy.txt
 	touch $@
 
 $(DOCS)/.ready: requirements-docs.txt

@@ -1,5 +1,6 @@
 """The sections of a setting as frozen dataclasses that check themselves."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -99,6 +100,10 @@ class Training:
         some = 0 < self.participation <= 1
         require(self, "participation", some, "above 0 and at most 1")
 
+    def selected(self, clients: int) -> int:
+        """How many of so many clients are selected in a round."""
+        return max(1, math.ceil(self.participation * clients - 1e-9))  # 0.28 * 25 > 7
+
 
 @dataclass(frozen=True)
 class Diagnostics:
@@ -115,6 +120,25 @@ class Diagnostics:
 
 
 @dataclass(frozen=True)
+class Privacy:
+    """Differential privacy of clients: their updates are clipped, and noise is added."""
+
+    clip: float  # largest L2 norm of an update, the uploaded parameters minus the received ones
+    noise_multiplier: float  # the noise's standard deviation over clip; 0: clipping only
+    noise: Literal["local", "central"]  # on each client's update, or by the server on their sum
+
+    def __post_init__(self) -> None:
+        """Validate the numbers."""
+        require_above(self, 0, "clip")
+        require_at_least(self, 0, "noise_multiplier")
+
+    @property
+    def is_central(self) -> bool:
+        """Whether the server adds noise."""
+        return self.noise == "central" and self.noise_multiplier > 0
+
+
+@dataclass(frozen=True)
 class Setting:
     """One experiment without its method: data, plan, network and training."""
 
@@ -124,3 +148,4 @@ class Setting:
     network: Network
     training: Training
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
+    privacy: Privacy | None = None

@@ -32,6 +32,7 @@ from stamp_core.engine.checkpoint import FSYNC_MIN_SECONDS, state_store
 from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.trees import Stored
 from stamp_core.methods.base.method import LocalModel, Message, Reply, State
+from stamp_core.privacy.mechanism import protect_upload
 
 _T = TypeVar("_T")
 StateOrRef = State | Stored  # a client's state, or its name in a store
@@ -104,6 +105,8 @@ class Worker:
         start = time.perf_counter()
         reply = self.method.train_client(client_round)
         require_on_cpu(reply.message)
+        if (privacy := self.runtime.setting.privacy) is not None:
+            reply = protect_upload(self.method, privacy, client_round, reply)
         seconds = time.perf_counter() - start
         peak = device_peak(self.runtime.device)
         scores, angles = self.diagnose(round_id, reply.local) if reply.local else (None, {})

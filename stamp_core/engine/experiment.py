@@ -59,6 +59,8 @@ class Experiment:
         source = {"source": self.setting.data["source"], **options}
         params = {"kind": self.kind.__module__.rpartition(".")[2], **to_plain(self.params)}
         setting = {**to_plain(self.setting), "data": source}
+        if self.setting.privacy is None:  # then identities are those of before there was privacy
+            del setting["privacy"]
         return {"setting": setting, "method": {"name": self.method, **params}}
 
     def identity(self, plan: Plan, device: str) -> dict[str, str]:

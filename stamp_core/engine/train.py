@@ -42,9 +42,10 @@ from stamp_core.engine.executor import (
 )
 from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.progress import Logger, Loggers, Progress, scalars
-from stamp_core.engine.trees import Stored
-from stamp_core.methods.base.method import Log, Message, Reply
+from stamp_core.engine.trees import Stored, flatten, tree_digest
+from stamp_core.methods.base.method import Log, Message, Reply, State
 from stamp_core.models.flat import split_like
+from stamp_core.privacy.mechanism import PURPOSE, refused, share_mean, share_noisy_mean, with_model
 from stamp_core.results.metrics import micro_average
 from stamp_core.results.records import Record, tree_bytes
 
@@ -146,6 +147,8 @@ class Run:
         self.training = experiment.setting.training
         self.seed = plan.seed
         self.rounds = plan.experiences * self.training.rounds
+        self.privacy = experiment.setting.privacy
+        self.averages = False  # whether the server was seen to average
         self.identity = experiment.identity(plan, str(worker.runtime.device))
         self.stop = False
         self.saving = 0.0  # seconds that the last checkpoint took
@@ -170,6 +173,8 @@ class Run:
         """The state before the first round, with the untrained model's accuracies."""
         start = time.perf_counter()
         server, clients, down, up = self.worker.run(partial(Worker.initial_states, seed=self.seed))
+        if self.privacy and up:
+            raise refused(self.method, "uploads nothing before the first round, as privacy is set")
         setup = {"down": down, "up": up, "seconds": time.perf_counter() - start}
         scorings = len(self.worker.runtime.scorings)
         shape = (scorings, self.plan.experiences, len(clients), self.plan.tasks)
@@ -228,7 +233,7 @@ class Run:
         log = Log()
         with self.worker.lock:  # one seed at a time uses this process's live model
             replies = self.method.gather([result.reply for result in results])
-            state["server"] = self.method.aggregate(before, replies, log)
+            state["server"] = self.aggregate(replies, experience, round_, log)
         for result in results:
             state["clients"][result.reply.client] = result.state
             self.disk[result.reply.client] = state_bytes(result.state)
@@ -256,6 +261,30 @@ class Run:
             *(len(results), len(selected), entry["loss"], evaluated - start),
         )
         self.save(last, flush=evaluated - start > FSYNC_MIN_SECONDS)
+
+    def aggregate(self, replies: list[Reply], experience: int, round_: int, log: Log) -> State:
+        """The server's next state; with central noise it comes from the noisy mean alone."""
+        method, server, privacy = self.method, self.state["server"], self.privacy
+        sent = [reply for reply in replies if reply.message]
+        if privacy is None or not privacy.is_central or not sent:
+            return method.aggregate(server, replies, log)
+        if len(sent) > 1 and not self.averages:
+            self.require_averaging(sent)
+        draw = generator(self.seed, experience, round_, PURPOSE)
+        shared = share_noisy_mean(method.runtime, privacy, sent, draw)
+        return method.aggregate(server, shared, log)
+
+    def require_averaging(self, replies: list[Reply]) -> None:
+        """Refuse a method whose server makes other use of several models than of their mean."""
+        equal = [with_model(reply, reply.message["parameters"]) for reply in replies]
+        states = [
+            self.method.aggregate(self.state["server"], each, Log())
+            for each in (equal, share_mean(self.method.runtime, replies))
+        ]
+        each, shared = (tree_digest(*flatten(state)) for state in states)
+        if each != shared:
+            raise refused(self.method, "averages on the server, as privacy.noise is central")
+        self.averages = True
 
     def round_entry(
         self,
@@ -293,13 +322,15 @@ class Run:
         """The clients that receive the model in a round, and those of them that complete it."""
         clients = len(self.plan.clients)
         address = (self.seed, experience, round_)
-        count = max(1, math.ceil(self.training.participation * clients - 1e-9))  # 0.28 * 25 > 7
         order = torch.randperm(clients, generator=generator(*address, "participation"))
         draws = torch.rand(clients, generator=generator(*address, "dropout"))
-        selected = sorted(order[:count].tolist())
+        selected = sorted(order[: self.training.selected(clients)].tolist())
         completing = [client for client in selected if draws[client] >= self.training.dropout]
         server, method = self.state["server"], self.method
-        return method.participants(selected, server), method.participants(completing, server)
+        asked, replying = (method.participants(each, server) for each in (selected, completing))
+        if self.privacy and asked != selected:
+            raise refused(method, "trains the selected clients, as privacy is set")
+        return asked, replying
 
     def angles(
         self, before: Mapping[str, Any], replies: list[Reply], temporal: list[dict[str, float]]

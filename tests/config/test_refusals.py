@@ -37,6 +37,7 @@ VALID: dict[str, Any] = {
             "split": {"kind": "classes", "clients": 4, "tasks": 3, "classes_per_task": 2},
             "network": {"kind": "cnn", "channels": [4]},
             "training": {"rounds": 2, "epochs": 1, "batch_size": 16, "lr": 0.1},
+            "privacy": {"clip": 1.0, "noise_multiplier": 0.5, "noise": "local"},
         }
     },
     "methods": {
@@ -93,6 +94,8 @@ LIMITS: list[tuple[str, str, str]] = [  # blocks, their fields, the limit
     ("training", "momentum dropout", "at least 0 and below 1"),
     ("training", "participation", "above 0 and at most 1"),
     ("diagnostics", "features memory", "at least 0"),
+    ("privacy", "clip", "above 0"),
+    ("privacy", "noise_multiplier", "at least 0"),
     (AVERAGING, "server_lr", "above 0"),
     (REHEARSING, "ratio anchor weight", "at least 0"),
     ("replay.memory", "exemplars_per_class", "at least 0"),
@@ -449,7 +452,7 @@ def limit_rows() -> list[tuple[str, object, tuple[str, ...]]]:
     rows: list[tuple[str, object, str, float, str]] = []
     for blocks, fields, limit in LIMITS:
         for block, name, wrong in itertools.product(blocks.split(), fields.split(), WRONG[limit]):
-            if block in ("split", "network", "training", "diagnostics"):
+            if block in ("split", "network", "training", "diagnostics", "privacy"):
                 rows.append(
                     (f"{SETTING}.{block}.{name}", wrong, f"{S}.{block}.{name}", wrong, limit)
                 )

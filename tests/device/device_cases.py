@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import small
@@ -25,6 +25,7 @@ from stamp_core.client import scoring
 from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.by_class import first_per_class
 from stamp_core.client.runtime import ClientRuntime
+from stamp_core.config.schema import Privacy
 from stamp_core.core import devices
 from stamp_core.coresets import learner
 from stamp_core.coresets.selection.base import selection_rules
@@ -87,7 +88,7 @@ class Coloured(Few):
 
 def coloured(kind: str, **options: Any) -> Experiment:
     """A method on convolutions of more than one channel."""
-    made = few(kind, network=small.CONVOLUTIONS, **options)
+    made = few(kind, **{"network": small.CONVOLUTIONS, **options})
     return Coloured(made.setting, made.method, made.kind, made.params)
 
 
@@ -147,6 +148,11 @@ def layouts() -> Iterator[tuple[str, Experiment]]:
         training = {"rounds": 2, "epochs": 2, "batch_size": 4}  # all parts of the method are used
         longer = {"training": training, "split": {**SPLIT, "tasks": 3}}
         yield f"{kind}, by position", coloured(kind, **longer, **options)
+    places: tuple[Literal["local", "central"], ...] = ("local", "central")
+    for place in places:
+        made = coloured("fedavg", network={**small.CONVOLUTIONS, "norm": "none"})
+        setting = replace(made.setting, privacy=Privacy(0.5, 0.1, place))
+        yield f"fedavg, {place} noise", replace(made, setting=setting)
 
 
 def numbers(record: Record) -> Iterator[Any]:

@@ -11,6 +11,7 @@ from parameters import PARAMS, SWEEP
 
 from stamp_core.config.decode import ParameterError
 from stamp_core.config.params import read_params
+from stamp_core.config.schema import Privacy
 from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.pipeline import grid, sweeps
 from stamp_core.pipeline.sweeps import load_sweeps, run_sweep, sweep_experiments
@@ -45,6 +46,23 @@ def test_a_sweep_has_every_setting_method_and_value_with_names_filled_in() -> No
     ]
     alphas = sweep_experiments("alpha", deepcopy(PARAMS))
     assert [e.setting.split.alpha for e in alphas] == [0.5, 1.0]
+
+
+def test_the_noise_of_a_setting_with_privacy_can_be_swept() -> None:
+    params = deepcopy(PARAMS)
+    setting = params["settings"]["tiny"]
+    setting["privacy"] = {"clip": 0.5, "noise_multiplier": 0.0, "noise": "central"}
+    key = "settings.{setting}.privacy.noise_multiplier"
+    params["sweeps"]["kappa"] |= {"method": ["fedavg"], "keys": [key], "values": [0.0, 0.2]}
+    swept = sweep_experiments("kappa", params)
+    assert [e.setting.privacy for e in swept] == [
+        Privacy(0.5, 0.0, "central"),
+        Privacy(0.5, 0.2, "central"),
+    ]
+    values = {"clip": 0.5, "noise_multiplier": 0.2, "noise": "central"}
+    overrides = {f"setting.privacy.{name}": value for name, value in values.items()}
+    same = load_experiment("other", "fedavg", deepcopy(PARAMS), overrides)
+    assert same.setting.privacy == swept[1].setting.privacy
 
 
 def test_a_preset_that_extends_another_can_be_swept() -> None:
