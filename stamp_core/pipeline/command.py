@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from stamp_core.config.decode import ParameterError
-from stamp_core.config.params import QUICK, read_params
+from stamp_core.config.params import QUICK, parse_seeds, read_params
 
 ERRORS = (ParameterError, OSError, ValueError, ArithmeticError)
 
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     Changes of the setting are those of both: else the difference would be one of protocols.
     """
-    from stamp_core import load_experiment, load_plans, train
+    from stamp_core import import_plan, load_experiment, load_plans, train
 
     params = read_params(QUICK)
     chosen = parse_overrides(arguments.set)
@@ -48,7 +48,13 @@ def run(arguments: argparse.Namespace) -> None:
         tried.append(load_experiment(arguments.setting, arguments.compare, params, shared))
     found = []
     for experiment in tried:
-        plans = load_plans(experiment.setting, experiment.dataset(), arguments.seeds)
+        dataset, seeds = experiment.dataset(), arguments.seeds
+        if arguments.plan is None:
+            plans = load_plans(experiment.setting, dataset, seeds)
+        else:
+            plans = {
+                seed: import_plan(arguments.plan, dataset, seed) for seed in parse_seeds(seeds)
+            }
         found.append([*train(experiment, plans, arguments.workers).values()])
     labels = [" ".join([arguments.method, *arguments.set]), arguments.compare]
     print_comparison(labels[: len(found)], found)
@@ -93,7 +99,7 @@ def verify(arguments: argparse.Namespace) -> None:
 
     failed = []
     for folder in arguments.folder:
-        for check in verify_record(folder):
+        for check in verify_record(folder, arguments.plan):
             print(f"{folder}  {check.name:10}  {'ok' if check.holds else 'NO'}  {check.found}")
             failed += [] if check.holds else [f"{folder}: {check.name}"]
     if failed:
@@ -109,6 +115,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("method")
     one.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="other values")
     one.add_argument("--seeds", default="0to1", help="a range such as 0to5 (default: 0to1)")
+    one.add_argument("--plan", metavar="FILE", help="who learns what when: a .json or .csv file")
     one.add_argument("--workers", type=int, default=1, help="processes; 0: one per core")
     one.add_argument("--compare", metavar="METHOD", help="train this as well: the difference")
     one.set_defaults(call=run)
@@ -119,6 +126,7 @@ def parser() -> argparse.ArgumentParser:
     check.add_argument(
         "folder", nargs="+", type=Path, help="as data/runs/digits-stamp-200to205/200"
     )
+    check.add_argument("--plan", metavar="FILE", help="the plan, where it was not drawn here")
     check.set_defaults(call=verify)
     meaning = commands.add_parser("explain", help="what a parameter means, e.g. spatial.kappa")
     meaning.add_argument("key")

@@ -34,7 +34,7 @@ from stamp_core.data.store.cache import SUBSETS, Bytes, NamedArrays
 PACKAGES = ("numpy", "pillow")
 _NEEDED = ("x_train", "y_train", "x_test", "y_test")
 _OPTIONAL = ("classes", "domain_train", "domain_test", "domains")
-_READ_ERRORS = (  # of altered archives, and of altered headers of their arrays
+READ_ERRORS = (  # of altered archives, and of altered headers of their arrays
     *(zipfile.BadZipFile, zlib.error, tokenize.TokenError, SyntaxError),
     *(TypeError, EOFError, OSError, ValueError, RuntimeError),
 )
@@ -92,7 +92,7 @@ def make(options: Options) -> ImageArrays:
 def read_npz(path: Path) -> ImageArrays:
     """The images in one file, with their own size and colours."""
     arrays = _read_arrays(path)
-    x_train, x_test = (_to_nchw(path, key, arrays[key]) for key in ("x_train", "x_test"))
+    x_train, x_test = (to_nchw(path, key, arrays[key]) for key in ("x_train", "x_test"))
     if x_train.shape[1:] != x_test.shape[1:]:
         expected = f"like x_train, {x_train.dtype} {[*arrays['x_train'].shape]}"
         raise array_error(path, "x_test", arrays["x_test"], expected)
@@ -117,7 +117,7 @@ def _check_domain(path: Path, part: ImageArrays, first: Path, pattern: ImageArra
 def _read_arrays(path: Path) -> NamedArrays:
     """Those arrays of a file that this source uses."""
     file = None
-    with suppress(*_READ_ERRORS):
+    with suppress(*READ_ERRORS):
         file = zipfile.ZipFile(path)
     if file is None:
         raise ValueError(f"{path} is not an .npz file, or a truncated one; remove or replace it")
@@ -138,7 +138,7 @@ def _read_array(path: Path, key: str, file: zipfile.ZipFile) -> npt.NDArray[Any]
         raise ValueError(f"{path}: {key} is missing") from None
     except MemoryError as error:
         raise ValueError(f"{path}: {key} does not fit into memory: {error}") from None
-    except _READ_ERRORS as error:
+    except READ_ERRORS as error:
         reason = f"is damaged: {error}; replace the file"
         if "pickle" in str(error):
             reason = "holds pickled objects; it must be a plain array"
@@ -159,7 +159,7 @@ def _parse_array(content: bytes) -> npt.NDArray[Any]:
     return values.reshape(shape, order="F" if transposed else "C")
 
 
-def _to_nchw(path: Path, key: str, x: npt.NDArray[Any]) -> Bytes:
+def to_nchw(path: object, key: str, x: npt.NDArray[Any]) -> Bytes:
     """Images in any of the three layouts as [N, C, H, W]."""
     if x.dtype != np.uint8:
         raise array_error(path, key, x, "uint8, 0 to 255")
