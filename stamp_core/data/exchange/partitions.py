@@ -21,7 +21,7 @@ from stamp_core.core.seeding import generator
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.exchange import check_owners, listed_plan
 from stamp_core.data.images import array_error
-from stamp_core.data.sources.npz import READ_ERRORS, to_nchw
+from stamp_core.data.sources.npz import READ_ERRORS
 from stamp_core.data.split import Indices, Plan, Task, check_plan, read_json
 
 Order = Literal["given", "independent"]  # of a client's classes: by number, or drawn by `seed`
@@ -34,6 +34,7 @@ class ImageFinder:
 
     def __init__(self, dataset: ImageDataset) -> None:
         self.name = dataset.name
+        self.shape = tuple(dataset.x_train.shape[1:])  # C, H, W
         self.places: dict[Key, list[int]] = defaultdict(list)  # of images not found so far
         for place, key in enumerate(_keys(dataset.x_train.numpy(), dataset.y_train.numpy())):
             self.places[key].append(place)
@@ -43,8 +44,8 @@ class ImageFinder:
         """The indices of images; with `drop_tests` those of the test set are left out.  # [n]"""
         found = []
         if y.dtype.kind not in "iu" or y.shape != x.shape[:1]:
-            raise array_error(where, "y", y, f"whole numbers [{len(x)}], a label for each image")
-        for k, key in enumerate(_keys(to_nchw(where, "x", x), y)):
+            raise array_error(where, "y", y, f"whole numbers [{len(x)}], one per image")
+        for k, key in enumerate(_keys(_channels_first(where, x, self.shape), y)):
             if self.places.get(key):
                 found.append(self.places[key].pop(0))
             elif not (drop_tests and key in self.tests):
@@ -63,7 +64,7 @@ class ImageFinder:
 def find_images(dataset: ImageDataset, x: NDArray[Any], y: NDArray[Any]) -> Indices:
     """The indices of training images that are elsewhere in another order, with their labels.
 
-    `x` are uint8 [N, H, W], [N, H, W, C] or [N, C, H, W].
+    `x` are uint8 [N, C, H, W], [N, H, W, C] or, of grey images, [N, H, W].
     """
     return ImageFinder(dataset).find("the images", x, y, drop_tests=False)
 
@@ -132,7 +133,7 @@ def _read_client(path: Path) -> tuple[NDArray[np.uint8], NDArray[Any]]:
         np.lib.format.read_magic(stream)
         np.lib.format.read_array_header_1_0(stream)
         data = _ArrayUnpickler(stream).load().item()
-        return _to_pixels(f"{path}: x", data["x"]), data["y"]
+        return _to_pixels(f"{path}: x", np.asarray(data["x"])), np.asarray(data["y"])
     except ParameterError:
         raise
     except (*READ_ERRORS, pickle.UnpicklingError, LookupError, AttributeError) as error:
@@ -162,6 +163,18 @@ def _to_pixels(where: str, x: NDArray[Any]) -> NDArray[np.uint8]:
         right = "k / 127.5 - 1 with a whole k from 0 to 255: ToTensor, then Normalize(0.5, 0.5)"
         raise invalid(f"{where}{place}", float(x[tuple(place)]), right)
     return near.astype(np.uint8)
+
+
+def _channels_first(where: str, x: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    """Images of a shape [C, H, W], whose channels may be last or left out.  # [N, C, H, W]"""
+    channels, *size = shape
+    if x.shape[1:] == (*size, channels) != shape:
+        x = x.transpose(0, 3, 1, 2)
+    if channels == 1 and x.shape[1:] == (*size,):
+        x = x[:, None]
+    if x.dtype != np.uint8 or x.shape[1:] != shape:
+        raise array_error(where, "x", x, f"uint8 [{len(x)}, {', '.join(map(str, shape))}]")
+    return x
 
 
 def _keys(x: NDArray[Any], y: NDArray[Any]) -> Iterator[Key]:

@@ -92,7 +92,7 @@ def make(options: Options) -> ImageArrays:
 def read_npz(path: Path) -> ImageArrays:
     """The images in one file, with their own size and colours."""
     arrays = _read_arrays(path)
-    x_train, x_test = (to_nchw(path, key, arrays[key]) for key in ("x_train", "x_test"))
+    x_train, x_test = (_to_nchw(path, key, arrays[key]) for key in ("x_train", "x_test"))
     if x_train.shape[1:] != x_test.shape[1:]:
         expected = f"like x_train, {x_train.dtype} {[*arrays['x_train'].shape]}"
         raise array_error(path, "x_test", arrays["x_test"], expected)
@@ -159,7 +159,7 @@ def _parse_array(content: bytes) -> npt.NDArray[Any]:
     return values.reshape(shape, order="F" if transposed else "C")
 
 
-def to_nchw(path: object, key: str, x: npt.NDArray[Any]) -> Bytes:
+def _to_nchw(path: Path, key: str, x: npt.NDArray[Any]) -> Bytes:
     """Images in any of the three layouts as [N, C, H, W]."""
     if x.dtype != np.uint8:
         raise array_error(path, key, x, "uint8, 0 to 255")
