@@ -127,7 +127,7 @@ def make_plan(split: Split, dataset: ImageDataset, seed: int) -> Plan:
     """The plan for `split` of `dataset`; equal arguments give equal plans."""
     split = build(Split, asdict(split), "split")  # alpha 1 and 1.0 must give one hash
     if split.kind == "file":
-        right = "'classes' or 'domains' where a plan is drawn; one in a file is imported"
+        right = "'classes' or 'domains' to be drawn; name the file of this plan: --plan FILE"
         raise invalid("split.kind", split.kind, right)
     items = len(dataset.classes if split.kind == "classes" else dataset.domains)
     _check_sizes(split, items)

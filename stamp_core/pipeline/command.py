@@ -126,7 +126,8 @@ def parser() -> argparse.ArgumentParser:
     check.add_argument(
         "folder", nargs="+", type=Path, help="as data/runs/digits-stamp-200to205/200"
     )
-    check.add_argument("--plan", metavar="FILE", help="the plan, where it was not drawn here")
+    drawn = "the plan, where it was not drawn here"
+    check.add_argument("--plan", type=Path, metavar="FILE", help=drawn)
     check.set_defaults(call=verify)
     meaning = commands.add_parser("explain", help="what a parameter means, e.g. spatial.kappa")
     meaning.add_argument("key")

@@ -29,7 +29,7 @@ class Check(NamedTuple):
     found: str
 
 
-def verify_record(folder: Path, plan_file: str | None = None) -> list[Check]:
+def verify_record(folder: Path, plan_file: Path | None = None) -> list[Check]:
     """Every check of the record in `folder`; ValueError if its digest does not fit its files.
 
     Without the file of an imported plan, the plan is drawn again.

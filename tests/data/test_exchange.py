@@ -210,7 +210,9 @@ def test_what_is_wrong_is_named_in_one_line(
 
 
 def test_a_plan_from_elsewhere_is_not_drawn_and_nothing_of_it_is() -> None:
-    with pytest.raises(ParameterError, match="kind is 'file'; it must be 'classes' or 'domains'"):
+    with pytest.raises(
+        ParameterError, match="kind is 'file'; it must be 'classes' or 'domains' to be drawn"
+    ):
         make_plan(Split("file", clients=2, tasks=2), TEN, 0)
     drawn: list[dict[str, Any]] = [
         {"classes_per_task": 2},
