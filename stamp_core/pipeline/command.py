@@ -33,12 +33,22 @@ def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
     return values
 
 
+def read_plans(experiment: Any, seeds: str, file: str | None) -> dict[int, Any]:
+    """The plan in a file for every seed; without a file, those of the setting."""
+    from stamp_core import import_plan, load_plans
+
+    dataset = experiment.dataset()
+    if file is None:
+        return load_plans(experiment.setting, dataset, seeds)
+    return {seed: import_plan(file, dataset, seed) for seed in parse_seeds(seeds)}
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Train an experiment, and another one to compare it with, and print their accuracies.
 
     Changes of the setting are those of both: else the difference would be one of protocols.
     """
-    from stamp_core import import_plan, load_experiment, load_plans, train
+    from stamp_core import load_experiment, train
 
     params = read_params(QUICK)
     chosen = parse_overrides(arguments.set)
@@ -48,13 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
         tried.append(load_experiment(arguments.setting, arguments.compare, params, shared))
     found = []
     for experiment in tried:
-        dataset, seeds = experiment.dataset(), arguments.seeds
-        if arguments.plan is None:
-            plans = load_plans(experiment.setting, dataset, seeds)
-        else:
-            plans = {
-                seed: import_plan(arguments.plan, dataset, seed) for seed in parse_seeds(seeds)
-            }
+        plans = read_plans(experiment, arguments.seeds, arguments.plan)
         found.append([*train(experiment, plans, arguments.workers).values()])
     labels = [" ".join([arguments.method, *arguments.set]), arguments.compare]
     print_comparison(labels[: len(found)], found)

@@ -44,7 +44,7 @@ class ImageFinder:
         """The indices of images; with `drop_tests` those of the test set are left out.  # [n]"""
         found = []
         if y.dtype.kind not in "iu" or y.shape != x.shape[:1]:
-            raise array_error(where, "y", y, f"whole numbers [{len(x)}], one per image")
+            raise array_error(where, "y", y, "whole numbers [n], one for each image")
         for k, key in enumerate(_keys(_channels_first(where, x, self.shape), y)):
             if self.places.get(key):
                 found.append(self.places[key].pop(0))
@@ -57,7 +57,7 @@ class ImageFinder:
         if key in self.places:
             return "was there before; an image must be of one client, and once"
         if key in self.tests:
-            return "is a test image of the data; drop_tests=True leaves such images out"
+            return "is a test image of the data; import_pfllib can leave such out: drop_tests=True"
         return f"must be a training image of {self.name}, with the same pixels and class"
 
 
@@ -125,7 +125,7 @@ def _read_part(where: str, values: object, count: int) -> Sequence[int]:
     return part
 
 
-def _read_client(path: Path) -> tuple[NDArray[np.uint8], NDArray[Any]]:
+def _read_client(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
     """The images and labels in a client's file of PFLlib."""
     try:
         with zipfile.ZipFile(path) as file:
@@ -133,12 +133,11 @@ def _read_client(path: Path) -> tuple[NDArray[np.uint8], NDArray[Any]]:
         np.lib.format.read_magic(stream)
         np.lib.format.read_array_header_1_0(stream)
         data = _ArrayUnpickler(stream).load().item()
-        return _to_pixels(f"{path}: x", np.asarray(data["x"])), np.asarray(data["y"])
-    except ParameterError:
-        raise
+        x, y = (np.asarray(data[name]) for name in ("x", "y"))
     except (*READ_ERRORS, pickle.UnpicklingError, LookupError, AttributeError) as error:
         right = "it must be an .npz file with data = {'x': images, 'y': labels}"
         raise ParameterError(f"{path} is not a client's file of PFLlib: {error}; {right}") from None
+    return _to_pixels(f"{path}: x", x), y
 
 
 class _ArrayUnpickler(pickle.Unpickler):
@@ -153,9 +152,9 @@ class _ArrayUnpickler(pickle.Unpickler):
         return known[name]
 
 
-def _to_pixels(where: str, x: NDArray[Any]) -> NDArray[np.uint8]:
-    """Images after ToTensor and Normalize(0.5, 0.5) as the uint8 that they were."""
-    if x.dtype == np.uint8:
+def _to_pixels(where: str, x: NDArray[Any]) -> NDArray[Any]:
+    """Floats after ToTensor and Normalize(0.5, 0.5) as the uint8 that they were."""
+    if x.dtype.kind != "f":
         return x
     pixels = (x.astype(np.float64) * 0.5 + 0.5) * 255
     near = pixels.round().clip(0, 255)
@@ -173,7 +172,7 @@ def _channels_first(where: str, x: NDArray[Any], shape: tuple[int, ...]) -> NDAr
     if channels == 1 and x.shape[1:] == (*size,):
         x = x[:, None]
     if x.dtype != np.uint8 or x.shape[1:] != shape:
-        raise array_error(where, "x", x, f"uint8 [{len(x)}, {', '.join(map(str, shape))}]")
+        raise array_error(where, "x", x, f"uint8 [n, {', '.join(map(str, shape))}]")
     return x
 
 
