@@ -6,6 +6,8 @@ with without_garbage_collection():
     from stamp_core.config.params import expand_grid, read_params, read_setting
     from stamp_core.core.paths import RESUME, ROOT
     from stamp_core.data.dataset import ImageDataset
+    from stamp_core.data.exchange import export_plan, import_plan
+    from stamp_core.data.exchange.partitions import find_images, import_flwr, import_pfllib
     from stamp_core.data.loading import load_dataset
     from stamp_core.data.sources.npz import save_npz
     from stamp_core.data.split import Plan
@@ -28,6 +30,11 @@ __all__ = [
     "Record",
     "TensorBoardLogger",
     "expand_grid",
+    "export_plan",
+    "find_images",
+    "import_flwr",
+    "import_pfllib",
+    "import_plan",
     "load_dataset",
     "load_experiment",
     "load_grid",

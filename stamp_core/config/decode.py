@@ -101,7 +101,7 @@ def convert(value: object, hint: Any, where: str) -> object:
     if get_origin(hint) is tuple:
         if not isinstance(value, list | tuple):
             raise invalid(where, value, "a list")
-        return tuple(convert(item, options[0], where) for item in value)
+        return tuple(convert(item, options[0], f"{where}[{k}]") for k, item in enumerate(value))
     if isinstance(hint, type) and is_dataclass(hint):
         return build(hint, value, where)
     if get_origin(hint) is Mapping:

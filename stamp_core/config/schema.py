@@ -12,7 +12,7 @@ from stamp_core.config.decode import require, require_above, require_at_least, r
 class Split:
     """Which client learns which classes when. A field with a default is off unless set."""
 
-    kind: Literal["classes", "domains"]
+    kind: Literal["classes", "domains", "file"]  # file: tasks of any size, not drawn here
     clients: int
     tasks: int
     classes_per_task: int | None = None  # kind "classes" only
@@ -33,8 +33,12 @@ class Split:
             right = "a number of classes, as kind is 'classes'"
             require(self, "classes_per_task", self.classes_per_task is not None, right)
         else:
-            right = "absent, as kind is 'domains'"
+            right = f"absent, as kind is {self.kind!r}"
             require(self, "classes_per_task", self.classes_per_task is None, right)
+        if self.kind == "file":  # nothing of such a plan is drawn
+            drawn = {"order": "independent", "alpha": None, "images_per_class": None}
+            for name, absent in drawn.items():
+                require(self, name, getattr(self, name) == absent, right)
         few = self.common_clients <= self.clients
         require(self, "common_clients", few, f"at most clients = {self.clients}")
         if self.order != "mixed":

@@ -110,7 +110,7 @@ class Plan:
         try:
             plan = _read_plan(path)
             known = dataset is not None and dataset.digest == plan.data_digest
-            _check_plan(f"{path}: plan", plan, dataset if known else None)
+            check_plan(f"{path}: plan", plan, dataset if known else None)
         except ParameterError as error:
             raise ParameterError(f"{error}; delete it to have the plan drawn again") from None
         return plan
@@ -126,6 +126,9 @@ class Plan:
 def make_plan(split: Split, dataset: ImageDataset, seed: int) -> Plan:
     """The plan for `split` of `dataset`; equal arguments give equal plans."""
     split = build(Split, asdict(split), "split")  # alpha 1 and 1.0 must give one hash
+    if split.kind == "file":
+        right = "'classes' or 'domains' to be drawn; name the file of this plan: --plan FILE"
+        raise invalid("split.kind", split.kind, right)
     items = len(dataset.classes if split.kind == "classes" else dataset.domains)
     _check_sizes(split, items)
     orders = [_draw_order(split, items, seed, client) for client in range(split.clients)]
@@ -141,22 +144,32 @@ def make_plan(split: Split, dataset: ImageDataset, seed: int) -> Plan:
     return Plan(split, seed, dataset.digest, tuple(map(tuple, tasks)), len(dataset.classes))
 
 
-def _read_plan(path: Path) -> Plan:
-    """The plan in the file `path`, of the right types and with its own hash."""
+def read_json(path: Path) -> object:
+    """The content of a JSON file; ParameterError if it is damaged."""
     try:
-        values = json.loads(path.read_text())
+        return json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:  # not JSON, or not even UTF-8
         raise ParameterError(f"{path} is damaged: {error}") from None
+
+
+def _read_plan(path: Path) -> Plan:
+    """The plan in the file `path`, of the right types and with its own hash."""
+    values = read_json(path)
     if not isinstance(values, dict) or "hash" not in values:
         raise ParameterError(f"{path} is not a plan: it has no hash")
     stored = values.pop("hash")
     plan = build(Plan, values, f"{path}: plan")
-    if plan.hash != stored:
-        raise ParameterError(f"{path} was altered: it says hash {stored}, it has {plan.hash}")
+    check_hash(path, plan, stored)
     return plan
 
 
-def _check_plan(where: str, plan: Plan, dataset: ImageDataset | None) -> None:
+def check_hash(path: Path, plan: Plan, stored: object) -> None:
+    """Validate that a plan has the hash that its file says."""
+    if plan.hash != stored:
+        raise ParameterError(f"{path} was altered: it says hash {stored}, it has {plan.hash}")
+
+
+def check_plan(where: str, plan: Plan, dataset: ImageDataset | None) -> None:
     """Validate a plan by its split and, if there is one, by its data set."""
     for name, least in (("seed", 0), ("classes", 1)):
         if getattr(plan, name) < least:
@@ -173,16 +186,18 @@ def _check_plan(where: str, plan: Plan, dataset: ImageDataset | None) -> None:
 
 def _check_task(where: str, task: Task, plan: Plan, dataset: ImageDataset | None) -> None:
     """Validate a task by the split of its plan and, if there is one, by the data set."""
-    split = plan.split
+    split, listed = plan.split, plan.split.kind == "file"
     size, count = split.classes_per_task or plan.classes, split.images_per_class
-    _check_numbers(f"{where}.classes", task.classes, plan.classes, size, size)
+    sizes = (1, math.inf) if listed else (size, size)
+    _check_numbers(f"{where}.classes", task.classes, plan.classes, *sizes)
     domains = math.inf if dataset is None else len(dataset.domains)
     if split.kind == "classes" and task.domain is not None:
         raise invalid(f"{where}.domain", task.domain, "absent, as kind is 'classes'")
-    if split.kind == "domains" and (task.domain is None or not 0 <= task.domain < domains):
-        right = f"a number from 0 and below {domains}, as kind is 'domains'"
+    needed = split.kind == "domains" or task.domain is not None
+    if needed and (task.domain is None or not 0 <= task.domain < domains):
+        right = f"a number from 0 and below {domains}, as kind is {split.kind!r}"
         raise invalid(f"{where}.domain", task.domain, right)
-    if (task.train is None) == (count is not None or split.alpha is not None):
+    if not listed and (task.train is None) == (count is not None or split.alpha is not None):
         right = "a list of indices" if task.train is None else "absent"
         raise ParameterError(f"{where}.train must be {right}, by alpha and images_per_class")
     if task.train is None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -48,6 +48,13 @@ class Experiment:
     def name(self) -> str:
         """Setting, method and, in a sweep, its name and value: part of file names."""
         return run_name(self.setting.name, self.method, self.sweep)
+
+    def with_plans(self, plans: Mapping[int, Plan]) -> Self:
+        """The experiment with the split of its plans, which may come from elsewhere."""
+        first, *others = dict.fromkeys(plan.split for plan in plans.values())
+        if others:
+            raise invalid("the split of a plan", others[0], f"that of the others, {first}")
+        return replace(self, setting=replace(self.setting, split=first))
 
     def dataset(self) -> ImageDataset:
         """The images of the setting."""

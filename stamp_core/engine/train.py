@@ -69,8 +69,9 @@ def train(
     With a folder `resume` every round is saved there, and a killed training resumes from there
     when it is called again. `workers` 0 is one process per core; results never depend on it.
     `start` returns this process's worker and where the clients run. `loggers` are told of every
-    round and experience.
+    round and experience. Records have the split of the plans, not that of the setting.
     """
+    experiment = experiment.with_plans(plans)
     form = progress_form()  # a wrong one is refused before anything starts
     device = resolve_device(device)
     count = resolve_workers(workers, device)

@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from stamp_core.config.decode import ParameterError
-from stamp_core.config.params import QUICK, read_params
+from stamp_core.config.params import QUICK, parse_seeds, read_params
 
 ERRORS = (ParameterError, OSError, ValueError, ArithmeticError)
 
@@ -33,12 +33,22 @@ def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
     return values
 
 
+def read_plans(experiment: Any, seeds: str, file: str | None) -> dict[int, Any]:
+    """The plan in a file for every seed; without a file, those of the setting."""
+    from stamp_core import import_plan, load_plans
+
+    dataset = experiment.dataset()
+    if file is None:
+        return load_plans(experiment.setting, dataset, seeds)
+    return {seed: import_plan(file, dataset, seed) for seed in parse_seeds(seeds)}
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Train an experiment, and another one to compare it with, and print their accuracies.
 
     Changes of the setting are those of both: else the difference would be one of protocols.
     """
-    from stamp_core import load_experiment, load_plans, train
+    from stamp_core import load_experiment, train
 
     params = read_params(QUICK)
     chosen = parse_overrides(arguments.set)
@@ -48,7 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
         tried.append(load_experiment(arguments.setting, arguments.compare, params, shared))
     found = []
     for experiment in tried:
-        plans = load_plans(experiment.setting, experiment.dataset(), arguments.seeds)
+        plans = read_plans(experiment, arguments.seeds, arguments.plan)
         found.append([*train(experiment, plans, arguments.workers).values()])
     labels = [" ".join([arguments.method, *arguments.set]), arguments.compare]
     print_comparison(labels[: len(found)], found)
@@ -93,7 +103,7 @@ def verify(arguments: argparse.Namespace) -> None:
 
     failed = []
     for folder in arguments.folder:
-        for check in verify_record(folder):
+        for check in verify_record(folder, arguments.plan):
             print(f"{folder}  {check.name:10}  {'ok' if check.holds else 'NO'}  {check.found}")
             failed += [] if check.holds else [f"{folder}: {check.name}"]
     if failed:
@@ -121,6 +131,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("method")
     one.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="other values")
     one.add_argument("--seeds", default="0to1", help="a range such as 0to5 (default: 0to1)")
+    one.add_argument("--plan", metavar="FILE", help="who learns what when: a .json or .csv file")
     one.add_argument("--workers", type=int, default=1, help="processes; 0: one per core")
     one.add_argument("--compare", metavar="METHOD", help="train this as well: the difference")
     one.set_defaults(call=run)
@@ -131,6 +142,8 @@ def parser() -> argparse.ArgumentParser:
     check.add_argument(
         "folder", nargs="+", type=Path, help="as data/runs/digits-stamp-200to205/200"
     )
+    drawn = "the plan, where it was not drawn here"
+    check.add_argument("--plan", type=Path, metavar="FILE", help=drawn)
     check.set_defaults(call=verify)
     board = commands.add_parser("leaderboard", help="a page of all records that verify")
     board.add_argument("folder", nargs="+", type=Path, help="records are looked for below it")

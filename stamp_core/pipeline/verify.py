@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from stamp_core.client.scoring import score
+from stamp_core.data.exchange import import_plan
 from stamp_core.data.split import Plan, make_plan
 from stamp_core.engine.executor import Worker
 from stamp_core.engine.experiment import Experiment, load_experiment
@@ -28,11 +29,18 @@ class Check(NamedTuple):
     found: str
 
 
-def verify_record(folder: Path) -> list[Check]:
-    """Every check of the record in `folder`; ValueError if its digest does not fit its files."""
+def verify_record(folder: Path, plan_file: Path | None = None) -> list[Check]:
+    """Every check of the record in `folder`; ValueError if its digest does not fit its files.
+
+    Without the file of an imported plan, the plan is drawn again.
+    """
     record = load_record(folder)
     experiment = experiment_of(record)
-    plan = make_plan(experiment.setting.split, experiment.dataset(), record.about["seed"])
+    dataset, seed = experiment.dataset(), record.about["seed"]
+    if plan_file is None:
+        plan = make_plan(experiment.setting.split, dataset, seed)
+    else:
+        plan = import_plan(plan_file, dataset, seed)
     checks = [
         Check("digest", True, "that of the files"),
         *_identity_checks(record, experiment, plan),

@@ -287,7 +287,7 @@ TYPES: list[Row] = [
             ("data", "digits", "a block of keys"),
         )
     ),
-    (f"{SETTING}.network.channels", [16, "32"], f"{S}.network.channels is '32'; it must be a whol"),
+    (f"{SETTING}.network.channels", [16, "32"], f"{S}.network.channels[1] is '32'; it must be a w"),
     (SETTING, "digits", f"{S} is 'digits'; it must be a block of keys"),
     ("methods.fedavg", 1.0, f"{M} fedavg is 1.0; it must be a block of keys"),
     (f"{OFTEN}.memory", 5, f"{M} often.memory is 5; it must be a block of keys"),

@@ -14,8 +14,8 @@ from small import ALWAYS, BATCH_NORM, BN_B, BN_P, P, first, plan, run, tiny, who
 from torch import nn
 
 from stamp_core.client.runtime import RoundId
-from stamp_core.config.schema import Network
-from stamp_core.data.split import Plan
+from stamp_core.config.schema import Network, Split
+from stamp_core.data.split import Plan, Task
 from stamp_core.engine.executor import ClientResult, Worker
 from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.trees import Store
@@ -91,6 +91,25 @@ def test_clients_with_few_or_no_images_do_no_harm(
     for model in {"global", "personal"} & set(registry.get_method(kind).models):
         accuracy = record.accuracy(model, "task")
         assert ((accuracy >= 0) & (accuracy <= 1)).all(), model
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_tasks_may_have_different_numbers_of_classes(kind: str) -> None:
+    """One to four classes, of which some return: of a plan from elsewhere, with 12 images each."""
+    classes = (((3,), (0, 1, 5, 9), (2, 4)), ((0, 1, 2), (7,), (1, 8)), ((9,), (4, 5), (4, 6, 7)))
+    experiment = whole(kind, training={"rounds": 1})
+    dataset = experiment.dataset()
+    labels = dataset.y_train.tolist()
+    images = {label: [i for i, y in enumerate(labels) if y == label][:12] for label in range(10)}
+    clients = tuple(
+        tuple(Task(task, None, tuple(sorted(i for c in task for i in images[c]))) for task in own)
+        for own in classes
+    )
+    record = run(experiment, Plan(Split("file", 3, 3), 0, dataset.digest, clients, classes=10))
+    assert all(np.isfinite(value).all() for value in record.weights.values())
+    accuracy = record.accuracy(record.main_model, "task")[-1]  # [U, T]
+    assert (accuracy[[0, 1], [0, 1]] == 1).all()  # the only class of its task
+    assert ((accuracy >= 0) & (accuracy <= 1)).all()
 
 
 class Trained(NamedTuple):

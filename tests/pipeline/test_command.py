@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from stamp_core import export_plan, load_experiment, load_plans
 from stamp_core.core.paths import ROOT
 from stamp_core.pipeline import command
 
@@ -28,6 +29,22 @@ def test_an_experiment_is_compared_with_another_on_the_same_seeds(
     changed = output(capsys, *words, "--set", "server_lr=0.5")
     assert changed.splitlines()[0].startswith("fedavg server_lr=0.5  ")
     assert changed.splitlines()[1].split(None, 1) == other.split(None, 1)
+
+
+def test_a_plan_in_a_file_takes_the_place_of_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plan of seed 0 from a file is that of seed 0; seed 1 trains with it as well."""
+    monkeypatch.setenv("STAMP_PROGRESS", "none")
+    experiment = load_experiment("tiny", "fedavg")
+    dataset, path = experiment.dataset(), tmp_path / "plan.csv"
+    export_plan(load_plans(experiment.setting, dataset, "0")[0], dataset, path)
+    words = ("run", "tiny", "fedavg", "--seeds")
+    assert output(capsys, *words, "0", "--plan", str(path)) == output(capsys, *words, "0")
+    assert output(capsys, *words, "1", "--plan", str(path)) != output(capsys, *words, "1")
+    path.write_text("client,task,class\n0,0,10\n")
+    error = output(capsys, *words, "0", "--plan", str(path), status=1)
+    assert "classes[0] is 10; it must be above -1 and below 10" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The complete files in README.md and docs/ work where they are put."""
 
 import importlib
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -10,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import small
+from pfllib import client, write_folder
 from PIL import Image
 
-from stamp_core import Record, load_dataset, load_experiment, load_plans, train
+from stamp_core import Record, import_plan, load_dataset, load_experiment, load_plans, train
 from stamp_core.config.params import read_params
 from stamp_core.core import paths
 from stamp_core.engine.experiment import Experiment
@@ -27,6 +29,14 @@ FILES = {
     for page in PAGES
     for folder, name, code in FILE.findall(page.read_text("utf-8"))
 }
+
+
+PLANS = (paths.ROOT / "docs" / "plans.md").read_text("utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    """The code blocks of the page on plans in a language."""
+    return re.findall(rf"```{language}\n(.*?)```", PLANS, re.S)
 
 
 def named(folder: str) -> list[str]:
@@ -98,3 +108,35 @@ def test_a_table_names_image_files(tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text("\n".join(rows))
     dataset = load_dataset({"source": "table", "root": ".", "size": 8})
     assert dataset.x_train[:, 0, 0, 0].tolist() == [0, 1] and dataset.classes == ("a", "b")
+
+
+def test_the_page_on_plans_runs_as_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the part that needs Flower Datasets, beside the files that it speaks of."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STAMP_PROGRESS", "none")
+    dataset = load_dataset({"source": "digits"})
+    parts = [range(0, 600), range(600, 1200)]
+    write_folder(
+        Path("PFLlib/dataset/Digits"), [client(dataset, own, [own[0] // 6]) for own in parts]
+    )
+    images = {"x": dataset.x_train.flip(0).numpy(), "y": dataset.y_train.flip(0).numpy()}
+    np.savez("hub.npz", **images)
+    Path("parts.json").write_text(json.dumps({p: [*own] for p, own in enumerate(parts)}))
+    np.save("class_order.npy", np.stack([np.random.default_rng(u).permutation(10) for u in (0, 1)]))
+    (listed,), (table,) = blocks("json"), blocks("csv")
+    Path("mine.json").write_text(listed)
+    Path("mine.csv").write_text(table)
+    found: dict[str, Any] = {**images, "load_plans": load_plans}
+    plans = []
+    for code in blocks("python"):
+        if "flwr_datasets" not in code:
+            exec(code, found)
+            plans.append(found.get("plan"))
+    *_, drawn, ordered, pfllib, flwr = plans
+    assert {*found["records"]} == {0, 1} and (found["rows"] == np.arange(1347)[::-1]).all()
+    assert import_plan("ours.json", dataset) == drawn
+    assert import_plan("pfllib.json", dataset) == pfllib
+    assert [len(plan.clients) for plan in (ordered, pfllib, flwr)] == [2, 2, 2]
+    assert import_plan("mine.csv", dataset).clients[1][1].train == (10, 15)

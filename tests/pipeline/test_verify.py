@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stamp_core import Record, load_experiment, load_plans, train
+from stamp_core import Record, import_plan, load_experiment, load_plans, train
 from stamp_core.pipeline import command
 from stamp_core.pipeline.verify import verify_record
 from stamp_core.report.frames import final_score
@@ -42,6 +42,20 @@ def test_what_was_trained_here_is_verified(
     assert failing(records[name], tmp_path / "0") == []
     exact = "there is no global model" if name == "local" else "at most 0.0% from the record"
     assert exact in checks["accuracy"]
+
+
+def test_a_record_of_an_imported_plan_is_verified_with_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, experiment = tmp_path / "mine.json", load_experiment("tiny", "fedavg")
+    path.write_text('{"clients": [[{"classes": [0, 1, 2]}, {"classes": [5]}]]}')
+    train(experiment, {3: import_plan(path, experiment.dataset(), 3)})[3].save(tmp_path / "3")
+    assert command.main(["verify", str(tmp_path / "3"), "--plan", str(path)]) == 0
+    path.write_text('{"clients": [[{"classes": [0, 1, 2]}, {"classes": [6]}]]}')
+    assert [c.name for c in verify_record(tmp_path / "3", path) if not c.holds] == ["plan"]
+    capsys.readouterr()
+    assert command.main(["verify", str(tmp_path / "3")]) == 1
+    assert "split.kind is 'file'" in capsys.readouterr().err
 
 
 def in_setting(about: dict[str, Any]) -> None:

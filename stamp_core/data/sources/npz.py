@@ -34,7 +34,7 @@ from stamp_core.data.store.cache import SUBSETS, Bytes, NamedArrays
 PACKAGES = ("numpy", "pillow")
 _NEEDED = ("x_train", "y_train", "x_test", "y_test")
 _OPTIONAL = ("classes", "domain_train", "domain_test", "domains")
-_READ_ERRORS = (  # of altered archives, and of altered headers of their arrays
+READ_ERRORS = (  # of altered archives, and of altered headers of their arrays
     *(zipfile.BadZipFile, zlib.error, tokenize.TokenError, SyntaxError),
     *(TypeError, EOFError, OSError, ValueError, RuntimeError),
 )
@@ -117,7 +117,7 @@ def _check_domain(path: Path, part: ImageArrays, first: Path, pattern: ImageArra
 def _read_arrays(path: Path) -> NamedArrays:
     """Those arrays of a file that this source uses."""
     file = None
-    with suppress(*_READ_ERRORS):
+    with suppress(*READ_ERRORS):
         file = zipfile.ZipFile(path)
     if file is None:
         raise ValueError(f"{path} is not an .npz file, or a truncated one; remove or replace it")
@@ -138,7 +138,7 @@ def _read_array(path: Path, key: str, file: zipfile.ZipFile) -> npt.NDArray[Any]
         raise ValueError(f"{path}: {key} is missing") from None
     except MemoryError as error:
         raise ValueError(f"{path}: {key} does not fit into memory: {error}") from None
-    except _READ_ERRORS as error:
+    except READ_ERRORS as error:
         reason = f"is damaged: {error}; replace the file"
         if "pickle" in str(error):
             reason = "holds pickled objects; it must be a plain array"

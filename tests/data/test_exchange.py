@@ -1,0 +1,224 @@
+"""Plans that leave and come back, plans from elsewhere, and what is wrong with a file."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy import images
+
+from stamp_core.config.decode import ParameterError, to_plain
+from stamp_core.config.schema import Split
+from stamp_core.data.dataset import ImageDataset
+from stamp_core.data.exchange import export_plan, import_plan
+from stamp_core.data.split import Plan, make_plan
+
+TEN = images(10)
+DOMAINS = images(4, each=6, domains=3)
+OWN = Split("classes", clients=3, tasks=5, classes_per_task=2)
+SHARED = Split("classes", clients=3, tasks=2, classes_per_task=5, order="common", alpha=0.3)
+PLANS: dict[str, tuple[Split, ImageDataset]] = {
+    "all images": (OWN, TEN),
+    "own images": (replace(OWN, images_per_class=3, order="mixed", common_clients=2), TEN),
+    "shares": (SHARED, TEN),
+    "domains": (Split("domains", clients=3, tasks=3), DOMAINS),
+    "images of domains": (Split("domains", clients=3, tasks=2, images_per_class=5), DOMAINS),
+}
+
+
+def indices(plan: Plan, dataset: ImageDataset) -> list[list[int]]:
+    """The training and test images of every client's tasks."""
+    pairs = [(u, t) for u in range(len(plan.clients)) for t in range(plan.tasks)]
+    draws = (plan.train_indices, plan.test_indices)
+    return [draw(dataset, *pair).tolist() for pair in pairs for draw in draws]
+
+
+@pytest.mark.parametrize("suffix", ["json", "csv"])
+@pytest.mark.parametrize("name", PLANS)
+def test_an_exported_plan_comes_back(name: str, suffix: str, tmp_path: Path) -> None:
+    split, dataset = PLANS[name]
+    plan, path = make_plan(split, dataset, 7), tmp_path / "new" / f"plan.{suffix}"
+    export_plan(plan, dataset, path)
+    came = import_plan(path, dataset)
+    assert came.clients == plan.clients and indices(came, dataset) == indices(plan, dataset)
+    if suffix == "json":
+        assert came == plan and came.hash == plan.hash
+    assert import_plan(path, dataset, seed=3).seed == 3
+
+
+def test_a_class_without_images_keeps_its_place_in_a_table() -> None:
+    """The case `shares` above has one: such a class is tested, and its line has no image."""
+    split, dataset = PLANS["shares"]
+    tasks = [task for own in make_plan(split, dataset, 7).clients for task in own]
+    held = [{i % 10 for i in task.train or ()} for task in tasks]
+    assert any(own < set(task.classes) for own, task in zip(held, tasks, strict=True))
+
+
+def test_cycles_leave_in_json_only(tmp_path: Path) -> None:
+    plan = make_plan(replace(OWN, cycles=2), TEN, 0)
+    export_plan(plan, TEN, tmp_path / "plan.json")
+    assert import_plan(tmp_path / "plan.json", TEN).experiences == 10
+    with pytest.raises(ParameterError, match=r"^cycles is 2; it must be 1 in a table, .* \.json"):
+        export_plan(plan, TEN, tmp_path / "plan.csv")
+    assert not (tmp_path / "plan.csv").exists()
+
+
+# --- plans from elsewhere
+
+some_classes = st.sets(st.integers(0, 9), min_size=1, max_size=4)
+sequences = st.integers(1, 3).flatmap(
+    lambda tasks: st.lists(st.lists(some_classes, min_size=tasks, max_size=tasks), min_size=1)
+)
+
+
+def written(path: Path, text: str) -> Path:
+    """A file with a text."""
+    path.write_text(text)
+    return path
+
+
+@settings(deadline=None, max_examples=40)
+@given(sequences, st.booleans(), st.randoms())
+def test_tasks_of_any_size_in_any_order(
+    tmp_path_factory: pytest.TempPathFactory,
+    wanted: list[list[set[int]]],
+    listed: bool,
+    order: random.Random,
+) -> None:
+    """Written in JSON and as a table, with all images of the classes or with two of each."""
+
+    def shuffled(values: Any) -> list[Any]:
+        return order.sample(sorted(values), len(values))
+
+    def numbers(classes: set[int]) -> list[int]:
+        return [c + k for c in classes for k in (10, 30)] if listed else list(classes)
+
+    def task(classes: set[int]) -> dict[str, Any]:
+        train = {"train": shuffled(numbers(classes))} if listed else {}
+        return {"classes": shuffled(classes), **train}
+
+    folder = tmp_path_factory.mktemp("plans")
+    text = json.dumps({"clients": [[task(classes) for classes in own] for own in wanted]})
+    places = [(u, t, own[t]) for u, own in enumerate(wanted) for t in range(len(own))]
+    lines = [f"{n},{u},{t}" for u, t, classes in places for n in numbers(classes)]
+    header = f"{'image' if listed else 'class'},client,task"
+    table = "\n".join([header, *shuffled(lines)])
+    for path in (written(folder / "plan.json", text), written(folder / "plan.csv", table)):
+        plan = import_plan(path, TEN)
+        assert plan.split == Split("file", clients=len(wanted), tasks=len(wanted[0]))
+        for u, t, classes in places:
+            train = [
+                i for i in range(40) if i % 10 in classes and (i // 10 in (1, 3) or not listed)
+            ]
+            assert plan.clients[u][t].classes == tuple(sorted(classes))
+            assert plan.train_indices(TEN, u, t).tolist() == train
+
+
+def elsewhere(*tasks: Any, **more: Any) -> str:
+    """The file of a client with two tasks and of another one."""
+    first: list[Any] = [{"classes": [0, 1]}, {"classes": [2], "train": [2, 12]}]
+    return json.dumps({"clients": [first, list(tasks)], **more})
+
+
+OTHER = {"classes": [5, 6, 7]}
+ALTERED = to_plain(make_plan(SHARED, TEN, 7))
+ALTERED["clients"][1][0]["train"][:] = ALTERED["clients"][0][0]["train"]
+BAD_JSON = [
+    ("{", " is damaged: "),
+    ("[]", ": plan is []; it must be a block of keys"),
+    ("{}", ": plan.clients is missing"),
+    ('{"clients": []}', ": plan.clients is 0; it must be at least 1"),
+    ('{"clients": [[]]}', ": plan.tasks is 0; it must be at least 1"),
+    (elsewhere(OTHER), ": plan.clients[1] is a list of 1; it must be of 2"),
+    (elsewhere(OTHER, {"class": [3]}), ": plan.clients[1][1]: 'class' is unknown; did you mean"),
+    (elsewhere(OTHER, {"classes": 3}), ": plan.clients[1][1].classes is 3; it must be a list"),
+    (elsewhere(OTHER, {"classes": []}), "[1].classes is a list of 0; it must be of at least 1"),
+    (
+        elsewhere(OTHER, {"classes": [3, 10]}),
+        "[1].classes[1] is 10; it must be above 3 and below 10",
+    ),
+    (elsewhere(OTHER, {"classes": [3, 3]}), "[1].classes[1] is 3; it must be above 3 and below 10"),
+    (
+        elsewhere(OTHER, {**OTHER, "domain": 1}),
+        "[1].domain is 1; it must be a number from 0 and bel",
+    ),
+    (
+        elsewhere(OTHER, {**OTHER, "train": []}),
+        "[1].train is a list of 0; it must be of at least 1",
+    ),
+    (
+        elsewhere(OTHER, {**OTHER, "train": [40]}),
+        "[1].train[0] is 40; it must be above -1 and below",
+    ),
+    (
+        elsewhere(OTHER, {**OTHER, "train": [5, 5]}),
+        "[1].train[1] is 5; it must be above 5 and below",
+    ),
+    (
+        elsewhere(OTHER, {**OTHER, "train": [4]}),
+        "[1].train[0] is 4; it must be an image of the task",
+    ),
+    (elsewhere(OTHER, OTHER, classes=9), ": plan.classes is 9; it must be 10, as in the data"),
+    (
+        elsewhere(OTHER, OTHER, data_digest="1"),
+        ": plan.data_digest is '1'; it must be that of the d",
+    ),
+    (elsewhere(OTHER, OTHER, hash="0"), " was altered: it says hash 0, it has "),
+    (json.dumps(ALTERED), "is listed for client 0 and then for client 1; it must be once"),
+]
+BAD_TABLES = [
+    ("", ": the first line is []; it must be client, task and class, image or both"),
+    ("client,class\n0,0", ": the first line is ['client', 'class']; it must be client, task and"),
+    ("client,task,clas\n0,0,0", ": column 'clas' is unknown; did you mean 'class'?"),
+    ("client,task,class\n0,0,0\n0,1", ", line 3: the number of cells is 2; it must be 3"),
+    ("client,task,class\n0,-1,0", ", line 2: task is '-1'; it must be a whole number from 0"),
+    ("client,task,class\n,0,0", ", line 2: client is ''; it must be a whole number from 0"),
+    ("client,task,class\n0,0,", ", line 2 has neither class nor image"),
+    ("client,task,class\n0,0,0\n2,0,1", ": client 1 is missing; the last one is 2"),
+    ("client,task,class\n0,0,0\n0,2,1", ": client 0, task 1 is missing; the last one is 2"),
+    ("client,task,image\n0,0,40", ", line 2: image is 40; it must be below 40, the number of trai"),
+    ("client,task,class,image\n0,0,1,0", ", line 2: class is 1; it must be 0, that of image 0"),
+    ("client,task,image\n0,0,3\n0,0,3", "[0].train[1] is 3; it must be above 3 and below 40"),
+    ("client,task,class,image\n0,0,1,", "[0].train is a list of 0; it must be of at least 1"),
+    (
+        "client,task,domain,class\n0,0,0,1\n0,0,,2",
+        ": client 0, task 0: domain is None; it must be 0",
+    ),
+    (f"client,task,{'class' * 30_000}", " is damaged: field larger than field limit"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        *(("mine.json", *case) for case in BAD_JSON),
+        *(("mine.csv", *case) for case in BAD_TABLES),
+        ("mine.txt", "", ": suffix '.txt' is unknown; known: .csv, .json"),
+    ],
+)
+def test_what_is_wrong_is_named_in_one_line(
+    name: str, text: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ParameterError) as error:
+        import_plan(written(tmp_path / name, text), TEN)
+    shown = str(error.value)
+    assert shown.startswith(f"{tmp_path / name}") and message in shown and "\n" not in shown
+
+
+def test_a_plan_from_elsewhere_is_not_drawn_and_nothing_of_it_is() -> None:
+    with pytest.raises(
+        ParameterError, match="kind is 'file'; it must be 'classes' or 'domains' to be drawn"
+    ):
+        make_plan(Split("file", clients=2, tasks=2), TEN, 0)
+    drawn: list[dict[str, Any]] = [
+        {"classes_per_task": 2},
+        {"alpha": 0.1, "order": "common"},
+        {"images_per_class": 3},
+    ]
+    for values in drawn:
+        with pytest.raises(ParameterError, match="must be absent, as kind is 'file'"):
+            Split("file", clients=2, tasks=2, **values)

@@ -1,0 +1,203 @@
+"""Partitions of PFLlib and Flower Datasets against a search through all images."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pfllib import client, normalised, write_folder
+
+from stamp_core.config.decode import ParameterError
+from stamp_core.data.dataset import ImageDataset
+from stamp_core.data.exchange.partitions import find_images, import_flwr, import_pfllib
+from stamp_core.data.split import Plan
+
+
+def drawn(channels: int) -> ImageDataset:
+    """30 training and 10 test images of five classes, 4 x 3, in no order."""
+    draw = torch.Generator().manual_seed(channels)
+    x = torch.randint(256, (40, channels, 4, 3), generator=draw, dtype=torch.uint8)
+    x[0].flatten()[:2] = torch.tensor([0, 255])
+    y = torch.arange(40).mul(7) % 5
+    none = torch.zeros(40, dtype=torch.int64)
+    parts = {
+        "y_train": y[:30],
+        "y_test": y[30:],
+        "domain_train": none[:30],
+        "domain_test": none[30:],
+    }
+    moments = {"mean": torch.zeros(channels), "std": torch.ones(channels)}
+    names = {"classes": tuple("abcde"), "domains": ("all",), "digest": "drawn"}
+    return ImageDataset("drawn", x_train=x[:30], x_test=x[30:], **parts, **moments, **names)
+
+
+GREY, COLOUR = drawn(1), drawn(3)
+PARTS = [[*range(0, 11)], [*range(29, 18, -1)], [11, 13, 12, 18, 17, 14, 15, 16]]
+
+
+def images_of(plan: Plan) -> list[list[int]]:
+    """The images of each client."""
+    return [sorted(i for task in own for i in task.train or ()) for own in plan.clients]
+
+
+@pytest.mark.parametrize("dataset", [GREY, COLOUR], ids=["grey", "colour"])
+def test_the_images_of_pfllib_are_found(dataset: ImageDataset, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "Set", [client(dataset, part) for part in PARTS])
+    plan = import_pfllib(folder, dataset, tasks=2, seed=4)
+    assert images_of(plan) == [sorted(part) for part in PARTS]
+    assert (plan.seed, plan.tasks, plan.data_digest) == (4, 2, dataset.digest)
+    for own in plan.clients:  # all five classes by number, the larger task first
+        assert [task.classes for task in own] == [(0, 1, 2), (3, 4)]
+        for task in own:
+            assert {dataset.y_train[i].item() for i in task.train or ()} == {*task.classes}
+
+
+def test_every_grey_comes_back_from_floats(tmp_path: Path) -> None:
+    greys = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
+    dataset = replace(GREY, x_train=greys, y_train=torch.tensor([3]))
+    for kind in (np.float32, np.float64):
+        data = {"x": normalised(greys).astype(kind), "y": np.array([3])}
+        folder = write_folder(tmp_path / kind.__name__, [data])
+        assert images_of(import_pfllib(folder, dataset, 1)) == [[0]]
+
+
+def test_test_images_are_refused_or_left_out(tmp_path: Path) -> None:
+    mixed = [client(GREY, PARTS[0], [0, 1, 2]), client(GREY, PARTS[1], [3])]
+    folder = write_folder(tmp_path / "Set", mixed)
+    with pytest.raises(ParameterError, match=r"0.npz: image 11 of class 0 is a test .* drop_tests"):
+        import_pfllib(folder, GREY, 2)
+    plan = import_pfllib(folder, GREY, 2, drop_tests=True)
+    assert images_of(plan) == [sorted(part) for part in PARTS[:2]]
+
+
+def test_equal_images_are_different_ones() -> None:
+    """Three equal images, one of them of another class: each is found once, by its class."""
+    x, y = GREY.x_train.clone(), GREY.y_train.clone()
+    x[4] = x[9] = x[7] = x[2]
+    y[4] = y[9] = y[2] = 1
+    y[7] = 2
+    dataset = replace(GREY, x_train=x, y_train=y)
+    order = [9, 7, 0, 4, 2]
+    found = find_images(dataset, x[order].numpy(), y[order].numpy()).tolist()
+    assert sorted(found) == [0, 2, 4, 7, 9] and found[1:3] == [7, 0]
+
+
+class Program:
+    """What runs when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.file,))
+
+
+def test_a_file_cannot_run_code(tmp_path: Path) -> None:
+    data = {**client(GREY, [0]), "more": Program(tmp_path / "ran")}
+    folder = write_folder(tmp_path / "Set", [data])
+    with pytest.raises(ParameterError, match=r"0.npz is not .* of PFLlib: it holds pathlib"):
+        import_pfllib(folder, GREY, 1)
+    assert not (tmp_path / "ran").exists()
+
+
+GOOD = client(GREY, PARTS[0])
+BAD_CLIENTS: list[tuple[Any, str]] = [
+    ({**GOOD, "x": GOOD["x"] * 0.5}, "1.npz: x[0, 0, "),
+    ({**GOOD, "x": GOOD["x"] + 1}, "it must be k / 127.5 - 1 with a whole k from 0 to 255"),
+    ({**GOOD, "x": GOOD["x"] * np.nan}, "1.npz: x[0, 0, 0, 0] is nan; it must be k / 127.5 - 1"),
+    ({**GOOD, "y": GOOD["y"] + 1}, "1.npz: image 0 of class 1 must be a training image of drawn"),
+    ({**GOOD, "y": GOOD["y"][1:]}, "1.npz: y is int64 [10]; it must be whole numbers [n]"),
+    ({**GOOD, "y": GOOD["y"] + 0.5}, "1.npz: y is float64 [11]; it must be whole numbers [n]"),
+    (client(GREY, [11, 12, 5]), "1.npz: image 2 of class 0 was there before; an image must be of"),
+    ({**GOOD, "x": GOOD["x"][..., :2]}, "x is uint8 [11, 1, 4, 2]; it must be uint8 [n, 1, 4, 3]"),
+    ({**GOOD, "x": np.array(["a"] * 11)}, "x is <U1 [11]; it must be uint8 [n, 1, 4, 3]"),
+    ({"x": 1.0, "y": 3}, "x is uint8 []; it must be uint8 [n, 1, 4, 3]"),
+    ({"x": GOOD["x"]}, "1.npz is not a client's file of PFLlib: 'y'; it must be"),
+    (GOOD["x"], "1.npz is not a client's file of PFLlib: "),
+]
+
+
+@pytest.mark.parametrize(("data", "message"), BAD_CLIENTS)
+def test_a_wrong_client_is_named(data: Any, message: str, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "Set", [GOOD, data])
+    with pytest.raises(ValueError) as error:
+        import_pfllib(folder, GREY, 1)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_wrong_folder_is_named(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "Set", [GOOD])
+    for text, message in (
+        ('{"num_clients": 2}', r"train/1.npz is not a client's file of PFLlib: .*No such file"),
+        ('{"clients": 1}', "config.json: num_clients is None; it must be a whole number"),
+        ("[]", r"config.json is \[\]; it must be a block of keys"),
+    ):
+        (folder / "config.json").write_text(text)
+        with pytest.raises(ParameterError, match=message):
+            import_pfllib(folder, GREY, 1)
+
+
+# --- Flower Datasets
+
+
+def rows_file(path: Path, parts: Sequence[Sequence[int]]) -> Path:
+    """The rows of each partition, the last one first in the file."""
+    numbered = reversed([*enumerate(parts)])
+    path.write_text(json.dumps({str(number): [*part] for number, part in numbered}))
+    return path
+
+
+def test_rows_of_another_order_are_translated(tmp_path: Path) -> None:
+    """Each row of theirs against every image of ours; colours are last there."""
+    shuffled = torch.randperm(30, generator=torch.Generator().manual_seed(0))
+    x = COLOUR.x_train[shuffled].permute(0, 2, 3, 1).numpy()
+    rows = find_images(COLOUR, x, COLOUR.y_train[shuffled].numpy())
+    path = rows_file(tmp_path / "parts.json", PARTS)
+    plan = import_flwr(path, COLOUR, tasks=3, rows=rows)
+    assert images_of(plan) == [sorted(shuffled[part].tolist()) for part in PARTS]
+    assert images_of(import_flwr(path, COLOUR, tasks=3)) == [sorted(part) for part in PARTS]
+
+
+def test_the_order_of_classes_is_drawn_from_the_seed(tmp_path: Path) -> None:
+    path = rows_file(tmp_path / "parts.json", PARTS)
+
+    def orders(seed: int) -> list[list[tuple[int, ...]]]:
+        plan = import_flwr(path, GREY, 3, "independent", seed)
+        assert images_of(plan) == [sorted(part) for part in PARTS]
+        return [[task.classes for task in own] for own in plan.clients]
+
+    assert orders(0) == orders(0) and len({str(orders(seed)) for seed in range(5)}) == 5
+    assert len({str(own) for seed in range(5) for own in orders(seed)}) > 5  # a client its own
+    for own in orders(0):
+        assert [len(task) for task in own] == [2, 2, 1]
+        assert sorted(c for task in own for c in task) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("content", "tasks", "message"),
+    [
+        ({"0": [0, 30]}, 1, ": 0[1] is 30; it must be from 0 and below 30, the number of rows"),
+        ({"0": [0, -1]}, 1, ": 0[1] is -1; it must be from 0"),
+        ({"0": [0, 1.5]}, 1, ": 0[1] is 1.5; it must be a whole number"),
+        ({"0": [0], "2": [1]}, 1, ": 1 is None; it must be a list"),
+        ({"0": [0, 1], "1": [2, 0]}, 1, ": 0 is listed for client 0 and then for client 1"),
+        ({"0": [0, 1, 0]}, 1, ": 0 is listed for client 0 and then for client 0"),
+        ({"0": PARTS[0], "1": [11, 12]}, 3, "tasks is 3; it must be from 1 to 2, the number of c"),
+        ({"0": []}, 1, "tasks is 1; it must be from 1 to 0, the number of classes of client 0"),
+        ({}, 1, ": plan.clients is 0; it must be at least 1"),
+        ([[0]], 1, " is [[0]]; it must be a block of keys"),
+    ],
+)
+def test_a_wrong_partition_is_named(
+    content: object, tasks: int, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "parts.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ParameterError) as error:
+        import_flwr(path, GREY, tasks)
+    shown = str(error.value)
+    assert message in shown and str(path) in shown and "\n" not in shown
