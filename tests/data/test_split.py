@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stamp_core.config.decode import ParameterError, to_plain
+from stamp_core.config.decode import ParameterError
 from stamp_core.config.schema import Split
 from stamp_core.data import split as module
 from stamp_core.data.dataset import ImageDataset
@@ -414,7 +414,7 @@ def test_a_broken_file_is_refused(
 
 def forge(path: Path, plan: Plan, change: Callable[[dict], object]) -> None:
     """Write a changed plan with the hash that fits it."""
-    values = to_plain(plan)
+    values = module._content(plan)
     change(values)
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))
     path.write_text(json.dumps({"hash": hashlib.sha256(text.encode()).hexdigest(), **values}))
