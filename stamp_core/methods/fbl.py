@@ -129,7 +129,8 @@ class FBL(Rehearsal):
             if experience and self.params.from_background and self.runtime.dataset.masks:
                 self.start_from_background(list(client_round.classes))
         epochs = 0 if new else before["epochs"]
-        past = self.old_classes(client_round, old, epochs) if old else None
+        compared = old and client_round.classes  # without a part in the task no class is new
+        past = self.old_classes(client_round, old, epochs) if compared else None
         state = FBLState(
             old=old,
             experience=experience,

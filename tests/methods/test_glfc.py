@@ -190,7 +190,7 @@ def softmax(logits: Array) -> Array:
         {**GLFC, "scale": 20.0},
         {**GLFC, **LGA, "scale": 10.0, "server_lr": 1.5},
         {**GLFC, "scale": 20.0, "proxy": "none"},
-        {"signal": "entropy", "threshold": 0.1, "exemplars": 10, "scale": 20.0, "groups": "none"},
+        {"signal": "entropy", "threshold": 0.1, "exemplars": 9, "scale": 20.0, "groups": "none"},
     ],
     ids=["glfc", "lga", "no proxy", "entropy"],
 )
