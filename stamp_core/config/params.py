@@ -1,7 +1,8 @@
 """The parameter files: what runs (a profile), settings and presets of methods.
 
 params.yaml says what runs by default; quick.yaml, paper.yaml, cifar100.yaml and protocols.yaml in
-params/ are other profiles of the same form. All of them use params/settings.yaml and params/methods.yaml.
+params/ are other profiles of the same form. All of them use params/settings.yaml and
+params/methods.yaml.
 """
 
 import copy

@@ -139,7 +139,7 @@ class Training:
         passed = round_ / self.rounds
         if self.schedule == "cosine":
             return self.lr_end + (self.lr - self.lr_end) * (1 + math.cos(math.pi * passed)) / 2
-        return self.lr * (self.lr_end / self.lr) ** passed
+        return self.lr * math.pow(self.lr_end / self.lr, passed)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,9 @@ from stamp_core.core.paths import ROOT
 SPLIT_STAGES = ("split", "split_more_seeds", "split_returning_classes")
 TRAIN_STAGES = ("train", "train_more_seeds", "train_returning_classes", "sweep")
 PAGE_STAGES = ("heterogeneity", "related", "coresets", "ablation", "analyses", "compare", "tour")
-PIPELINES = {name: f"pipelines/{name}/dvc.yaml" for name in (PAPER, CIFAR100, PROTOCOLS)}  # of profiles
+PIPELINES = {
+    name: f"pipelines/{name}/dvc.yaml" for name in (PAPER, CIFAR100, PROTOCOLS)
+}  # of profiles
 LAST = {PAPER: ("tables",), CIFAR100: (), PROTOCOLS: ()}  # stages after those of settings
 OPERATIONS = "stamp_ops"  # a package beside this one, without which everything runs as well
 

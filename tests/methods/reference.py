@@ -55,12 +55,7 @@ GROWING: dict[str, dict[str, Any]] = {
             "classes_per_client": 1,
             "images_per_class": 20,
         },
-        "training": {
-            "rounds": 3,
-            "clients_per_round": 3,
-            "schedule": "cosine",
-            "lr_end": 0.02,
-        },
+        "training": {"rounds": 3, "clients_per_round": 3, "schedule": "cosine", "lr_end": 0.02},
     },
 }
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-5}  # float32 against float64, after a whole run

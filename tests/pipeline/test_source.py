@@ -17,7 +17,7 @@ def written() -> dict[str, str]:
 
 
 def of_profiles(names: set[str], params: dict[str, Any]) -> set[str]:
-    """With the files of other profiles, of their grids and sweeps; here all have the same blocks."""
+    """With the files of other profiles, of grids and sweeps; here all have the same blocks."""
     trained = {f"code/train-{name}" for name in params["grid"]["method"]}
     swept = {f"code/sweep-{name}" for name in params["sweeps"]}
     own = names & (trained | swept)
