@@ -66,7 +66,7 @@ class ClientRuntime:
         self.model = FlatModel(self.classifier)  # the same network as flat vectors
         self.lr = self.training.lr  # of the running round, and as a tensor where it changes
         constant = self.training.schedule == "constant"
-        self.scheduled = None if constant else torch.tensor(self.lr, device=self.device)  # []
+        self.scheduled = None if constant else torch.tensor(self.lr).to(self.device)  # []
         self.sgd = self.new_sgd(self.model)  # of local training, restarted for each
         self.graphs = StepGraphs(self.device, self.classifier)
         # The encoder's parameters come first in the flat vector, then the head's.
