@@ -133,6 +133,16 @@ def test_as_many_clients_are_selected_as_are_set_or_are_there() -> None:
             assert {u for each in drawn for u in each} == set(range(1 + 2 * experience))
 
 
+def test_all_clients_with_all_classes_are_a_run_without_these_options() -> None:
+    """Bit for bit; a rate that falls to itself differs in rounding alone."""
+    plain = run(tiny(split={"images_per_class": 9}))
+    split = {"images_per_class": 9, "classes_per_client": 2}
+    small.assert_same(run(tiny(split=split, training={"clients_per_round": 4})), plain)
+    constant = {"schedule": "cosine", "lr_end": small.TRAINING["lr"]}
+    for name, value in run(tiny(split=split, training=constant)).weights.items():
+        np.testing.assert_allclose(value, plain.weights[name], rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["fedavg_tuned", "fedavg"])
 @pytest.mark.parametrize("buffers", ["shared", "local"])
 def test_clients_that_have_not_joined_have_no_score(kind: str, buffers: str) -> None:
@@ -241,7 +251,14 @@ def test_a_full_disk_costs_the_checkpoint_only(
 # ------------------------------------------------------------------ stopped and resumed
 
 
-RANDOM = {"participation": 0.75, "dropout": 0.3, "momentum": 0.5, "shift": 1}
+RANDOM = {
+    "participation": 0.75,
+    "dropout": 0.3,
+    "momentum": 0.5,
+    "shift": 1,
+    "schedule": "cosine",
+    "lr_end": 0.02,
+}
 
 
 @pytest.mark.parametrize("kind", EVERY)
