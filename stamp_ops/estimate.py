@@ -126,9 +126,11 @@ def compute_needs(
 ) -> Needs:
     """The resources to train some methods, each with one seed, on a plan."""
     training = experiments[0].setting.training
-    images = count_images(plan, dataset)
+    batches = -(-count_images(plan, dataset) // training.batch_size)  # [U, T]
+    joined = [len(plan.joined(task)) for task in range(plan.tasks)]
+    shares = [training.count_selected(clients) / clients for clients in joined]  # [T]
     rounds = training.epochs * training.rounds * plan.split.cycles
-    steps = int((-(-images // training.batch_size)).sum()) * rounds
+    steps = round(batches.sum(0) @ np.array(shares) * rounds)
     tests = count_tests(plan, dataset) / training.batch_size * FORWARD_SHARE
     hours = (steps + tests) * cost.seconds / workers / 3600
     ratios = relative_seconds()

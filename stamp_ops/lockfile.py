@@ -21,7 +21,7 @@ import yaml
 from stamp_core.core import paths
 from stamp_core.core.atomic import atomic_write, quarantine
 
-NAMES = ("dvc.lock", *(f"pipelines/{name}/dvc.lock" for name in ("paper", "cifar100")))
+NAMES = ("dvc.lock", *(f"pipelines/{name}/dvc.lock" for name in ("paper", "cifar100", "protocols")))
 
 
 @contextmanager

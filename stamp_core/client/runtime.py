@@ -64,7 +64,10 @@ class ClientRuntime:
         check_masks(setting, dataset)
         self.classifier = self.network(seed=0).to(self.device)
         self.model = FlatModel(self.classifier)  # the same network as flat vectors
-        self.sgd = FlatSGD(self.model, self.training)  # of local training, restarted for each
+        self.lr = self.training.lr  # of the running round, and as a tensor where it changes
+        constant = self.training.schedule == "constant"
+        self.scheduled = None if constant else torch.tensor(self.lr).to(self.device)  # []
+        self.sgd = self.new_sgd(self.model)  # of local training, restarted for each
         self.graphs = StepGraphs(self.device, self.classifier)
         # The encoder's parameters come first in the flat vector, then the head's.
         self.encoder_size = sum(p.numel() for p in self.classifier.encoder.parameters())
@@ -87,6 +90,16 @@ class ClientRuntime:
         network = build_network(self.setting.network, self.shape, outputs, seed)
         network.to(memory_format=weights_format(self.device))  # type: ignore[call-overload]
         return network
+
+    def new_sgd(self, model: FlatModel) -> FlatSGD:
+        """SGD on a model as in local training, with the learning rate of the running round."""
+        return FlatSGD(model, self.training, self.scheduled)
+
+    def start_round(self, round_: int) -> None:
+        """Take the learning rate of a round of an experience."""
+        self.lr = self.training.lr_in(round_)
+        if self.scheduled is not None:
+            self.scheduled.fill_(self.lr)
 
     def layers(self) -> list[int]:
         """The sizes of the parameter blocks for layer-wise matching."""

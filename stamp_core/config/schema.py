@@ -22,13 +22,18 @@ class Split:
     alpha: float | None = None  # Dirichlet concentration over clients inside each task
     min_samples: int = 1  # with alpha: the fewest images of a client in a task
     images_per_class: int | None = None  # drawn at random for each client; None: all images
+    sizes: Literal["drawn", "equal"] = "drawn"  # with alpha: of the clients' shares of a task
+    joining: int = 0  # of the clients: how many join with each task after the first
+    old_share: float = 0.0  # of the clients that joined before a task: those that do not learn it
+    classes_per_client: int | None = None  # of a task, drawn for each client; None: all of them
 
     def __post_init__(self) -> None:
         """Validate numbers and combinations."""
         require_at_least(self, 1, "clients", "tasks", "cycles")
-        require_at_least(self, 1, "classes_per_task", "images_per_class")
-        require_at_least(self, 0, "min_samples", "common_clients")
+        require_at_least(self, 1, "classes_per_task", "images_per_class", "classes_per_client")
+        require_at_least(self, 0, "min_samples", "common_clients", "joining")
         require_above(self, 0, "alpha")
+        require_fraction(self, "old_share")
         if self.kind == "classes":
             right = "a number of classes, as kind is 'classes'"
             require(self, "classes_per_task", self.classes_per_task is not None, right)
@@ -36,20 +41,31 @@ class Split:
             right = f"absent, as kind is {self.kind!r}"
             require(self, "classes_per_task", self.classes_per_task is None, right)
         if self.kind == "file":  # nothing of such a plan is drawn
-            drawn = {"order": "independent", "alpha": None, "images_per_class": None}
-            for name, absent in drawn.items():
-                require(self, name, getattr(self, name) == absent, right)
+            require(self, "order", self.order == "independent", right)
+            drawn = ("alpha", "images_per_class", "joining", "old_share", "classes_per_client")
+            for name in drawn:
+                require(self, name, not getattr(self, name), right)
         few = self.common_clients <= self.clients
         require(self, "common_clients", few, f"at most clients = {self.clients}")
         if self.order != "mixed":
             require(self, "common_clients", self.common_clients == 0, "0 unless order is 'mixed'")
+        some = self.clients > self.joining * (self.tasks - 1)
+        require(self, "joining", some, "so few that a client is there from the first task")
+        size = self.classes_per_task or 0
+        few = self.classes_per_client is None or self.classes_per_client <= size
+        require(self, "classes_per_client", few, f"at most classes_per_task = {size}")
+        self._check_alpha()
+
+    def _check_alpha(self) -> None:
+        """Validate what needs an alpha, or has to be absent with one."""
         if self.alpha is None:
-            require(self, "min_samples", self.min_samples == 1, "absent unless alpha is set")
+            for name, unset in (("min_samples", 1), ("sizes", "drawn")):
+                require(self, name, getattr(self, name) == unset, "absent unless alpha is set")
             return
         right = "'common' or 'given' where alpha is set: clients share tasks"
         require(self, "order", self.order in ("common", "given"), right)
-        right = "absent where alpha is set"
-        require(self, "images_per_class", self.images_per_class is None, right)
+        for name in ("images_per_class", "joining", "old_share", "classes_per_client"):
+            require(self, name, not getattr(self, name), "absent where alpha is set")
 
 
 @dataclass(frozen=True)
@@ -90,6 +106,9 @@ class Training:
     momentum: float = 0.0
     weight_decay: float = 0.0
     participation: float = 1.0  # share of clients selected in a round
+    clients_per_round: int | None = None  # their number instead
+    schedule: Literal["constant", "cosine", "exponential"] = "constant"  # of lr in an experience
+    lr_end: float | None = None  # what lr falls to, reached after the experience's last round
     dropout: float = 0.0  # probability that a selected client does not complete the round
     buffers: Literal["shared", "local", "frozen"] = "shared"  # of batch normalisation
     shift: int = 0  # augmentation: random translation in pixels
@@ -98,15 +117,34 @@ class Training:
 
     def __post_init__(self) -> None:
         """Validate the numbers."""
-        require_at_least(self, 1, "rounds", "batch_size")
+        require_at_least(self, 1, "rounds", "batch_size", "clients_per_round")
         require_at_least(self, 0, "epochs", "lr", "weight_decay", "shift")
         require_fraction(self, "momentum", "dropout")
         some = 0 < self.participation <= 1
         require(self, "participation", some, "above 0 and at most 1")
+        one = self.clients_per_round is None or self.participation == 1
+        require(self, "participation", one, "absent, as clients_per_round is set")
+        if self.schedule == "constant":
+            require(self, "lr_end", self.lr_end is None, "absent, as schedule is 'constant'")
+            return
+        falls = self.lr_end is not None and 0 < self.lr_end <= self.lr
+        right = f"above 0 and at most lr = {self.lr:g}, as schedule is {self.schedule!r}"
+        require(self, "lr_end", falls, right)
 
-    def selected(self, clients: int) -> int:
+    def count_selected(self, clients: int) -> int:
         """How many of so many clients are selected in a round."""
+        if self.clients_per_round is not None:
+            return min(self.clients_per_round, clients)
         return max(1, math.ceil(self.participation * clients - 1e-9))  # 0.28 * 25 > 7
+
+    def lr_in(self, round_: int) -> float:
+        """The local learning rate in a round of an experience."""
+        if self.lr_end is None:
+            return self.lr
+        passed = round_ / self.rounds
+        if self.schedule == "cosine":
+            return self.lr_end + (self.lr - self.lr_end) * (1 + math.cos(math.pi * passed)) / 2
+        return self.lr * math.pow(self.lr_end / self.lr, passed)
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,12 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from enum import IntEnum
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,10 @@ Indices = NDArray[np.int64]
 # 1 draw in 4 gives every client images of a CIFAR10 task (2 classes), so 100 draws suffice. If
 # fewer than 1 in 100 are accepted, an accepted draw no longer has the distribution of that alpha.
 DRAWS = 100
+EPSILON = 1e-5  # added to a client's shares of classes, so that it may draw from any that is left
+# Fields that Split had not when the first plans were stored. At their defaults they are left out of
+# files and hashes, which so stay what they are.
+LATER = ("sizes", "joining", "old_share", "classes_per_client")
 
 
 class Purpose(IntEnum):
@@ -39,15 +44,20 @@ class Purpose(IntEnum):
     OWN = 1  # a client's own order
     IMAGES = 3  # a client's images of a class
     SHARES = 4  # the clients' shares of a task's images
+    CLASSES = 5  # a client's classes of a task
+    OLD = 6  # the clients that do not learn a task
 
 
 @dataclass(frozen=True)
 class Task:
     """What a client learns in one experience."""
 
-    classes: tuple[int, ...]  # sorted
+    classes: tuple[int, ...]  # sorted; none where the client has no part in the task
     domain: int | None = None  # None: all domains
     train: tuple[int, ...] | None = None  # sorted indices; None: all images of classes and domain
+
+
+NO_TASK = Task(())
 
 
 @dataclass(frozen=True)
@@ -73,8 +83,13 @@ class Plan:
     @cached_property
     def hash(self) -> str:
         """The SHA-256 of the plan's canonical JSON."""
-        text = json.dumps(to_plain(self), sort_keys=True, separators=(",", ":"))
+        text = json.dumps(_content(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def joined(self, experience: int) -> list[int]:
+        """The clients that have joined by an experience, ascending."""
+        clients = range(self.split.clients)
+        return [client for client in clients if _joins(self.split, client) <= experience]
 
     def seen(self, client: int, experience: int) -> tuple[int, ...]:
         """The sorted classes of the experiences 0..experience of `client`; () for -1."""
@@ -95,7 +110,7 @@ class Plan:
 
     def save(self, path: Path) -> None:
         """Write the plan and its hash as JSON; `path` is replaced atomically."""
-        text = json.dumps({"hash": self.hash, **to_plain(self)}, indent=1)
+        text = json.dumps({"hash": self.hash, **_content(self)}, indent=1)
         text = re.sub(r"(?<=\d,)\s+(?=\d)", " ", text)  # lists of numbers on one line
         text = re.sub(r"(?<=\[)\s+(?=\d)|(?<=\d)\s+(?=\])", "", text)
         with atomic_write(path) as part:
@@ -133,6 +148,7 @@ def make_plan(split: Split, dataset: ImageDataset, seed: int) -> Plan:
     _check_sizes(split, items)
     orders = [_draw_order(split, items, seed, client) for client in range(split.clients)]
     tasks = [_make_tasks(split, dataset, order) for order in orders]  # [U][T]
+    tasks = _draw_parts(split, tasks, seed)
     if split.images_per_class is not None:
         tasks = [
             [_draw_images(dataset, task, split.images_per_class, seed, client) for task in own]
@@ -142,6 +158,14 @@ def make_plan(split: Split, dataset: ImageDataset, seed: int) -> Plan:
         shared = [_share_task(split, dataset, t, task, seed) for t, task in enumerate(tasks[0])]
         tasks = [list(own) for own in zip(*shared, strict=True)]
     return Plan(split, seed, dataset.digest, tuple(map(tuple, tasks)), len(dataset.classes))
+
+
+def _content(plan: Plan) -> dict[str, Any]:
+    """The plan as plain values, without later fields of its split that are at their defaults."""
+    content: dict[str, Any] = to_plain(plan)
+    unset = {each.name: each.default for each in fields(Split) if each.name in LATER}
+    split = content["split"].items()
+    return {**content, "split": {k: v for k, v in split if k not in unset or v != unset[k]}}
 
 
 def read_json(path: Path) -> object:
@@ -180,14 +204,20 @@ def check_plan(where: str, plan: Plan, dataset: ImageDataset | None) -> None:
     _check_length(f"{where}.clients", plan.clients, clients, clients)
     for client, own in enumerate(plan.clients):
         _check_length(f"{where}.clients[{client}]", own, tasks, tasks)
+        first = _joins(plan.split, client)
         for t, task in enumerate(own):
-            _check_task(f"{where}.clients[{client}][{t}]", task, plan, dataset)
+            place = f"{where}.clients[{client}][{t}]"
+            if t >= first and not (t > first and plan.split.old_share and not task.classes):
+                _check_task(place, task, plan, dataset)
+            elif task != NO_TASK:
+                raise ParameterError(f"{place} must be without classes, domain and images")
 
 
 def _check_task(where: str, task: Task, plan: Plan, dataset: ImageDataset | None) -> None:
     """Validate a task by the split of its plan and, if there is one, by the data set."""
     split, listed = plan.split, plan.split.kind == "file"
-    size, count = split.classes_per_task or plan.classes, split.images_per_class
+    size = split.classes_per_client or split.classes_per_task or plan.classes
+    count = split.images_per_class
     sizes = (1, math.inf) if listed else (size, size)
     _check_numbers(f"{where}.classes", task.classes, plan.classes, *sizes)
     domains = math.inf if dataset is None else len(dataset.domains)
@@ -261,6 +291,44 @@ def _make_tasks(split: Split, dataset: ImageDataset, order: Indices) -> list[Tas
     return [Task(classes, domain) for domain in order[:, 0].tolist()]
 
 
+def _joins(split: Split, client: int) -> int:
+    """The task with which a client joins: the last ones join last."""
+    late = client - (split.clients - split.joining * (split.tasks - 1))
+    return 0 if late < 0 else late // split.joining + 1
+
+
+def _draw_parts(split: Split, tasks: list[list[Task]], seed: int) -> list[list[Task]]:
+    """The tasks as clients have parts in them: none, or some classes, or all as before.  # [U][T]
+
+    A client has none before it joins, and in tasks for which it is drawn as an old one.
+    """
+    old = [_draw_old(split, t, seed) for t in range(split.tasks)]
+
+    def part(client: int, t: int) -> Task:
+        if t < _joins(split, client) or client in old[t]:
+            return NO_TASK
+        return _draw_classes(split, tasks[client][t], seed, client, t)
+
+    return [[part(client, t) for t in range(split.tasks)] for client in range(split.clients)]
+
+
+def _draw_old(split: Split, index: int, seed: int) -> set[int]:
+    """The clients that joined before task `index` and do not learn it."""
+    earlier = sum(_joins(split, client) < index for client in range(split.clients))
+    count = math.ceil(split.old_share * earlier - 1e-9)  # 0.1 * 30 > 3
+    draw = _generator(seed, Purpose.OLD, index)
+    return set(draw.choice(earlier, count, replace=False).tolist()) if count else set()
+
+
+def _draw_classes(split: Split, task: Task, seed: int, client: int, index: int) -> Task:
+    """A client's part of task `index`: some of its classes, or the whole task."""
+    if split.classes_per_client is None:
+        return task
+    draw = _generator(seed, Purpose.CLASSES, client, index)
+    chosen = draw.choice(task.classes, split.classes_per_client, replace=False)
+    return replace(task, classes=tuple(sorted(chosen.tolist())))
+
+
 def _fits(labels: torch.Tensor, domains: torch.Tensor, task: Task) -> NDArray[np.bool_]:
     """Which images are of the task's classes and domain.  # [N]"""
     matches = np.isin(np.asarray(labels), task.classes)
@@ -276,6 +344,8 @@ def _find_images(labels: torch.Tensor, domains: torch.Tensor, task: Task) -> Ind
 
 def _draw_images(dataset: ImageDataset, task: Task, count: int, seed: int, client: int) -> Task:
     """A client's task with `count` images of each class, drawn without replacement."""
+    if task == NO_TASK:
+        return task
     train: list[int] = []
     for label in task.classes:
         own = _find_images(dataset.y_train, dataset.domain_train, replace(task, classes=(label,)))
@@ -303,8 +373,9 @@ def _share_task(
 def _draw_owners(split: Split, labels: Indices, index: int, seed: int) -> Indices:
     """The client of each image of task `index`, redrawn until each has `min_samples`.  # [N]"""
     draw, best = _generator(seed, Purpose.SHARES, index), 0
+    share = _draw_equal if split.sizes == "equal" else _draw_dirichlet
     for _ in range(DRAWS):
-        owners = _draw_dirichlet(split, labels, draw)
+        owners = share(split, labels, draw)
         smallest = int(np.bincount(owners, minlength=split.clients).min())
         if smallest >= split.min_samples:
             return owners
@@ -332,4 +403,26 @@ def _draw_dirichlet(split: Split, labels: Indices, draw: np.random.Generator) ->
         cuts = (np.cumsum(shares / shares.sum())[:-1] * len(own)).astype(np.int64)  # [U - 1]
         owners[own] = np.searchsorted(cuts, np.arange(len(own)), side="right")
         sizes += np.bincount(owners[own], minlength=split.clients)
+    return owners
+
+
+def _draw_equal(split: Split, labels: Indices, draw: np.random.Generator) -> Indices:
+    """The client of each image, client by client with its own p ~ Dirichlet(alpha * 1).  # [N]
+
+    p is over classes, and all clients get equally many images: latent Dirichlet allocation, as
+    Flower's. Of a class with no image left the others take the share.
+    """
+    classes, counts = np.unique(labels, return_counts=True)  # [K], [K]
+    pools = [draw.permutation(np.flatnonzero(labels == label)) for label in classes]
+    owners = np.zeros(len(labels), dtype=np.int64)
+    ends = np.zeros(len(classes), dtype=np.int64)  # how many images of each class are taken
+    for client, images in enumerate(np.array_split(labels, split.clients)):
+        p = draw.dirichlet(np.full(len(classes), split.alpha)) + EPSILON
+        starts, missing = ends, len(images)
+        while missing:
+            left = p * (ends < counts)
+            ends = np.minimum(ends + draw.multinomial(missing, left / left.sum()), counts)
+            missing = len(images) - int((ends - starts).sum())
+        for pool, start, end in zip(pools, starts, ends, strict=True):
+            owners[pool[start:end]] = client
     return owners

@@ -82,6 +82,7 @@ class Worker:
 
     def initial_states(self, seed: int) -> tuple[State, list[StateOrRef], int, int]:
         """The first states of the server and of every client, and the bytes sent down and up."""
+        self.runtime.start_round(0)
         server, clients, down, up = self.method.initial_states(self.plans[seed])
         return server, [self.keep_state(seed, each, flush=False) for each in clients], down, up
 
@@ -101,6 +102,7 @@ class Worker:
         seed = round_id.seed
         loaded = self.load_state(seed, state)
         client_round = self.method.client_round(round_id, self.plans[seed], loaded, message)
+        self.runtime.start_round(round_id.round)
         reset_device_peak(self.runtime.device)
         start = time.perf_counter()
         reply = self.method.train_client(client_round)
@@ -162,6 +164,7 @@ class Worker:
         """
         plan = self.plans[round_id.seed]
         loaded = self.load_state(round_id.seed, state)
+        self.runtime.start_round(round_id.round)
         if personal:
             client_round = self.method.client_round(round_id, plan, loaded, message)
             return self.method.personal_scores(client_round)

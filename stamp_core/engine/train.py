@@ -321,11 +321,12 @@ class Run:
 
     def select_clients(self, experience: int, round_: int) -> tuple[list[int], list[int]]:
         """The clients that receive the model in a round, and those of them that complete it."""
-        clients = len(self.plan.clients)
+        joined = self.plan.joined(experience)
         address = (self.seed, experience, round_)
-        order = torch.randperm(clients, generator=generator(*address, "participation"))
-        draws = torch.rand(clients, generator=generator(*address, "dropout"))
-        selected = sorted(order[: self.training.selected(clients)].tolist())
+        count = self.training.count_selected(len(joined))
+        order = torch.randperm(len(joined), generator=generator(*address, "participation"))
+        draws = torch.rand(len(self.plan.clients), generator=generator(*address, "dropout"))
+        selected = sorted(joined[place] for place in order[:count].tolist())
         completing = [client for client in selected if draws[client] >= self.training.dropout]
         server, method = self.state["server"], self.method
         asked, replying = (method.participants(each, server) for each in (selected, completing))
@@ -358,7 +359,8 @@ class Run:
                 found = self.evaluate_clients(experience, personal=False)
             else:
                 found = self.evaluate_global(experience, message, self.executor)
-            scores["global"][:, experience] = found
+            joined = self.plan.joined(experience)  # the others have no score
+            scores["global"][:, experience, joined] = found[:, joined]
             if len(self.feature_indices):
                 extract = partial(
                     Worker.extract_features, message=message, indices=self.feature_indices
@@ -383,11 +385,16 @@ class Run:
         return to_accuracies(torch.stack(counts).sum(0), self.tests)
 
     def evaluate_clients(self, experience: int, personal: bool) -> Tensor:
-        """Scores of each client's own version of a model.  # [scorings, U, T]"""
+        """Scores of each client's own version of a model.  # [scorings, U, T]
+
+        NaN for clients that have not joined.
+        """
         server = self.state["server"]
         last = self.training.rounds - 1
+        joined = self.plan.joined(experience)
         calls = []
-        for client, state in enumerate(self.state["clients"]):
+        for client in joined:
+            state = self.state["clients"][client]
             message = self.method.broadcast(server, client) if personal else global_model(server)
             round_id = RoundId(self.seed, client, experience, last, True)
             calls.append(
@@ -399,7 +406,9 @@ class Run:
                     personal=personal,
                 )
             )
-        return torch.cat(self.executor.map(calls), dim=1)
+        scores = torch.full_like(self.state["scores"]["global"][:, experience], torch.nan)
+        scores[:, joined] = torch.cat(self.executor.map(calls), dim=1)
+        return scores
 
     def memory_samples(self, experience: int) -> list[dict[str, Tensor]]:
         """Images of each class in the first client's memory now, if recorded and if it has any."""

@@ -129,7 +129,9 @@ class FBL(Rehearsal):
             if experience and self.params.from_background and self.runtime.dataset.masks:
                 self.start_from_background(list(client_round.classes))
         epochs = 0 if new else before["epochs"]
-        past = self.old_classes(client_round, old, epochs) if old else None
+        seen = client_round.plan.seen(client_round.client, experience - 1)
+        both = old and seen and client_round.classes  # old classes and new ones
+        past = self.old_classes(client_round, old, epochs) if both else None
         state = FBLState(
             old=old,
             experience=experience,

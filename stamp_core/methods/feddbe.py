@@ -166,7 +166,7 @@ class FedDBE(Method):
         """Take an SGD step on the offset, without momentum or weight decay."""
         offset = context.offset
         if offset is not None and offset.grad is not None:
-            offset.data.add_(offset.grad, alpha=-self.runtime.training.lr)
+            offset.data.add_(offset.grad, alpha=-self.runtime.lr)
             offset.grad = None
 
     def update_state(self, client_round: ClientRound, context: FedDBEContext) -> State:

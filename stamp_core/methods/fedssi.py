@@ -96,7 +96,7 @@ class FedSSI(Method):
         """Log what was not measured since the last round, and a penalty that overshoots."""
         missed = client_round.experience - 1 - latest(state) + (not state["measured"])
         client_round.log.events += [MISSED] * missed
-        strength = self.runtime.training.lr * self.params.fedssi_alpha
+        strength = self.runtime.lr * self.params.fedssi_alpha
         if "omega" in state and strength * state["omega"].max() > 1:
             client_round.log.events.append(OVERSHOT)
 
@@ -157,7 +157,7 @@ class FedSSI(Method):
             self.runtime.start_step(len(batch))
             self.loss(batch, context).backward()
             step = model.gradients.add(model.parameters - start, alpha=self.params.pull)
-            step.mul_(-training.lr)  # of the proximal term too, which would diverge without lr
+            step.mul_(-self.runtime.lr)  # of the proximal term too, which would diverge without lr
             integral.addcmul_(model.gradients, step, value=-1)
             model.parameters.add_(step)
         return integral

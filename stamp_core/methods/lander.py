@@ -257,7 +257,7 @@ class Lander(Inversion):
         state: LanderState = client_round.state
         held = state["anchors"] if "anchors" in state else client_round.message["anchors"]
         anchors = held.to(self.runtime.device, torch.float32)
-        sgd = FlatSGD(self.map, self.runtime.training)
+        sgd = self.runtime.new_sgd(self.map)
         return LanderContext(**shared, anchors=anchors, map_sgd=sgd)
 
     def loss_weights(self, past: int, new: int) -> tuple[float, float]:

@@ -46,8 +46,9 @@ class FlatModel:
 class FlatSGD:
     """Stochastic gradient descent on the flat vectors, bit-identical to torch.optim.SGD."""
 
-    def __init__(self, model: FlatModel, training: Training) -> None:
+    def __init__(self, model: FlatModel, training: Training, lr: Tensor | None = None) -> None:
         self.model, self.training = model, training
+        self.lr = lr  # [], the round's learning rate where it changes; None: that of `training`
         self.velocity: Tensor | None = None  # [P], from the first step with momentum
 
     def restart(self) -> None:
@@ -64,7 +65,10 @@ class FlatSGD:
             if self.velocity is None:  # -0.0 + x is x, even for -0.0
                 self.velocity = torch.full_like(gradient, -0.0)
             gradient = self.velocity.mul_(self.training.momentum).add_(gradient)
-        self.model.parameters.add_(gradient, alpha=-self.training.lr)
+        if self.lr is None:
+            self.model.parameters.add_(gradient, alpha=-self.training.lr)
+        else:  # from its address: a captured step keeps no number that changes
+            self.model.parameters.addcmul_(gradient, self.lr, value=-1)
 
 
 class Adam:

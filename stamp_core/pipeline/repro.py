@@ -1,7 +1,7 @@
 """`dvc repro` with several stages at a time: small stages use cores better so.
 
 The results are those of a plain `dvc repro`, which runs one stage after the other. Other profiles
-have pipelines of their own, in pipelines/paper and pipelines/cifar100.
+have pipelines of their own, in folders of pipelines/ with their names.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from stamp_core.config.params import (
     DEFAULT,
     GRIDS,
     PAPER,
+    PROTOCOLS,
     Params,
     check_names,
     expand_grid,
@@ -37,8 +38,10 @@ from stamp_core.core.paths import ROOT
 SPLIT_STAGES = ("split", "split_more_seeds", "split_returning_classes")
 TRAIN_STAGES = ("train", "train_more_seeds", "train_returning_classes", "sweep")
 PAGE_STAGES = ("heterogeneity", "related", "coresets", "ablation", "analyses", "compare", "tour")
-PIPELINES = {name: f"pipelines/{name}/dvc.yaml" for name in (PAPER, CIFAR100)}  # of profiles
-LAST = {PAPER: ("tables",), CIFAR100: ()}  # their stages after those of single settings
+PIPELINES = {
+    name: f"pipelines/{name}/dvc.yaml" for name in (PAPER, CIFAR100, PROTOCOLS)
+}  # of profiles
+LAST = {PAPER: ("tables",), CIFAR100: (), PROTOCOLS: ()}  # stages after those of settings
 OPERATIONS = "stamp_ops"  # a package beside this one, without which everything runs as well
 
 

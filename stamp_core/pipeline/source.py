@@ -6,7 +6,7 @@ the stages depend on copies of the notebooks without outputs and on fingerprints
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from stamp_core.config.params import (
@@ -14,6 +14,7 @@ from stamp_core.config.params import (
     CIFAR100,
     DEFAULT,
     PAPER,
+    PROTOCOLS,
     Params,
     expand_grid,
     read_params,
@@ -28,9 +29,10 @@ from stamp_core.pipeline.sweeps import read_sweep, sweep_experiments
 
 def write_source() -> None:
     """Write data/source: notebooks without outputs, and the fingerprint of every stage's code."""
-    params, *others = (read_params(profile) for profile in (DEFAULT, PAPER, CIFAR100))
+    params, paper = read_params(DEFAULT), read_params(PAPER)
+    miniatures = {profile: read_params(profile) for profile in (CIFAR100, PROTOCOLS)}
     count = check_params(params)
-    for other in others:
+    for other in (paper, *miniatures.values()):
         check_params(other)
     swept = sum(len(sweep_experiments(name, params)) for name in params["sweeps"])
     for setting in used_settings(params):  # the paper's images are on few machines
@@ -43,7 +45,7 @@ def write_source() -> None:
         with atomic_write(SOURCE / path.name) as scratch:
             scratch.write_text(text + "\n", encoding="utf-8")
     write_parameters(params)
-    write_fingerprints(params, *others)
+    write_fingerprints(params, paper, miniatures)
 
 
 def used_settings(params: Params) -> list[str]:
@@ -65,8 +67,11 @@ def write_parameters(params: Params) -> None:
         write_json(f"parameters/{name}", params[name])
 
 
-def write_fingerprints(params: Params, paper: Params, cifar100: Params) -> None:
-    """Write the fingerprint of each stage's code, with the parameters of methods and sweeps."""
+def write_fingerprints(params: Params, paper: Params, others: Mapping[str, Params]) -> None:
+    """Write the fingerprint of each stage's code, with the parameters of methods and sweeps.
+
+    `others` are profiles with values of their own, by name.
+    """
     data = PACKAGE / "data"
     report = PACKAGE / "report"
     write_fingerprint("split", data / "split.py", *sorted((data / "sources").glob("*.py")))
@@ -76,9 +81,11 @@ def write_fingerprints(params: Params, paper: Params, cifar100: Params) -> None:
     sweeps_file = PACKAGE / "pipeline" / "sweeps.py"
     write_fingerprint("report", sweeps_file, *pages, parameters=digests)
     write_trainings(params, "", params["methods"])  # the paper's are among them
-    write_trainings(cifar100, f"{CIFAR100}-")
-    for profile, prefix in ((params, ""), (paper, ""), (cifar100, f"{CIFAR100}-")):
-        write_sweeps(profile, prefix)
+    write_sweeps(params, "")
+    write_sweeps(paper, "")
+    for name, profile in others.items():
+        write_trainings(profile, f"{name}-")
+        write_sweeps(profile, f"{name}-")
 
 
 def write_trainings(params: Params, prefix: str, others: Iterable[str] = ()) -> None:

@@ -60,7 +60,7 @@ def accountant(setting: Setting, delta: float) -> Callable[[float], float]:
         raise invalid("delta", delta, "above 0 and below 1")
     rounds = setting.split.tasks * setting.split.cycles * setting.training.rounds
     clients = setting.split.clients
-    selected = setting.training.selected(clients)
+    selected = setting.training.count_selected(clients)
 
     def composed(multiplier: float) -> float:
         """Of Gaussian mechanisms, which compose to one; exact (Balle and Wang, 2018)."""
@@ -76,5 +76,7 @@ def accountant(setting: Setting, delta: float) -> Callable[[float], float]:
         bound = float(total.compose(event, rounds).get_epsilon(delta))
         return min(bound, composed(multiplier))
 
-    amplified = setting.privacy.noise == "central" and selected < clients
+    # Of clients that join later, earlier rounds select from fewer: what they spend is not counted.
+    constant = setting.privacy.noise == "central" and not setting.split.joining
+    amplified = constant and selected < clients
     return sampled if amplified else composed

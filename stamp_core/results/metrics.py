@@ -104,7 +104,8 @@ def run_metrics(
     tasks = a.shape[2]
     a = last_cycle(a, tasks)
     m = micro_average(a, n)
-    clients = np.array([mean(row) for row in a[-1]])  # final accuracy of each
+    # final accuracy of each client, over the tasks that it has images of
+    clients = np.array([mean(row[own > 0]) for row, own in zip(a[-1], n, strict=True)])
     before = np.full(tasks, np.nan) if initial is None else micro_average(initial[None], n)[0]
     own = np.full_like(m, np.nan) if local is None else micro_average(last_cycle(local, tasks), n)
     return {

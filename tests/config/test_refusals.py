@@ -87,9 +87,11 @@ REHEARSING = " ".join(n for n in method_names() if hasattr(get_method(n).Params,
 INVERTING = "lander target"
 LIMITS: list[tuple[str, str, str]] = [  # blocks, their fields, the limit
     ("split", "clients tasks cycles classes_per_task images_per_class", "at least 1"),
-    ("split", "common_clients min_samples", "at least 0"),
+    ("split", "classes_per_client", "at least 1"),
+    ("split", "common_clients min_samples joining", "at least 0"),
+    ("split", "old_share", "at least 0 and below 1"),
     ("network", "features micro_batch_size", "at least 1"),
-    ("training", "rounds batch_size", "at least 1"),
+    ("training", "rounds batch_size clients_per_round", "at least 1"),
     ("training", "epochs lr weight_decay shift", "at least 0"),
     ("training", "momentum dropout", "at least 0 and below 1"),
     ("training", "participation", "above 0 and at most 1"),
@@ -217,8 +219,8 @@ NAMES: list[Row] = [
         f"{SETTING}.training.momentm",
         0.1,
         f"{S}.training: 'momentm' is unknown; did you mean 'momentum'? known: batch_size, buffers, "
-        "deterministic, dropout, epochs, flip, lr, momentum, participation, rounds, shift, "
-        "weight_decay",
+        "clients_per_round, deterministic, dropout, epochs, flip, lr, lr_end, momentum, "
+        "participation, rounds, schedule, shift, weight_decay",
     ),
     (f"{SETTING}.trainig", {}, f"{S}: 'trainig' is unknown; did you mean 'training'? known: data,"),
     (f"{SETTING}.network.colour", "red", f"{S}.network: 'colour' is unknown; known: channels, "),
@@ -313,6 +315,35 @@ COMBINATIONS: list[Row] = [
         f"{SETTING}.split",
         {**SHARED, "alpha": 1, "images_per_class": 5},
         f"{S}.split.images_per_class is 5; it must be absent where alpha is set",
+    ),
+    (f"{SETTING}.split.sizes", "equal", f"{S}.split.sizes is 'equal'; it must be absent unless al"),
+    *(
+        (
+            f"{SETTING}.split",
+            {**SHARED, "alpha": 1, name: value},
+            f"{S}.split.{name} is {value}; it must be absent where alpha is set",
+        )
+        for name, value in (("joining", 1), ("old_share", 0.5), ("classes_per_client", 1))
+    ),
+    (f"{SETTING}.split.joining", 4, f"{S}.split.joining is 4; it must be so few that a client is"),
+    (
+        f"{SETTING}.split.classes_per_client",
+        3,
+        f"{S}.split.classes_per_client is 3; it must be at most classes_per_task = 2",
+    ),
+    (
+        f"{SETTING}.training",
+        {**TRAINING, "participation": 0.5, "clients_per_round": 2},
+        f"{S}.training.participation is 0.5; it must be absent, as clients_per_round is set",
+    ),
+    (f"{SETTING}.training.lr_end", 0.1, f"{S}.training.lr_end is 0.1; it must be absent, as sched"),
+    *(
+        (
+            f"{SETTING}.training",
+            {**TRAINING, "lr": 0.1, "schedule": "cosine", "lr_end": value},
+            f"{S}.training.lr_end is {value}; it must be above 0 and at most lr = 0.1, as schedule",
+        )
+        for value in (None, 0.0, 0.2)
     ),
     (f"{SETTING}.network.channels", [], f"{S}.network.channels is []; it must be at least one num"),
     (f"{SETTING}.network.channels", [4, 0], f"{S}.network.channels is [4, 0]; it must be at least"),

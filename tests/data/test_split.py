@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import images
 
-from stamp_core.config.decode import ParameterError, to_plain
+from stamp_core.config.decode import ParameterError
 from stamp_core.config.schema import Split
 from stamp_core.data import split as module
 from stamp_core.data.dataset import ImageDataset
@@ -30,6 +30,7 @@ THREE_DOMAINS = images(4, each=6, domains=3)
 OWN = Split("classes", clients=3, tasks=5, classes_per_task=2)
 SHARED = Split("classes", clients=3, tasks=2, classes_per_task=3, order="common", alpha=0.5)
 DOMAINS = Split("domains", clients=3, tasks=3)
+LATE = replace(OWN, joining=1, tasks=3, order="given", old_share=0.4)
 
 
 @st.composite
@@ -83,6 +84,27 @@ def test_the_draw_is_pinned() -> None:
         [(2, 7), (0, 4), (1, 6), (8, 9), (3, 5)],
         [(7, 9), (1, 5), (0, 4), (3, 8), (2, 6)],
     ]
+
+
+@pytest.mark.parametrize(
+    ("split", "dataset", "digest"),
+    [
+        (OWN, TEN, "42812be2fa2d3e2e"),
+        (SHARED, TEN, "1b604cab05e53bbb"),
+        (DOMAINS, THREE_DOMAINS, "118bd7fe8988e4cb"),
+        (replace(OWN, order="mixed", common_clients=2, cycles=2), TEN, "d8648a5396d400ba"),
+        (replace(DOMAINS, images_per_class=3), THREE_DOMAINS, "9322a190b336ec81"),
+        (replace(SHARED, order="given", min_samples=0), TEN, "59facd3fdf333778"),
+    ],
+)
+def test_the_hash_is_pinned(
+    split: Split, dataset: ImageDataset, digest: str, tmp_path: Path
+) -> None:
+    """Options that a split does not use are in no plan: those stored before them stay valid."""
+    plan = make_plan(split, dataset, 7)
+    assert plan.hash.startswith(digest)
+    plan.save(tmp_path / "plan.json")
+    assert not set(module.LATER) & set(json.loads((tmp_path / "plan.json").read_text())["split"])
 
 
 @quick
@@ -176,6 +198,59 @@ def test_own_images_by_domain() -> None:
     assert len(places) == 3  # each domain has a draw of its own
 
 
+# --- clients that join later, or have a part of a task
+
+
+@quick
+@given(
+    splits("independent", "common", "given"),
+    seeds,
+    st.integers(0, 3),
+    st.sampled_from([0.0, 0.1, 0.34, 0.9]),
+    st.booleans(),
+)
+def test_a_client_has_no_part_before_it_joins_nor_as_an_old_one(
+    case: tuple[Split, ImageDataset], seed: int, joining: int, share: float, few: bool
+) -> None:
+    """Of its other tasks it has as many classes as it should; a task without a part is empty."""
+    split, dataset = case
+    split = replace(split, clients=split.clients + joining * (split.tasks - 1))
+    whole = orders(make_plan(split, dataset, seed))
+    size = 1 if few else split.classes_per_task
+    changed = replace(
+        split, joining=joining, old_share=share, classes_per_client=size if few else None
+    )
+    plan = make_plan(changed, dataset, seed)
+    first = split.clients - joining * (split.tasks - 1)
+    for t in range(split.tasks):
+        here, before = range(first + joining * t), range(first + joining * (t - 1)) if t else ()
+        learning = [u for u, tasks in enumerate(orders(plan)) if tasks[t]]
+        assert plan.joined(t) == list(here) and set(learning) <= set(here)
+        assert len(here) - len(learning) == sum(k < share * len(before) - 1e-9 for k in before)
+        assert set(here) - set(before) <= set(learning)
+        for u in learning:
+            assert len(plan.clients[u][t].classes) == size
+            assert set(plan.clients[u][t].classes) <= set(whole[u][t])
+        for u in set(range(split.clients)) - set(learning):
+            assert plan.clients[u][t] == module.NO_TASK
+            assert not len(plan.train_indices(dataset, u, t))
+            assert not len(plan.test_indices(dataset, u, t))
+    assert plan.joined(split.tasks * split.cycles - 1) == list(range(split.clients))
+
+
+def test_old_clients_and_classes_differ_by_task_client_and_seed() -> None:
+    split = replace(OWN, clients=12, order="common", old_share=0.5, classes_per_client=1)
+    plans = [make_plan(split, TEN, seed) for seed in range(2)]
+    old = {
+        tuple(u for u in range(12) if not plan.clients[u][t].classes)
+        for plan in plans
+        for t in range(1, 5)
+    }
+    assert len(old) == 8 and {len(each) for each in old} == {6}
+    for t in range(5):
+        assert len({plans[0].clients[u][t].classes for u in range(12)} - {()}) == 2
+
+
 # --- Dirichlet shares
 
 
@@ -247,6 +322,49 @@ def test_the_balance_rule_by_hand() -> None:
     draw = Scripted((1, 0, 0), (1, 0, 0), (0.5, 0.25, 0.25))
     owners = module._draw_dirichlet(SHARED, labels, draw)
     assert owners.tolist() == [0, 0, 0, 0, 1, 1, 2, 2, 1, 1, 2, 2]
+
+
+@quick
+@given(st.integers(1, 7), st.sampled_from([1e-300, 0.1, 1.0, 1e6]), seeds)
+def test_equal_shares_partition_the_images_and_differ_by_one_at_most(
+    clients: int, alpha: float, seed: int
+) -> None:
+    split = replace(SHARED, clients=clients, alpha=alpha, sizes="equal", min_samples=0)
+    plan = make_plan(split, TEN, seed)
+    for t, classes in enumerate(orders(plan)[0]):
+        parts = [plan.train_indices(TEN, client, t).tolist() for client in range(clients)]
+        assert sorted(chain(*parts)) == [i for i in range(40) if i % 10 in classes]
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_equal_shares_have_the_distribution_of_one_draw_after_the_other() -> None:
+    """A class without images is drawn again. Alpha 0.5, 6 clients with 2 of 12 images each.
+
+    The mean numbers, of the first and of the last client, of images of its largest class.
+    """
+    labels, draw = np.repeat(np.arange(3), 4), np.random.default_rng(0)
+    split = replace(SHARED, clients=6, sizes="equal")
+
+    def one_by_one() -> np.ndarray:
+        left, counts = np.full(3, 4), np.zeros((6, 3), int)
+        for client in range(6):
+            p = draw.dirichlet(np.full(3, 0.5)) + module.EPSILON
+            while counts[client].sum() < 2:
+                label = draw.choice(3, p=p / p.sum())
+                if left[label]:
+                    left[label] -= 1
+                    counts[client, label] += 1
+        return counts
+
+    def at_once() -> np.ndarray:
+        owners = module._draw_equal(split, labels, draw)
+        return np.array([np.bincount(labels[owners == u], minlength=3) for u in range(6)])
+
+    means = [
+        np.mean([each().max(1)[[0, -1]] for _ in range(1500)], axis=0)
+        for each in (one_by_one, at_once)
+    ]
+    np.testing.assert_allclose(*means, atol=0.06)  # five standard errors
 
 
 def test_cuts_are_floored_by_hand() -> None:
@@ -342,6 +460,8 @@ def test_an_impossible_split_is_refused(split: Split, dataset: ImageDataset, mes
         (replace(SHARED, min_samples=0), TEN),
         (replace(SHARED, alpha=1, min_samples=0), TEN),
         (DOMAINS, THREE_DOMAINS),
+        (replace(LATE, classes_per_client=1, images_per_class=3), TEN),
+        (replace(SHARED, sizes="equal"), TEN),
     ],
 )
 def test_a_saved_plan_comes_back(split: Split, dataset: ImageDataset, tmp_path: Path) -> None:
@@ -398,7 +518,7 @@ def test_a_broken_file_is_refused(
 
 def forge(path: Path, plan: Plan, change: Callable[[dict], object]) -> None:
     """Write a changed plan with the hash that fits it."""
-    values = to_plain(plan)
+    values = module._content(plan)
     change(values)
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))
     path.write_text(json.dumps({"hash": hashlib.sha256(text.encode()).hexdigest(), **values}))
@@ -435,6 +555,12 @@ FORGED = [
     (DOMAINS, task(domain=-1), f"{TASK}.domain is -1; it must be a number from 0 and below 3"),
     (DOMAINS, task(domain=None), f"{TASK}.domain is None; it must be a number from 0 and below"),
     (DOMAINS, task(classes=[0, 1, 2]), f"{TASK}.classes is a list of 3; it must be of 4"),
+    (LATE, task(classes=[0, 1]), f"{TASK} must be without classes, domain and images"),
+    (
+        LATE,
+        lambda values: values["clients"][1][1].update(classes=[]),
+        "clients[1][1].classes is a list of 0; it must be of 2",  # the task with which it joins
+    ),
     (
         replace(DOMAINS, images_per_class=5),
         lambda values: values["clients"][1][0].update(domain=values["clients"][1][1]["domain"]),

@@ -58,6 +58,7 @@ def cases() -> Iterator[tuple[str, Experiment]]:
     yield "stamp, alternating", longer("stamp", alternate=True)
     for buffers in ("local", "frozen"):
         yield f"{buffers} buffers", longer("fedavg", {"buffers": buffers}, network=small.BATCH_NORM)
+    yield "falling rate", longer("fedavg", {"schedule": "cosine", "lr_end": 0.01})
     yield "bfloat16", longer("fedavg", network=HALF)
     yield "micro-batches", longer("fedavg", network=MICRO)
     yield "displacements", longer("fedavg", diagnostics={"angles": True, "displacements": True})

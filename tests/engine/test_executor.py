@@ -32,6 +32,7 @@ from stamp_core.results.records import tree_bytes
 FEW = {"images_per_class": 20}
 ALL = {"angles": True, "displacements": True, "features": 2}
 RANDOM = {"participation": 0.75, "dropout": 0.2, "shift": 1, "buffers": "local"}
+FALLING = {"schedule": "exponential", "lr_end": 0.01, "rounds": 3}
 REPLAY = tiny("replay", training={"dropout": 0.2})
 
 
@@ -44,8 +45,9 @@ REPLAY = tiny("replay", training={"dropout": 0.2})
         (tiny("fedavg", network=BATCH_NORM, split=FEW, training=RANDOM), 2),
         (REPLAY, 3),
         (whole("stamp", split=FEW, diagnostics=ALL), 2),
+        (tiny("fedavg_tuned", split={**FEW, "joining": 1}, training=FALLING), 2),
     ],
-    ids=["fedavg", "replay", "stamp"],
+    ids=["fedavg", "replay", "stamp", "fine-tuning at a falling rate"],
 )
 def test_the_number_of_workers_changes_no_bit(experiment: Experiment, several: int) -> None:
     """Nor does it matter whether two seeds are trained one by one, in turn, or side by side."""

@@ -39,6 +39,7 @@ from stamp_core.methods.base import registry
 from stamp_core.methods.base.method import DivergedError
 from stamp_core.models import networks as models
 from stamp_core.results import records
+from stamp_core.results.metrics import run_metrics
 from stamp_core.results.records import SCORINGS, Record
 
 EVERY = registry.method_names()
@@ -115,6 +116,50 @@ def test_the_share_of_clients_is_rounded_up(
     """Also where the product in floating point lies above it: 0.28 x 25 = 7.000000000000001."""
     one = a_run(tiny(split={"clients": clients}, training={"participation": participation}))
     assert [len(each) for each in one.select_clients(0, 0)] == [selected, selected]
+
+
+def test_as_many_clients_are_selected_as_are_set_or_are_there() -> None:
+    """2 join with each task: 1, 3 and 5 of them; a share counts those that have joined."""
+    split = {"clients": 5, "joining": 2, "order": "common"}
+    for training, expected in (
+        ({"clients_per_round": 2}, [1, 2, 2]),
+        ({"participation": 0.5}, [1, 2, 3]),
+        ({}, [1, 3, 5]),
+    ):
+        one = a_run(tiny(split=split, training=training))
+        for experience, count in enumerate(expected):
+            drawn = [one.select_clients(experience, round_)[0] for round_ in range(20)]
+            assert {len(each) for each in drawn} == {count}
+            assert {u for each in drawn for u in each} == set(range(1 + 2 * experience))
+
+
+def test_all_clients_with_all_classes_are_a_run_without_these_options() -> None:
+    """Bit for bit; a rate that falls to itself differs in rounding alone."""
+    plain = run(tiny(split={"images_per_class": 9}))
+    split = {"images_per_class": 9, "classes_per_client": 2}
+    small.assert_same(run(tiny(split=split, training={"clients_per_round": 4})), plain)
+    constant = {"schedule": "cosine", "lr_end": small.TRAINING["lr"]}
+    for name, value in run(tiny(split=split, training=constant)).weights.items():
+        np.testing.assert_allclose(value, plain.weights[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["fedavg_tuned", "fedavg"])
+@pytest.mark.parametrize("buffers", ["shared", "local"])
+def test_clients_that_have_not_joined_have_no_score(kind: str, buffers: str) -> None:
+    """The others have one for each of their tasks, learnt already or not, and for no other."""
+    split = {"joining": 1, "old_share": 0.4, "order": "common", "images_per_class": 5}
+    experiment = tiny(kind, split=split, network=BATCH_NORM, training={"buffers": buffers})
+    record, plan_ = run(experiment), plan(experiment)
+    own = np.array([[bool(task.classes) for task in tasks] for tasks in plan_.clients])  # [U, T]
+    assert (record.tests > 0).tolist() == own.tolist() and not own.all()
+    for model in {"global", "personal"} & set(experiment.kind.models):
+        for experience in range(3):
+            joined = np.isin(np.arange(4), plan_.joined(experience))
+            scored = ~np.isnan(record.scores[model][0, experience])
+            assert scored.tolist() == (own & joined[:, None]).tolist()
+    metrics = run_metrics(record.accuracy("global"), record.tests)
+    undefined = {name for name, value in metrics.items() if np.isnan(value)}
+    assert undefined == {"forward_transfer", "gap"}
 
 
 def test_every_client_is_selected_and_rounds_differ() -> None:
@@ -206,7 +251,14 @@ def test_a_full_disk_costs_the_checkpoint_only(
 # ------------------------------------------------------------------ stopped and resumed
 
 
-RANDOM = {"participation": 0.75, "dropout": 0.3, "momentum": 0.5, "shift": 1}
+RANDOM = {
+    "participation": 0.75,
+    "dropout": 0.3,
+    "momentum": 0.5,
+    "shift": 1,
+    "schedule": "cosine",
+    "lr_end": 0.02,
+}
 
 
 @pytest.mark.parametrize("kind", EVERY)

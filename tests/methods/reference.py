@@ -43,6 +43,21 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "training": {"batch_size": 7, "lr": 0.05},
     },
 }
+# The same, and clients that join later or have no part in a task, with a falling learning rate.
+GROWING: dict[str, dict[str, Any]] = {
+    **CONFIGURATIONS,
+    "growing clients": {
+        "split": {
+            "tasks": 4,
+            "joining": 1,
+            "old_share": 0.4,
+            "order": "common",
+            "classes_per_client": 1,
+            "images_per_class": 20,
+        },
+        "training": {"rounds": 3, "clients_per_round": 3, "schedule": "cosine", "lr_end": 0.02},
+    },
+}
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-5}  # float32 against float64, after a whole run
 
 
@@ -84,6 +99,7 @@ class FedAvgReference:
         self.shapes = [tuple(p.shape) for p in network.parameters()]
         self.theta = small.flat(list(network.parameters())).double().numpy()
         self.server: State = {}
+        self.lr = self.training.lr
         self.clients: list[State] = [self.first_state(u) for u in range(len(plan.clients))]
         self.start()
 
@@ -132,6 +148,7 @@ class FedAvgReference:
         """The global model after all rounds."""
         for experience in range(self.plan.experiences):
             for round_ in range(self.training.rounds):
+                self.lr = self.rate(round_)
                 visits = list(self.visits(experience, round_))
                 replies = [self.local(visit, self.clients[visit.client]) for visit in visits]
                 replies = [reply for reply in replies if reply.samples]
@@ -139,14 +156,31 @@ class FedAvgReference:
                     self.aggregate(replies)
         return self.theta
 
+    def rate(self, round_: int) -> float:
+        """The learning rate of a round: half a wave of a cosine, if it falls."""
+        high, low = self.training.lr, self.training.lr_end
+        wave = np.cos(np.pi * round_ / self.training.rounds / 2) ** 2
+        return high if low is None else float(low + (high - low) * wave)
+
+    def has_part(self, client: int, task: int) -> bool:
+        """Whether a client learns anything in a task."""
+        return bool(self.plan.clients[client][task].classes)
+
+    def joined(self, experience: int) -> list[int]:
+        """The clients that have learnt something, or do so now."""
+        tasks = range(min(experience + 1, self.plan.tasks))
+        clients = range(len(self.plan.clients))
+        return [u for u in clients if any(self.has_part(u, t) for t in tasks)]
+
     def visits(self, experience: int, round_: int) -> Iterator[Visit]:
         """The client rounds of a round, of clients that take part and complete it."""
         address = (self.plan.seed, experience, round_)
-        count = len(self.plan.clients)
-        most = int(np.ceil(self.training.participation * count - 1e-9))
-        order = torch.randperm(count, generator=generator(*address, "participation"))
-        draws = torch.rand(count, generator=generator(*address, "dropout"))
-        taking_part = sorted(order[: max(1, most)].tolist())
+        here = self.joined(experience)
+        most = int(np.ceil(self.training.participation * len(here) - 1e-9))
+        most = self.training.clients_per_round or most
+        order = torch.randperm(len(here), generator=generator(*address, "participation"))
+        draws = torch.rand(len(self.plan.clients), generator=generator(*address, "dropout"))
+        taking_part = sorted(here[place] for place in order[: max(1, most)].tolist())
         completing = [u for u in taking_part if draws[u] >= self.training.dropout]
         task = experience % self.plan.tasks
         last = round_ == self.training.rounds - 1
@@ -192,7 +226,7 @@ class FedAvgReference:
             velocity = (
                 self.training.momentum * velocity + slope + self.training.weight_decay * theta
             )
-            theta = theta - self.training.lr * velocity
+            theta = theta - self.lr * velocity
         return theta
 
     def mean(self, values: list[Array], replies: list[Reply]) -> Array:
@@ -236,6 +270,8 @@ class FedAvgReference:
     def accuracy(self, theta: Array, client: int, task: int, classes: list[int]) -> float:
         """The share of a task's test images for which the largest of some logits is right."""
         tests = self.plan.test_indices(self.data, client, task)
+        if not len(tests):
+            return float("nan")
         x = self.normalised(self.data.x_test[tests])
         predicted = np.array(classes)[self.logits(theta, x)[:, classes].argmax(1)]
         return float((predicted == self.data.y_test[tests].numpy()).mean())
@@ -253,9 +289,17 @@ class RehearsalReference(FedAvgReference):
         others = [own for task, own in state["memory"].items() if task != visit.task]
         return np.concatenate([np.empty(0, np.int64), *others])
 
+    def batches(self, visit: Visit, of: str = "", indices: Numbers | None = None) -> list[Numbers]:
+        """Those of the task, or of the exemplars where the client has no part in it."""
+        if indices is None and not self.has_part(visit.client, visit.task):
+            indices = self.past(visit, self.clients[visit.client])
+        return super().batches(visit, of, indices)
+
     def local(self, visit: Visit, state: State) -> Reply:
         """Training, then the selection of the task's exemplars if it is due."""
         reply = super().local(visit, state)
+        if not self.has_part(visit.client, visit.task):
+            reply.samples = len(self.past(visit, state))
         self.remember(visit, state)
         return reply
 
@@ -266,7 +310,8 @@ class RehearsalReference(FedAvgReference):
         comes again is in memory already.
         """
         known = state.setdefault("experiences", set())
-        may_miss = self.training.participation < 1 or self.training.dropout > 0
+        some = self.training.participation < 1 or self.training.clients_per_round
+        may_miss = some or self.training.dropout > 0
         first = visit.experience not in known
         if not visit.last and not (first and may_miss):
             return
@@ -285,6 +330,7 @@ class RehearsalReference(FedAvgReference):
     def replayed(self, visit: Visit, state: State) -> list[Numbers]:
         """The exemplars of other tasks for every SGD step."""
         past = self.past(visit, state)
+        past = past if self.has_part(visit.client, visit.task) else past[:0]
         draw = self.draw(visit, "replay")
         found = []
         for batch in self.batches(visit):
@@ -309,7 +355,7 @@ def compare(
     kind: str, configuration: str, reference: type[FedAvgReference], /, **params: Any
 ) -> tuple[Record, FedAvgReference]:
     """Refuse a method whose final model is not that of its reference; both for further checks."""
-    experiment = small.tiny(kind, **CONFIGURATIONS[configuration], **params)
+    experiment = small.tiny(kind, **GROWING[configuration], **params)
     plan = small.plan(experiment)
     plan = uneven(plan) if "uneven" in configuration else plan
     record = small.run(experiment, plan)

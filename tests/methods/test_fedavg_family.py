@@ -9,7 +9,7 @@ import pytest
 import reference
 import small
 import torch
-from reference import CONFIGURATIONS, Array, FedAvgReference, Numbers, State, Visit
+from reference import CONFIGURATIONS, GROWING, Array, FedAvgReference, Numbers, State, Visit
 from small import BATCH_NORM, plan, run, tiny
 
 from stamp_core.config.decode import ParameterError
@@ -42,7 +42,7 @@ class JointReference(FedAvgReference):
         return np.unique(np.concatenate(found))
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+@pytest.mark.parametrize("configuration", GROWING)
 @pytest.mark.parametrize(
     ("kind", "naive", "params"),
     [

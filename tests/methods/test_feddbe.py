@@ -8,7 +8,7 @@ import pytest
 import small
 import states
 import torch
-from reference import CONFIGURATIONS, Array, FedAvgReference, Reply, State, Visit, softmax
+from reference import GROWING, Array, FedAvgReference, Reply, State, Visit, softmax
 from small import BATCH_NORM, BN_B, BN_P, P, run, tiny
 
 from stamp_core.methods.base.method import DivergedError, Log
@@ -50,10 +50,10 @@ class FedDBEReference(FedAvgReference):
         for batch in self.batches(visit):
             gradient, slope, mean = self.slopes(theta, self.x[batch], self.y[batch], mean, state)
             if "offset" in state:
-                state["offset"] = state["offset"] - self.training.lr * slope
+                state["offset"] = state["offset"] - self.lr * slope
             gradient = gradient + self.training.weight_decay * theta
             velocity = self.training.momentum * velocity + gradient
-            theta = theta - self.training.lr * velocity
+            theta = theta - self.lr * velocity
         if not self.warm and self.shared is not None:
             state["shared"] = self.shared
         return Reply(visit.client, theta, len(visit.indices), {"mean": mean, "last": visit.last})
@@ -84,7 +84,7 @@ class FedDBEReference(FedAvgReference):
             self.renew(replies)
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+@pytest.mark.parametrize("configuration", GROWING)
 @pytest.mark.parametrize(
     "params",
     [{**BOTH, "momentum": 0.3}, {"feddbe_kappa": 20.0, "trained": False}, {"server_lr": 0.5}],

@@ -8,7 +8,7 @@ import pytest
 import small
 import states
 import torch
-from reference import CONFIGURATIONS, Array, FedAvgReference, Numbers, Reply, State, Visit
+from reference import GROWING, Array, FedAvgReference, Numbers, Reply, State, Visit
 from small import BATCH_NORM, P, run, tiny
 
 from stamp_core.client.runtime import RoundId
@@ -57,14 +57,14 @@ class FedSSIReference(FedAvgReference):
         for place in range(0, len(shuffled), size):
             own = shuffled[place : place + size]
             gradient = self.gradient(theta, self.x[own], self.y[own])
-            step = -self.training.lr * (gradient + q * (theta - self.theta))
+            step = -self.lr * (gradient + q * (theta - self.theta))
             decrease = decrease - gradient * step
             theta = theta + step
         assert decrease.min() > -1e-12  # so that it need not be clamped
         return decrease / ((theta - self.theta) ** 2 + self.params.epsilon)
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+@pytest.mark.parametrize("configuration", GROWING)
 def test_whole_runs_are_those_of_the_reference(configuration: str, tmp_path: Path) -> None:
     params = {"fedssi_alpha": 1.0, "lam": 0.2, "epsilon": 0.3}
     _, kept, naive = states.compare("fedssi", configuration, FedSSIReference, tmp_path, **params)

@@ -8,7 +8,7 @@ import pytest
 import small
 import states
 import torch
-from reference import CLOSE, CONFIGURATIONS, Array, FedAvgReference, Numbers, Reply, State, Visit
+from reference import CLOSE, GROWING, Array, FedAvgReference, Numbers, Reply, State, Visit
 from small import BATCH_NORM, tiny, whole
 
 from stamp_core.core.seeding import generator
@@ -81,9 +81,9 @@ class FedWeITReference(FedAvgReference):
             for place, gradient in enumerate(gradients):
                 gradient = gradient + self.training.weight_decay * parts[place]
                 velocity[place] = self.training.momentum * velocity[place] + gradient
-                parts[place] = parts[place] - self.training.lr * velocity[place]
+                parts[place] = parts[place] - self.lr * velocity[place]
             if held:
-                size = self.training.lr * self.params.lambda2
+                size = self.lr * self.params.lambda2
                 q = size / (1 + size)
                 pull = q * self.wide(sum(sigmoid(own["m"]) ** 2 for own in past.values()))
                 parts[0] = parts[0] + pull / (1 + pull) * (target - parts[0])
@@ -155,7 +155,7 @@ class FedWeITReference(FedAvgReference):
         return self.accuracy(theta, client, task, list(self.plan.clients[client][task].classes))
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+@pytest.mark.parametrize("configuration", GROWING)
 @pytest.mark.parametrize(
     "params",
     [{"server_lr": 1.5, "sparsity": 0.9}, {"head": "task", "lambda1": 0.01, "lambda2": 1.0}],

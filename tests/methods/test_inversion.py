@@ -10,7 +10,7 @@ import small
 import torch
 import torch.nn.functional as F
 import torch_reference
-from reference import CONFIGURATIONS, Numbers, Reply, State, Visit
+from reference import GROWING, Numbers, Reply, State, Visit
 from small import BATCH_NORM, SYNTHESIS, plan, run, whole
 from torch import Tensor, nn
 from torch_reference import Adam, Descent, TorchReference, divergence, soft_cross_entropy
@@ -291,7 +291,7 @@ class LanderReference(InversionReference):
         return super().run()[: small.P]
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+@pytest.mark.parametrize("configuration", GROWING)
 @pytest.mark.parametrize(
     ("kind", "params"),
     [

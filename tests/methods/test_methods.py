@@ -112,6 +112,20 @@ def test_tasks_may_have_different_numbers_of_classes(kind: str) -> None:
     assert ((accuracy >= 0) & (accuracy <= 1)).all()
 
 
+@pytest.mark.parametrize("kind", EVERY)
+def test_clients_without_a_part_in_a_task_do_no_harm(kind: str) -> None:
+    """Nor do those that join later: weights and losses stay finite, and all joined take part."""
+    split = {"joining": 1, "old_share": 0.4, "order": "common", "classes_per_client": 1, **FEW}
+    training = {"schedule": "exponential", "lr_end": 0.01}
+    experiment = whole(kind, network=BATCH_NORM, split=split, training=training)
+    record = run(experiment)
+    assert all(np.isfinite(value).all() for value in record.weights.values())
+    assert all(entry["loss"] is None or np.isfinite(entry["loss"]) for entry in record.history)
+    if kind not in ("joint", "srfdil"):  # which select on their own
+        counts = [entry["participants"] for entry in record.history]
+        assert counts == [2, 2, 3, 3, 4, 4]
+
+
 class Trained(NamedTuple):
     """A client round that took place."""
 

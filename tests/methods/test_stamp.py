@@ -10,7 +10,7 @@ import small
 import torch
 import torch.nn.functional as F
 from reference import (
-    CONFIGURATIONS,
+    GROWING,
     Array,
     FedAvgReference,
     Numbers,
@@ -156,7 +156,7 @@ class StampReference(FedOMGReference, RehearsalReference):
             for k, (part, gradient) in enumerate(steps):
                 slope = np.where(part, gradient(theta, x, y), 0)
                 velocities[k] = self.training.momentum * velocities[k] + slope
-                theta = theta - self.training.lr * velocities[k]
+                theta = theta - self.lr * velocities[k]
         return theta
 
     def sgd(self, visit: Visit, theta: Array, state: State) -> Array:
@@ -176,7 +176,7 @@ class StampReference(FedOMGReference, RehearsalReference):
                 theta, segment, lambda *at: self.step_gradient(visit, *at, state)
             )
             trained = trained if plain is None else plain
-            length = len(segment) * self.training.lr
+            length = len(segment) * self.lr
             gradients = [
                 self.past_gradient(visit, theta, trained, length, draws[task], task, images)
                 for task, images in past
@@ -289,13 +289,13 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+@pytest.mark.parametrize("configuration", GROWING)
 @pytest.mark.parametrize("params", SERVED.values(), ids=SERVED)
 def test_fedomg_is_the_reference(params: dict[str, Any], configuration: str) -> None:
     reference.compare("fedomg", configuration, FedOMGReference, **params)
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+@pytest.mark.parametrize("configuration", GROWING)
 @pytest.mark.parametrize("params", PARTS.values(), ids=PARTS)
 def test_stamp_is_the_reference(params: dict[str, Any], configuration: str) -> None:
     reference.compare("stamp", configuration, StampReference, memory=MEMORY, **params)

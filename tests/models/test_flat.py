@@ -182,6 +182,40 @@ def test_sgd_is_bit_identical_to_torch(momentum: float, decay: float) -> None:
     assert (start != model.parameters).float().mean() > 0.9
 
 
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "exponential"])
+def test_learning_rates_are_those_of_torch(schedule: str) -> None:
+    falls = {} if schedule == "constant" else {"schedule": schedule, "lr_end": 0.001}
+    training = Training(7, 1, 1, lr=0.04, **falls)  # type: ignore[arg-type]
+    sgd = torch.optim.SGD(network().parameters(), lr=0.04)
+    scheduler = {
+        "constant": lambda: torch.optim.lr_scheduler.ConstantLR(sgd, 1.0),
+        "cosine": lambda: torch.optim.lr_scheduler.CosineAnnealingLR(sgd, 7, eta_min=0.001),
+        "exponential": lambda: torch.optim.lr_scheduler.ExponentialLR(sgd, (1 / 40) ** (1 / 7)),
+    }[schedule]()
+    for round_ in range(7):
+        assert training.lr_in(round_) == pytest.approx(scheduler.get_last_lr()[0], rel=1e-12)
+        sgd.step()
+        scheduler.step()
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_follows_a_learning_rate_that_changes(momentum: float) -> None:
+    """As torch's with the rate of each step; the address of the tensor is read in every step."""
+    model, twin = FlatModel(network()), network()
+    training, lr = Training(1, 1, 1, lr=0.5, momentum=momentum), torch.tensor(0.0)
+    sgd = FlatSGD(model, training, lr)
+    torch_sgd = torch.optim.SGD(twin.parameters(), lr=0.5, momentum=momentum)
+    for step, rate in enumerate((0.5, 0.125, 0.25)):
+        lr.fill_(rate)
+        torch_sgd.param_groups[0]["lr"] = rate
+        for net, optimiser in ((model.module, sgd), (twin, torch_sgd)):
+            model.gradients.zero_()
+            torch_sgd.zero_grad()
+            loss(net, step).backward()
+            optimiser.step()
+        torch.testing.assert_close(model.parameters, small.flat(list(twin.parameters())))
+
+
 def test_the_first_velocity_is_the_gradient_bit_by_bit() -> None:
     """A velocity of 0.0 would make 0.0 of a gradient of -0.0, and then 0.0 of a weight of -0.0."""
     model = FlatModel(network())

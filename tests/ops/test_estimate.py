@@ -127,6 +127,17 @@ def seconds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("seconds")
+def test_steps_are_those_of_the_clients_that_are_selected() -> None:
+    """Of 2, 3 and 4 clients that are there, 1 is in each of two rounds, with 20 images: 2 steps."""
+    split = {"joining": 1, "images_per_class": 10}
+    fedavg = small.tiny("fedavg", split=split, training={"clients_per_round": 1})
+    plan, cost = small.plan(fedavg), StepCost(1.0, 1, 1)
+    found = estimate.compute_needs([fedavg], plan, fedavg.dataset(), cost, workers=1)
+    assert found.steps == 3 * 2 * 2
+    assert found.steps == sum(each["sgd_steps"] for each in small.run(fedavg).history)
+
+
+@pytest.mark.usefixtures("seconds")
 def test_what_is_needed_is_counted_by_hand() -> None:
     """Steps are those of a run. FedAvg keeps two vectors a client, the others exemplars."""
     kinds = ("fedavg", "stamp", "replay")

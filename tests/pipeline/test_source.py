@@ -17,10 +17,12 @@ def written() -> dict[str, str]:
 
 
 def of_profiles(names: set[str], params: dict[str, Any]) -> set[str]:
-    """With the files of another profile, of its grid and sweeps; here all have the same blocks."""
+    """With the files of other profiles, of grids and sweeps; here all have the same blocks."""
     trained = {f"code/train-{name}" for name in params["grid"]["method"]}
     swept = {f"code/sweep-{name}" for name in params["sweeps"]}
-    return names | {name.replace("/", "/cifar100-") for name in names & (trained | swept)}
+    own = names & (trained | swept)
+    others = ("cifar100", "protocols")
+    return names | {name.replace("/", f"/{other}-") for name in own for other in others}
 
 
 def test_a_file_changes_with_what_its_stages_use_and_no_other(params: dict[str, Any]) -> None:

@@ -110,11 +110,11 @@ def test_notebooks_are_stored_as_run_top_to_bottom(path: Path) -> None:
         assert 'profile: str = "quick"' in code[0].source
 
 
-@pytest.mark.parametrize("file", ["dvc.yaml", "pipelines/paper/dvc.yaml"])
+@pytest.mark.parametrize("file", ["dvc.yaml", *repro.PIPELINES.values()])
 def test_names_are_checked_before_they_reach_a_shell(file: str) -> None:
     """DVC runs the commands of a list one after the other, and none after one that fails."""
     pipeline = YAML(typ="safe").load(ROOT / file)
-    profile = "paper" if "paper" in file else "default"
+    profile = {path: name for name, path in repro.PIPELINES.items()}.get(file, "default")
     check = f"python -m stamp_core.config.names {profile}"
     assert {"check": check} in pipeline["vars"]
     with_names = 0

@@ -137,7 +137,11 @@ def test_clients() -> None:
     found = metrics.run_metrics(a, n)
     expected = [0.3, 0.4 / math.sqrt(2)]
     assert [found["worst_client"], found["client_spread"]] == pytest.approx(expected)
-    a[1, 0, 0] = np.nan
+    a[1, 0, 0] = np.nan  # no score; without images client 0 has .4, its other task's
+    found = metrics.run_metrics(a, np.array([[0, 1], [1, 1]]))
+    assert [found["worst_client"], found["client_spread"]] == pytest.approx(
+        [0.4, 0.3 / math.sqrt(2)]
+    )
     found = metrics.run_metrics(a, n)
     assert math.isnan(found["worst_client"]) and math.isnan(found["client_spread"])
 

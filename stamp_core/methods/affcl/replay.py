@@ -43,7 +43,7 @@ class FlowReplay:
         self.adam = FlatAdam(self.flow, self.params.flow_lr, self.moments)
         # a second optimiser, as published; weights decay in the step on images
         undecayed = replace(self.runtime.training, weight_decay=0.0)
-        self.sgd = FlatSGD(self.runtime.model, undecayed)
+        self.sgd = FlatSGD(self.runtime.model, undecayed, self.runtime.scheduled)
         self.diverged = torch.zeros((), dtype=torch.bool, device=self.runtime.device)
         self.batches = list[tuple[Tensor, Tensor]]()  # features and labels since the last steps
         self.outcomes = list[Tensor]()  # of each replay, see `replay`

@@ -27,7 +27,8 @@ def is_due(client_round: ClientRound, training: Training) -> bool:
 
 def may_miss_rounds(training: Training) -> bool:
     """Whether clients may miss a round, the last one of an experience among them."""
-    return training.participation < 1 or training.dropout > 0
+    some = training.participation < 1 or training.clients_per_round is not None
+    return some or training.dropout > 0
 
 
 def latest(state: Mapping[str, Any]) -> int:

@@ -109,7 +109,7 @@ class ClientRound:
 
     @property
     def classes(self) -> tuple[int, ...]:
-        """The classes of the task."""
+        """The classes of the task; none where the client has no part in it."""
         return self.plan.clients[self.client][self.task].classes
 
     @property
@@ -274,7 +274,7 @@ class Method:
         message = self.upload(client_round, context)
         local = self.local_model(context) if client_round.last else None
         log.images += self.classifier.images_backpropagated - before
-        samples = len(client_round.indices)
+        samples = self.sample_count(client_round, context)
         return Reply(client_round.client, state, message, samples, len(losses), loss, log, local)
 
     def start(self, client_round: ClientRound) -> Any:
@@ -296,6 +296,10 @@ class Method:
     def batches(self, client_round: ClientRound, context: Any) -> Iterator[Batch]:
         """The batches of local training; a method with a memory adds its exemplars here."""
         return self.runtime.batches(client_round.round_id, client_round.indices)
+
+    def sample_count(self, client_round: ClientRound, context: Any) -> int:
+        """How many images local training is on: the weight of the client's model in the mean."""
+        return len(client_round.indices)
 
     def step(self, batch: Batch, context: Any) -> Tensor:
         """One SGD step on a batch; its loss."""

@@ -124,9 +124,21 @@ class Rehearsal(Method):
         return (memory["tasks"] != client_round.task).nonzero().flatten()
 
     def batches(self, client_round: ClientRound, context: Any) -> Iterator[Batch]:
-        """The batches of the task, each followed by exemplars of other tasks."""
+        """The batches of the task, each followed by exemplars of other tasks.
+
+        A client without a part in the task trains on its exemplars alone.
+        """
+        if not client_round.classes:
+            exemplars = self.exemplars_on_device(client_round)
+            past = self.past_indices(client_round)
+            return self.runtime.epochs(client_round.round_id, *exemplars, past)
         new = super().batches(client_round, context)
         return map(append_exemplars, new, self.exemplar_batches(client_round))
+
+    def sample_count(self, client_round: ClientRound, context: Any) -> int:
+        """The images of the task, or the exemplars of a client without a part in it."""
+        alone = not client_round.classes
+        return len(self.past_indices(client_round) if alone else client_round.indices)
 
     def exemplar_batches(self, client_round: ClientRound) -> Iterator[Batch]:
         """The exemplars of other tasks for each batch of the task; none without any."""

@@ -270,6 +270,8 @@ class Synthesis(ABC):
         training = replace(
             self.runtime.training,
             lr=self.params.student_lr,
+            schedule="constant",
+            lr_end=None,
             momentum=STUDENT_MOMENTUM,
             weight_decay=self.params.student_weight_decay,
         )

@@ -15,7 +15,7 @@ from stamp_core.client.runtime import ClientRuntime
 from stamp_core.methods.base.distillation import softened_divergence
 from stamp_core.methods.base.lookahead import constant_statistics
 from stamp_core.methods.fedcil.acgan import Acgan
-from stamp_core.models.flat import FlatAdam, FlatSGD
+from stamp_core.models.flat import FlatAdam
 from stamp_core.models.generators import BETAS
 
 COLLAPSED = 0.01  # the mean deviation of a pixel over images, in deviations of training pixels
@@ -56,8 +56,8 @@ class AcganTraining:
     def __post_init__(self) -> None:
         """Start the optimisers anew, but for the moments."""
         self.steps = 0
-        self.sgd = FlatSGD(self.runtime.model, self.runtime.training)
-        self.head_sgd = FlatSGD(self.acgan.head, self.runtime.training)
+        self.sgd = self.runtime.new_sgd(self.runtime.model)
+        self.head_sgd = self.runtime.new_sgd(self.acgan.head)
         self.adam = FlatAdam(self.acgan.generator, self.params.generator_lr, self.moments, BETAS)
         self.images = torch.empty(0)  # of the last adversarial step
         self.generator_loss = torch.empty(0)

@@ -210,7 +210,7 @@ class FedWeIT(TaskServer):
         announced = self.announced(client_round)
         weights = self.weights(client_round, self.knowledge(announced))
         weights.compose(self.model.parameters)
-        sgd = FlatSGD(weights.flat, self.runtime.training)
+        sgd = self.runtime.new_sgd(weights.flat)
         first_task = not _past_tasks(client_round)
         return FedWeITContext(announced, weights, sgd, self.past_weights(client_round), first_task)
 
@@ -266,7 +266,7 @@ class FedWeIT(TaskServer):
     def past_weights(self, client_round: ClientRound) -> PastWeights | None:
         """What holds the weights of past tasks near those of before this task; None without any."""
         past = _past_tasks(client_round)
-        size = self.runtime.training.lr * self.params.lambda2
+        size = self.runtime.lr * self.params.lambda2
         if not past or not size:
             return None
         squares = torch.stack([task["mask"].sigmoid().square() for task in past.values()]).sum(0)

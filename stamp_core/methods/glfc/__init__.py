@@ -141,7 +141,7 @@ class GLFC(ProxyServer):
         if signal:
             known["waiting"] = known["current"]
             known["current"] = self.current_classes(client_round)
-        if self.params.signal == "entropy":
+        if self.params.signal == "entropy" and client_round.classes:  # else it has nothing new
             known["entropy"] = self.entropy(client_round, known["entropy"])
             signal = known["entropy"] - state["known"]["entropy"] > self.params.threshold
         if signal:
@@ -187,12 +187,18 @@ class GLFC(ProxyServer):
         """The local epochs over the task's images and the exemplars of other tasks together."""
         state: GLFCState = client_round.state
         used = self.learnt_elsewhere(client_round, context)
-        if not used.any() or not len(client_round.indices):
+        if not used.any() or not self.sample_count(client_round, context):
             return super().batches(client_round, context)
         images, labels = self.runtime.train_images(client_round.indices)
         images = torch.cat([images, state["memory"]["images"][used].to(images)])
         labels = torch.cat([labels, state["memory"]["labels"][used].to(labels)])
         return self.runtime.epochs(client_round.round_id, images, labels, torch.arange(len(labels)))
+
+    def sample_count(self, client_round: ClientRound, context: GLFCContext) -> int:
+        """The images of the task, or the exemplars of a client without a part in it."""
+        if client_round.classes:
+            return len(client_round.indices)
+        return int(self.learnt_elsewhere(client_round, context).sum())
 
     def learnt_elsewhere(self, client_round: ClientRound, context: GLFCContext) -> Tensor:
         """Which exemplars are those of other tasks whose classes are learnt.  # bool [m]"""

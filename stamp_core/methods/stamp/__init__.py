@@ -117,7 +117,7 @@ class Stamp(Rehearsal):
     def start(self, client_round: ClientRound) -> StampContext:
         """Load the received model."""
         self.receive(client_round)
-        sgd = FlatSGD(self.model, self.runtime.training) if self.params.alternate else None
+        sgd = self.runtime.new_sgd(self.model) if self.params.alternate else None
         return StampContext(self.anchors_on_device(client_round), sgd, [], client_round.log)
 
     def train(self, client_round: ClientRound, context: StampContext) -> list[Tensor]:
@@ -138,7 +138,7 @@ class Stamp(Rehearsal):
         images = runtime.batch_sizes(len(client_round.indices))  # new ones, of each step
         if client_round.experience and images and not past:
             client_round.log.events.append("temporal matching: nothing is remembered")
-        if not past and not params.alone:
+        if not client_round.classes or (not past and not params.alone):
             return super().train(client_round, context)
         losses = list[Tensor]()
         for batches in segments(self.batches(client_round, context), params.every):

@@ -100,7 +100,7 @@ def match_update(
     trained = model.parameters.clone()
     buffers = model.buffers.clone()
     current = update.start - trained  # [P], old - new: an ascent direction
-    path = len(update.images) * runtime.training.lr  # scales a gradient to such an update
+    path = len(update.images) * runtime.lr  # scales a gradient to such an update
     gradients = []
     for task, stored in tasks.items():
         model.load(trained, buffers)
