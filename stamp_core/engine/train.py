@@ -20,6 +20,7 @@ from stamp_core.client.by_class import first_per_class
 from stamp_core.client.diagnostics import spatial_angles
 from stamp_core.client.runtime import RoundId
 from stamp_core.client.scoring import Part, count_tests, to_accuracies
+from stamp_core.config.decode import invalid
 from stamp_core.core.devices import device_name, resolve_device
 from stamp_core.core.processes import progress_form
 from stamp_core.core.seeding import generator
@@ -43,8 +44,10 @@ from stamp_core.engine.executor import (
 from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.progress import Logger, Loggers, Progress, scalars
 from stamp_core.engine.trees import Stored
-from stamp_core.methods.base.method import Log, Message, Reply
+from stamp_core.methods.base.method import Log, Message, Reply, State
+from stamp_core.methods.base.secure_sums import seal_replies
 from stamp_core.models.flat import split_like
+from stamp_core.models.sealed import SingleUploadError
 from stamp_core.results.metrics import micro_average
 from stamp_core.results.records import Record, tree_bytes
 
@@ -212,6 +215,9 @@ class Run:
         state = self.state
         last = round_ == self.training.rounds - 1
         selected, completing = self.select_clients(experience, round_)
+        if self.training.secure_sums and len(selected) < 2:
+            right = f"false for {self.experiment.method}, as a round has one client"
+            raise invalid("training.secure_sums", True, right)
         start = time.perf_counter()
         messages = {client: self.method.broadcast(state["server"], client) for client in selected}
         results = self.executor.map(
@@ -227,12 +233,14 @@ class Run:
         before = state["server"]
         log = Log()
         with self.worker.lock:  # one seed at a time uses this process's live model
-            replies = self.method.gather([result.reply for result in results])
-            state["server"] = self.method.aggregate(before, replies, log)
+            replies = self.gather(results, log)
+            state["server"] = self.aggregate(before, replies, log)
         for result in results:
             state["clients"][result.reply.client] = result.state
             self.disk[result.reply.client] = state_bytes(result.state)
         aggregated = time.perf_counter()
+        if self.training.secure_sums:  # angles are the simulator's, for the record: it sees all
+            replies = [result.reply for result in results]
         angles = self.angles(before, replies, [result.angles for result in results])
         del replies  # they may fill the device
         if last:
@@ -256,6 +264,21 @@ class Run:
             *(len(results), len(selected), entry["loss"], evaluated - start),
         )
         self.save(last, flush=evaluated - start > FSYNC_MIN_SECONDS)
+
+    def gather(self, results: list[ClientResult], log: Log) -> list[Reply]:
+        """The replies that the server is handed, on the device where there is room for all."""
+        replies = seal_replies(self.method, [result.reply for result in results], log)
+        return self.method.gather(replies)
+
+    def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
+        """The server's next state; refused where a method reads what secure sums hide."""
+        try:
+            return self.method.aggregate(server, replies, log)
+        except SingleUploadError as error:
+            right = (
+                f"false for {self.experiment.method}, whose server reads single uploads: {error}"
+            )
+            raise invalid("training.secure_sums", True, right) from error
 
     def round_entry(
         self,
