@@ -214,8 +214,8 @@ NAMES: list[Row] = [
         f"{SETTING}.training.momentm",
         0.1,
         f"{S}.training: 'momentm' is unknown; did you mean 'momentum'? known: batch_size, buffers, "
-        "deterministic, dropout, epochs, flip, lr, momentum, participation, rounds, shift, "
-        "weight_decay",
+        "deterministic, dropout, epochs, flip, lr, momentum, participation, rounds, "
+        "secure_sums, shift, weight_decay",
     ),
     (f"{SETTING}.trainig", {}, f"{S}: 'trainig' is unknown; did you mean 'training'? known: data,"),
     (f"{SETTING}.network.colour", "red", f"{S}.network: 'colour' is unknown; known: channels, "),
