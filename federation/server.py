@@ -19,7 +19,7 @@ from flwr.serverapp import Grid, ServerApp
 from federation.messages import pack, tree_to_result, unpack
 from federation.node import identity
 from federation.shares import own_experiment, own_plan, read_share
-from stamp_core.config.decode import to_plain
+from stamp_core.config.decode import invalid, to_plain
 from stamp_core.config.params import parse_seeds
 from stamp_core.data.split import Plan
 from stamp_core.engine.executor import Executor, Worker
@@ -194,6 +194,9 @@ def train_federation(
         executor.wait_for(range(experiment.setting.split.clients), wait)
         return worker, executor
 
+    if experiment.setting.training.secure_sums:
+        right = "false in a federation, whose nodes send single uploads"
+        raise invalid("training.secure_sums", True, right)
     plans = {seed: own_plan(Plan.load(data / f"plan-{seed}.json"), ()) for seed in seeds}
     shares = json.loads((data / "nodes.json").read_text())
     mine = own_experiment(federated(experiment), read_share(data).images)

@@ -113,6 +113,7 @@ class Training:
     buffers: Literal["shared", "local", "frozen"] = "shared"  # of batch normalisation
     shift: int = 0  # augmentation: random translation in pixels
     flip: bool = False  # augmentation: random mirroring
+    secure_sums: bool = False  # the server is handed sums of uploads, no single one
     deterministic: bool = True  # on a GPU: runs are bit-identical; on a CPU they are anyway
 
     def __post_init__(self) -> None:

@@ -20,6 +20,7 @@ from stamp_core.client.by_class import first_per_class
 from stamp_core.client.diagnostics import spatial_angles
 from stamp_core.client.runtime import RoundId
 from stamp_core.client.scoring import Part, count_tests, to_accuracies
+from stamp_core.config.decode import invalid
 from stamp_core.core.devices import device_name, resolve_device
 from stamp_core.core.processes import progress_form
 from stamp_core.core.seeding import generator
@@ -44,7 +45,9 @@ from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.progress import Logger, Loggers, Progress, scalars
 from stamp_core.engine.trees import Stored, flatten, tree_digest
 from stamp_core.methods.base.method import Log, Message, Reply, State
+from stamp_core.methods.base.secure_sums import seal_replies
 from stamp_core.models.flat import split_like
+from stamp_core.models.sealed import SingleUploadError
 from stamp_core.privacy.mechanism import PURPOSE, refused, share_mean, share_noisy_mean, with_model
 from stamp_core.results.metrics import micro_average
 from stamp_core.results.records import Record, tree_bytes
@@ -218,6 +221,9 @@ class Run:
         state = self.state
         last = round_ == self.training.rounds - 1
         selected, completing = self.select_clients(experience, round_)
+        if self.training.secure_sums and len(selected) < 2:
+            right = f"false for {self.experiment.method}, as a round has one client"
+            raise invalid("training.secure_sums", True, right)
         start = time.perf_counter()
         messages = {client: self.method.broadcast(state["server"], client) for client in selected}
         results = self.executor.map(
@@ -233,12 +239,14 @@ class Run:
         before = state["server"]
         log = Log()
         with self.worker.lock:  # one seed at a time uses this process's live model
-            replies = self.method.gather([result.reply for result in results])
-            state["server"] = self.aggregate(replies, experience, round_, log)
+            replies = self.gather(results, log)
+            state["server"] = self.aggregate(before, replies, (experience, round_), log)
         for result in results:
             state["clients"][result.reply.client] = result.state
             self.disk[result.reply.client] = state_bytes(result.state)
         aggregated = time.perf_counter()
+        if self.training.secure_sums:  # angles are the simulator's, for the record: it sees all
+            replies = [result.reply for result in results]
         angles = self.angles(before, replies, [result.angles for result in results])
         del replies  # they may fill the device
         if last:
@@ -263,24 +271,40 @@ class Run:
         )
         self.save(last, flush=evaluated - start > FSYNC_MIN_SECONDS)
 
-    def aggregate(self, replies: list[Reply], experience: int, round_: int, log: Log) -> State:
-        """The server's next state; with central noise it comes from the noisy mean alone."""
-        method, server, privacy = self.method, self.state["server"], self.privacy
+    def gather(self, results: list[ClientResult], log: Log) -> list[Reply]:
+        """The replies that the server is handed, on the device where there is room for all."""
+        replies = [result.reply for result in results]
+        if self.privacy and self.privacy.is_central:
+            self.require_averaging(replies)
+        return self.method.gather(seal_replies(self.method, replies, log))
+
+    def aggregate(
+        self, server: State, replies: list[Reply], place: tuple[int, int], log: Log
+    ) -> State:
+        """The server's next state; with central noise it comes from the noisy mean alone.
+
+        Refused where a method reads what secure sums hide. `place` is experience and round.
+        """
         sent = [reply for reply in replies if reply.message]
-        if privacy is None or not privacy.is_central or not sent:
-            return method.aggregate(server, replies, log)
-        if len(sent) > 1 and not self.averages:
-            self.require_averaging(sent)
-        draw = generator(self.seed, experience, round_, PURPOSE)
-        shared = share_noisy_mean(method.runtime, privacy, sent, draw)
-        return method.aggregate(server, shared, log)
+        try:
+            if self.privacy and self.privacy.is_central and sent:
+                draw = generator(self.seed, *place, PURPOSE)
+                replies = share_noisy_mean(self.method.runtime, self.privacy, sent, draw)
+            return self.method.aggregate(server, replies, log)
+        except SingleUploadError as error:
+            name = self.experiment.method
+            right = f"false for {name}, whose server reads single uploads: {error}"
+            raise invalid("training.secure_sums", True, right) from error
 
     def require_averaging(self, replies: list[Reply]) -> None:
         """Refuse a method whose server makes other use of several models than of their mean."""
-        equal = [with_model(reply, reply.message["parameters"]) for reply in replies]
+        sent = [reply for reply in replies if reply.message]
+        if self.averages or len(sent) < 2:
+            return
+        equal = [with_model(reply, reply.message["parameters"]) for reply in sent]
         states = [
             self.method.aggregate(self.state["server"], each, Log())
-            for each in (equal, share_mean(self.method.runtime, replies))
+            for each in (equal, share_mean(self.method.runtime, sent))
         ]
         each, shared = (tree_digest(*flatten(state)) for state in states)
         if each != shared:

@@ -22,6 +22,7 @@ from stamp_core.methods.base.method import (
     Reply,
     State,
 )
+from stamp_core.methods.base.secure_sums import seal_replies
 
 WARM_UP = -1  # the round of the warm-up: its random draws are its own
 
@@ -84,7 +85,7 @@ class FedDBE(Method):
         if not self.params.feddbe_kappa:
             return initial
         replies = [self.warm_up(plan, u, initial.server) for u in range(len(plan.clients))]
-        replies = [reply for reply in replies if reply.samples]
+        replies = [reply for reply in seal_replies(self, replies, Log()) if reply.samples]
         if not replies:
             return initial
         mean = self.average("mean", replies)

@@ -3,8 +3,22 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from stamp_core.methods.base.method import FedAvgParams, Log, Method, Reply, State
-from stamp_core.methods.base.server_matching import SpatialParams, match_server
+from stamp_core.client.batches import StepContext
+from stamp_core.methods.base.method import (
+    ClientRound,
+    FedAvgParams,
+    Log,
+    Message,
+    Method,
+    Reply,
+    State,
+)
+from stamp_core.methods.base.server_matching import (
+    PROJECTION,
+    SpatialParams,
+    match_server,
+    with_projection,
+)
 
 
 @dataclass(frozen=True)
@@ -19,6 +33,11 @@ class FedOMG(Method):
 
     Params: ClassVar = FedOMGParams
     fedavg_equivalent: ClassVar = {"spatial": None}
+    in_clear: ClassVar = (PROJECTION,)
+
+    def upload(self, client_round: ClientRound, context: StepContext) -> Message:
+        """The trained model, with the projection of its update where those are matched."""
+        return with_projection(self, client_round, super().upload(client_round, context))
 
     def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
         """The server's model moved along the matched update; buffers are averaged."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from stamp_core.config.schema import Training
+from stamp_core.models.sealed import Sealed, weighted_sum
 
 EPSILON = 1e-8  # of Adam, added to the root of the mean square
 
@@ -151,16 +152,13 @@ def _has_channels_last(tensor: Tensor) -> bool:
     return tensor.is_contiguous(memory_format=torch.channels_last)
 
 
-def weighted_average(vectors: list[Tensor], weights: list[float]) -> Tensor:
+def weighted_average(vectors: Sequence[Tensor | Sealed], weights: Sequence[float]) -> Tensor:
     """The weighted mean, added up in float64 in the given order and rounded once.
 
     So the mean of equal vectors is bit-identical to them, whatever the weights. It is computed
     where the first vector is: the others need not be there all at once.
     """
-    total = torch.full_like(vectors[0], -0.0, dtype=torch.float64)  # -0.0 + x is x, even for -0.0
-    for vector, weight in zip(vectors, weights, strict=True):
-        total.add_(vector.to(total.device), alpha=weight)
-    return total.div_(sum(weights)).to(vectors[0].dtype)
+    return weighted_sum(vectors, weights).div_(sum(weights)).to(vectors[0].dtype)
 
 
 def layer_blocks(numels: Sequence[int], minimum: int = 1024) -> list[int]:

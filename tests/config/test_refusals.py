@@ -220,7 +220,7 @@ NAMES: list[Row] = [
         0.1,
         f"{S}.training: 'momentm' is unknown; did you mean 'momentum'? known: batch_size, buffers, "
         "clients_per_round, deterministic, dropout, epochs, flip, lr, lr_end, momentum, "
-        "participation, rounds, schedule, shift, weight_decay",
+        "participation, rounds, schedule, secure_sums, shift, weight_decay",
     ),
     (f"{SETTING}.trainig", {}, f"{S}: 'trainig' is unknown; did you mean 'training'? known: data,"),
     (f"{SETTING}.network.colour", "red", f"{S}.network: 'colour' is unknown; known: channels, "),

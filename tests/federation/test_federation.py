@@ -18,6 +18,7 @@ from small import whole
 from federation import messages, node, server, shares
 from federation.messages import pack, unpack
 from federation.shares import read_share, write_shares
+from stamp_core.config.decode import ParameterError
 from stamp_core.engine import train as engine
 from stamp_core.engine.executor import Worker
 from stamp_core.engine.trees import Store, Tree
@@ -355,6 +356,21 @@ def test_a_node_does_only_what_it_may_be_asked_for(tmp_path: Path) -> None:
     assert "client 3 of seed 0 is not here" in refusal(round_id=[0, 3, 0, 0, False])
     assert "no name of a state" in refusal(state=["../../share", 0])
     assert "the run has the key '../elsewhere'" in refusal({**good, "key": "../elsewhere"})
+
+
+def test_secure_sums_are_refused_before_a_node_is_asked(tmp_path: Path) -> None:
+    """Nodes send single uploads, whatever the server's methods read of them."""
+    federation = Federation(tmp_path, whole("fedavg", training={"secure_sums": True}))
+    with pytest.raises(
+        ParameterError, match="secure_sums is True; it must be false in a federation"
+    ):
+        federation.train()
+    assert not federation.grid.sent
+
+
+def test_projections_of_updates_travel_too(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, small.tiny("fedomg", spatial={"projection": 16}))
+    small.assert_same(federation.train()[0], federation.simulate()[0])
 
 
 def test_pickled_objects_are_refused(tmp_path: Path) -> None:

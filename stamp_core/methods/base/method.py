@@ -163,6 +163,7 @@ class Method:
     fedavg_equivalent: ClassVar[Mapping[str, Any] | None] = {}
     group: ClassVar[Group] = "federated"
     masks: ClassVar[bool] = False  # whether it can learn masks of images instead of labels
+    in_clear: ClassVar[tuple[str, ...]] = ()  # vectors of a message that secure sums do not hide
     # Whether a step depends only on its batch, the live model and the tensors of its context, so
     # that a GPU may capture it. A class that overrides one of `step_parts` has to say so again.
     graph_safe: bool = True

@@ -27,6 +27,7 @@ from stamp_core.methods.base.method import (
     Reply,
     State,
 )
+from stamp_core.methods.base.secure_sums import seal_replies
 from stamp_core.methods.fedl2p.meta_networks import LayerStatistics, MetaNets, layer_statistics
 from stamp_core.methods.fedl2p.normalisation import (
     Moments,
@@ -139,6 +140,7 @@ class FedL2P(Method):
                 replies.append(fedavg.train_client(client_round))
             up += tree_bytes([reply.message for reply in replies])
             states = [reply.state for reply in replies]
+            replies = seal_replies(fedavg, replies, Log())
             server = fedavg.aggregate(server, replies, Log())
         net = {name: server[name] for name in ("parameters", "buffers")}
         clients = [{**net, **state} for state in states]  # local buffers replace the server's

@@ -12,9 +12,15 @@ from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_at_least
 from stamp_core.coresets.memory import Memory, MemoryParams, past_tasks, task_indices
 from stamp_core.matching.match import MatchResult, match_gram
-from stamp_core.methods.base.method import ClientRound, Log, Reply, State
+from stamp_core.methods.base.method import ClientRound, Log, Message, Reply, State
 from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalContext, RehearsalParams
-from stamp_core.methods.base.server_matching import SpatialParams, log_matches, match_server
+from stamp_core.methods.base.server_matching import (
+    PROJECTION,
+    SpatialParams,
+    log_matches,
+    match_server,
+    with_projection,
+)
 from stamp_core.methods.stamp.prototypes import prototype_loss
 from stamp_core.methods.stamp.temporal import (
     PastTask,
@@ -83,6 +89,7 @@ class Stamp(Rehearsal):
     Params: ClassVar = StampParams
     fedavg_equivalent: ClassVar = {}
     masks: ClassVar = True
+    in_clear: ClassVar = (PROJECTION,)
     graph_safe = True
 
     def __init__(self, params: StampParams, runtime: ClientRuntime) -> None:
@@ -152,6 +159,10 @@ class Stamp(Rehearsal):
                     result = match_update(runtime, client_round.round_id, params, update, past)
                 context.matches.append(result)
         return losses
+
+    def upload(self, client_round: ClientRound, context: StampContext) -> Message:
+        """The trained model, with the projection of its update where those are matched."""
+        return with_projection(self, client_round, super().upload(client_round, context))
 
     def past_tasks(self, client_round: ClientRound, params: TemporalParams) -> dict[int, PastTask]:
         """The stored images of the client's other tasks; of many tasks, those of a sample."""

@@ -1,0 +1,90 @@
+"""Sealed vectors: their one sum is that of the vectors, and nothing else is to be had."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stamp_core.models.flat import weighted_average
+from stamp_core.models.sealed import OPERATORS, Sealed, SingleUploadError, weighted_sum
+
+WEIGHTS = [3.0, 0.0, 1e-3, 170.0]
+
+
+def vectors(length: int = 1000) -> list[Tensor]:
+    """One vector for each of the weights."""
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(length, generator=draw) * 10**k for k in range(len(WEIGHTS))]
+
+
+def sealed(plain: list[Tensor]) -> list[Sealed]:
+    """The vectors as those of as many clients."""
+    return [Sealed(vector, client) for client, vector in enumerate(plain)]
+
+
+def test_a_mean_of_sealed_vectors_is_bit_identical_to_that_of_the_vectors() -> None:
+    """Also after a move, which a server may make before it adds up."""
+    plain = vectors()
+    moved = [each.to("cpu") for each in sealed(plain)]
+    assert torch.equal(weighted_average(moved, WEIGHTS), weighted_average(plain, WEIGHTS))
+
+
+def test_a_vector_of_weight_0_may_hold_nan() -> None:
+    plain = vectors()
+    expected = weighted_sum(plain, WEIGHTS)
+    plain[1].fill_(torch.nan)
+    assert torch.equal(weighted_sum(sealed(plain), WEIGHTS), expected)
+
+
+@pytest.mark.parametrize("clients", [(5,), (5, 5), (5, 6)], ids=["one", "twice", "weight 0"])
+def test_a_sum_that_shows_one_upload_is_refused(clients: tuple[int, ...]) -> None:
+    """Of one client, of two vectors of one client, of two clients one of which has no weight."""
+    weights = [1.0, 0.0 if 6 in clients else 1.0][: len(clients)]
+    uploads = [Sealed(torch.ones(3), client) for client in clients]
+    with pytest.raises(SingleUploadError, match="client 5 alone"):
+        weighted_sum(uploads, weights)
+
+
+def test_known_vectors_in_a_sum_hide_no_upload() -> None:
+    with pytest.raises(SingleUploadError, match="client 0 alone"):
+        weighted_sum([torch.ones(3), Sealed(torch.ones(3), 0)], [1.0, 1.0])
+
+
+def test_a_second_sum_is_refused() -> None:
+    """With other weights it would show both uploads of a sum of two."""
+    uploads = sealed(vectors())
+    weighted_sum(uploads, WEIGHTS)
+    with pytest.raises(SingleUploadError, match="second sum with the upload of client 0"):
+        weighted_sum(uploads, [1.0, 0.0, 0.0, 1.0])
+
+
+READINGS: dict[str, Callable[[Any], object]] = {
+    "norm": lambda v: v.norm(),
+    "difference": lambda v: torch.ones(3) - v,
+    "in place": lambda v: torch.ones(3).copy_(v),
+    "set": lambda v: torch.ones(3).__setitem__(slice(None), v),
+    "cat": lambda v: torch.cat([v, v]),
+    "stack": lambda v: torch.stack([torch.ones(3), v]),
+    "as_tensor": lambda v: torch.as_tensor(v),
+    "equal": lambda v: torch.equal(torch.ones(3), v),
+    "load": lambda v: torch.nn.Parameter(torch.ones(3)).data.copy_(v),
+    "list": list,
+    "numbers": float,
+    "numpy": lambda v: v.numpy(),
+    "data": lambda v: v.data,
+    "membership": lambda v: 1.0 in v,
+}
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_reading_a_single_upload_is_refused(reading: str) -> None:
+    with pytest.raises(SingleUploadError):
+        READINGS[reading](Sealed(torch.ones(3), 0))
+
+
+@pytest.mark.parametrize("operator", OPERATORS.split())
+def test_every_operator_is_refused(operator: str) -> None:
+    with pytest.raises(SingleUploadError, match=operator):
+        getattr(Sealed(torch.ones(3), 0), f"__{operator}__")(1)
