@@ -4,46 +4,35 @@ All methods are attacked in the same rounds of one run of STAMP. They receive th
 have the same memory and batches, so their uploads differ by what a method does with them alone.
 """
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import product
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import pandas as pd
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from stamp_core.attacks.capture import (
-    Images,
-    Noise,
-    Upload,
-    capture,
-    distinct,
-    start_run,
-    train_until,
+from stamp_core.attacks.capture import Noise, Upload, capture, start_run, train_until
+from stamp_core.attacks.inversion import Attack, Target
+from stamp_core.attacks.outcomes import (
+    COMPARED,
+    Pixels,
+    attack_uploads,
+    recovered,
+    scores,
+    side_by_side,
 )
-from stamp_core.attacks.inversion import Attack, Target, invert
-from stamp_core.attacks.labels import label_accuracy, recover_counts
-from stamp_core.attacks.scores import identified, mean_images, other_images, pair, psnr, ssim
-from stamp_core.client.runtime import ClientRuntime, RoundId
+from stamp_core.client.runtime import RoundId
 from stamp_core.config.params import Params
 from stamp_core.core.seeding import generator
-from stamp_core.data.dataset import ImageDataset
 from stamp_core.engine.executor import Worker
 from stamp_core.engine.experiment import load_experiment
 from stamp_core.engine.train import Run
-from stamp_core.models.flat import split_like
 from stamp_core.results.metrics import summarise
 
 TRAINED = "stamp"  # the preset whose run is attacked
 METHODS = ("fedavg", "replay", "stamp")
-KINDS = ("exemplar", "new")
-COMPARED = ("psnr", "ssim", "identified")  # also with other images of the same classes
 SCORES = (*COMPARED, *(f"{name}_gain" for name in COMPARED), "psnr_over_mean", "labels")
-Pixels = NDArray[np.uint8]  # [n, C, H, W]
 
 
 @dataclass(frozen=True)
@@ -75,7 +64,7 @@ def grid() -> list[Case]:
         for noise in (1e-3, 1e-2)
         if case.batch_size == 1
     ]
-    return sorted([*first, *later, *unknown, *noisy], key=lambda case: case.experience)
+    return [*first, *later, *unknown, *noisy]
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,39 +96,6 @@ def start(setting: str, params: Params | None, seed: int, changes: Mapping[str, 
     return Place(start_run(load_experiment(setting, TRAINED, params, plain), seed), params)
 
 
-# --- one attack
-
-
-@dataclass(frozen=True, eq=False)
-class Outcome:
-    """Reconstructions and what they cost."""
-
-    found: Tensor  # [m, C, H, W], values in 0..1
-    labels: Tensor  # [m], their labels
-    loss: float
-    seconds: float
-
-
-def attack_uploads(
-    runtime: ClientRuntime,
-    targets: Sequence[Target],
-    labels: Tensor,
-    attack: Attack,
-    draw: torch.Generator,
-) -> Outcome:
-    """The images [M] with these labels that explain the targets."""
-    before = time.perf_counter()
-    noise = torch.randn(len(labels), *runtime.shape, generator=draw)
-    limits = -runtime.offset, 255 * runtime.scale - runtime.offset
-    images, loss = invert(runtime.classifier, targets, labels, noise, limits, attack)
-    return Outcome(pixels(runtime, images), labels, loss, time.perf_counter() - before)
-
-
-def pixels(runtime: ClientRuntime, images: Tensor) -> Tensor:
-    """Normalised images with values in 0..1."""
-    return (images + runtime.offset) / (255 * runtime.scale)
-
-
 def plan_attack(upload: Upload, case: Case) -> tuple[Target, Tensor]:
     """What the server wants to reproduce, and the labels of the images that it looks for."""
     steps, weights = upload.steps, upload.weights
@@ -149,53 +105,6 @@ def plan_attack(upload: Upload, case: Case) -> tuple[Target, Tensor]:
     if case.steps is None:  # as many images as in the first batch stand for all
         labels, steps, weights = labels[steps[0]], [torch.arange(len(steps[0]))], weights[:1]
     return Target(upload.received, upload.update, upload.lr, steps, weights), labels
-
-
-def scores(
-    runtime: ClientRuntime, outcome: Outcome, images: Images, draw: torch.Generator
-) -> list[dict[str, Any]]:
-    """For new images and for exemplars the means of their scores, and the gains over controls."""
-    dataset, labels = runtime.dataset, outcome.labels
-    true = pixels(runtime, images.values)
-    controls = other_images(dataset, labels, draw), mean_images(dataset, labels)
-    found, other, mean = (
-        by_kind(each, labels, true, images, dataset) for each in (outcome.found, *controls)
-    )
-    return [
-        {
-            **{"kind": kind, **own},
-            **{f"{name}_gain": own[name] - other[kind][name] for name in COMPARED},
-            "psnr_over_mean": own["psnr"] - mean[kind]["psnr"],
-        }
-        for kind, own in found.items()
-    ]
-
-
-def by_kind(
-    found: Tensor, labels: Tensor, true: Tensor, images: Images, dataset: ImageDataset
-) -> dict[str, dict[str, float]]:
-    """The mean scores of new images and of exemplars that have a reconstruction."""
-    rows, columns = pair(found, labels, true, images.labels)
-    pairs = found[rows], true[columns]
-    near = identified(*pairs, images.labels[columns], dataset)
-    each = pd.DataFrame({"psnr": psnr(*pairs), "ssim": ssim(*pairs), "identified": near.float()})
-    each["kind"] = np.where(images.exemplar[columns], *KINDS)
-    grouped = each.groupby("kind")
-    means = grouped.mean().assign(images=grouped.size())
-    return {str(kind): row.to_dict() for kind, row in means.iterrows()}
-
-
-def recovered(runtime: ClientRuntime, upload: Upload) -> float:
-    """The share of the labels of all steps that the gradient of the head gives away."""
-    tensors = list(runtime.classifier.parameters())
-    *_, weights, bias = split_like(upload.received, tensors)
-    *_, by_weights, by_bias = split_like(upload.gradient, tensors)
-    labels = upload.images.labels[torch.cat(upload.steps)]
-    counts = recover_counts((weights, bias), (by_weights, by_bias), len(labels))
-    return label_accuracy(counts, labels)
-
-
-# --- all attacks
 
 
 class Study(NamedTuple):
@@ -213,9 +122,9 @@ def study(
     params: Params | None = None,
     seed: int = 0,
 ) -> Study:
-    """The cases, which are in the order of their experiences, for some clients."""
+    """The cases in the order of their experiences, each for some clients."""
     place, rows, shown = start(setting, params, seed, {}), [], {}
-    for case in cases:
+    for case in sorted(cases, key=lambda case: case.experience):
         train_until(place.run, case.experience, 0)
         worker = place.worker(case.method, case.batch_size)
         for client in clients:
@@ -229,69 +138,6 @@ def study(
             if client == clients[0]:
                 shown[case] = side_by_side(worker.runtime, outcome, upload.images)
     return Study(pd.DataFrame(rows), shown)
-
-
-def side_by_side(runtime: ClientRuntime, outcome: Outcome, images: Images) -> tuple[Pixels, Pixels]:
-    """True images and their reconstructions.  # uint8 [n, C, H, W] each"""
-    true = pixels(runtime, images.values)
-    rows, columns = pair(outcome.found, outcome.labels, true, images.labels)
-    both = true[columns], outcome.found[rows]
-    shown, found = ((255 * each).round().clamp(0, 255).byte().numpy() for each in both)
-    return shown, found
-
-
-def returning(
-    setting: str,
-    method: str,
-    rounds: Sequence[int],
-    clients: Sequence[int],
-    attack: Attack,
-    exemplars_per_class: int = 2,
-    params: Params | None = None,
-    seed: int = 0,
-) -> pd.DataFrame:
-    """Exemplars that are in the uploads of several rounds, which the server inverts together.
-
-    Every upload is one SGD step on new images and on all exemplars, as many of each. A row for
-    each number of rounds, client, first round and kind of image. The rounds of an experience are
-    divided into windows, so that the models of all rounds count equally at every number.
-    """
-    changes = {
-        "memory.exemplars_per_class": exemplars_per_class,
-        "setting.training.rounds": max(rounds),
-    }
-    place = start(setting, params, seed, changes)
-    batch_size = exemplars_per_class * len(place.run.plan.clients[0][0].classes)
-    worker = place.worker(method, batch_size)
-    uploads: dict[int, list[Upload]] = {client: [] for client in clients}
-    for round_ in range(max(rounds)):
-        train_until(place.run, 1, round_)
-        for client in clients:
-            images = slice(round_ * batch_size, (round_ + 1) * batch_size)
-            uploads[client].append(place.upload(worker, client, images))
-    rows = []
-    for count, client in product(rounds, clients):
-        for first in range(0, max(rounds), count):
-            window = uploads[client][first : first + count]
-            draw = generator(seed, client, first, count, "returning")
-            about = {"method": method, "rounds": count, "client": client, "first": first}
-            found = joint_scores(worker.runtime, window, attack, draw)
-            rows += [about | row for row in found]
-    return pd.DataFrame(rows)
-
-
-def joint_scores(
-    runtime: ClientRuntime, uploads: Sequence[Upload], attack: Attack, draw: torch.Generator
-) -> list[dict[str, Any]]:
-    """The scores of images that explain several uploads together, an exemplar being one image."""
-    images, places = distinct([upload.images for upload in uploads])
-    targets = [
-        Target(u.received, u.update, u.lr, [own[step] for step in u.steps], u.weights)
-        for u, own in zip(uploads, places, strict=True)
-    ]
-    outcome = attack_uploads(runtime, targets, images.labels, attack, draw)
-    cost = {"loss": outcome.loss, "seconds": outcome.seconds}
-    return [cost | row for row in scores(runtime, outcome, images, draw)]
 
 
 def summary(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:

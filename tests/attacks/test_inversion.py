@@ -12,8 +12,10 @@ from torch import Tensor
 from stamp_core.attacks.capture import Upload, distinct
 from stamp_core.attacks.inversion import Attack, Target, inversion_loss, total_variation
 from stamp_core.attacks.labels import label_accuracy, recover_counts, round_to_sum
+from stamp_core.attacks.outcomes import attack_uploads, pixels
+from stamp_core.attacks.returning import returning
 from stamp_core.attacks.scores import psnr
-from stamp_core.attacks.study import Case, attack_uploads, pixels, plan_attack, returning, study
+from stamp_core.attacks.study import Case, plan_attack, study
 from stamp_core.engine.train import Run
 from stamp_core.models.flat import split_like
 from stamp_core.models.networks import Classifier, build_network
