@@ -36,15 +36,15 @@ def returning(
         "memory.exemplars_per_class": exemplars_per_class,
         "setting.training.rounds": max(rounds),
     }
-    place = start(setting, params, seed, changes)
-    batch_size = exemplars_per_class * len(place.run.plan.clients[0][0].classes)
-    worker = place.worker(method, batch_size)
+    attacked = start(setting, params, seed, changes)
+    batch_size = exemplars_per_class * len(attacked.run.plan.clients[0][0].classes)
+    worker = attacked.worker(method, batch_size)
     uploads: dict[int, list[Upload]] = {client: [] for client in clients}
     for round_ in range(max(rounds)):
-        train_until(place.run, 1, round_)
+        train_until(attacked.run, 1, round_)
         for client in clients:
             images = slice(round_ * batch_size, (round_ + 1) * batch_size)
-            uploads[client].append(place.upload(worker, client, images))
+            uploads[client].append(attacked.upload(worker, client, images))
     rows = []
     for count, client in product(rounds, clients):
         for first in range(0, max(rounds), count):

@@ -68,8 +68,8 @@ def grid() -> list[Case]:
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
-    """Where uploads are attacked: a run that goes on as needed, and its parameters."""
+class AttackedRun:
+    """A run that is trained as far as needed, and the parameters of the methods that are attacked."""
 
     run: Run
     params: Params | None
@@ -90,10 +90,12 @@ class Place:
         return capture(worker, round_id, state, message, images, Noise(multiplier=noise))
 
 
-def start(setting: str, params: Params | None, seed: int, changes: Mapping[str, Any]) -> Place:
+def start(
+    setting: str, params: Params | None, seed: int, changes: Mapping[str, Any]
+) -> AttackedRun:
     """A run of the setting that has not trained yet."""
     plain = {"setting.diagnostics": {}, **changes}
-    return Place(start_run(load_experiment(setting, TRAINED, params, plain), seed), params)
+    return AttackedRun(start_run(load_experiment(setting, TRAINED, params, plain), seed), params)
 
 
 def plan_attack(upload: Upload, case: Case) -> tuple[Target, Tensor]:
@@ -123,13 +125,13 @@ def study(
     seed: int = 0,
 ) -> Study:
     """The cases in the order of their experiences, each for some clients."""
-    place, rows, shown = start(setting, params, seed, {}), [], {}
+    attacked, rows, shown = start(setting, params, seed, {}), [], {}
     for case in sorted(cases, key=lambda case: case.experience):
-        train_until(place.run, case.experience, 0)
-        worker = place.worker(case.method, case.batch_size)
+        train_until(attacked.run, case.experience, 0)
+        worker = attacked.worker(case.method, case.batch_size)
         for client in clients:
             draw = generator(seed, client, case.experience, 0, "inversion")
-            upload = place.upload(worker, client, case.images, case.noise)
+            upload = attacked.upload(worker, client, case.images, case.noise)
             target, labels = plan_attack(upload, case)
             outcome = attack_uploads(worker.runtime, [target], labels, attack, draw)
             about = {**asdict(case), "client": client, "labels": recovered(worker.runtime, upload)}
