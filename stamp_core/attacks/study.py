@@ -69,7 +69,7 @@ def grid() -> list[Case]:
 
 @dataclass(frozen=True, eq=False)
 class AttackedRun:
-    """A run that is trained as far as needed, and the parameters of the methods that are attacked."""
+    """A run that is trained as far as needed, and the parameters of other methods."""
 
     run: Run
     params: Params | None
