@@ -79,6 +79,11 @@ def coloured() -> Any:
     )
 
 
+def grey(value: int, count: int) -> Any:
+    """Small images of one grey value."""
+    return np.full((count, 1, 3, 3), value, dtype=np.uint8)
+
+
 SCENES = {"source": "scenes", "train_per_class": 1, "test_per_class": 1}
 CAPTIONS = {"kappa": ("radius κ", "2"), "other": ("other", ""), "server_lr": ("η_g", "1.0")}
 DRAW: dict[str, Callable[[], Figure]] = {
@@ -107,6 +112,9 @@ DRAW: dict[str, Callable[[], Figure]] = {
     "overlap": lambda: figures.overlap(made_records.overlapping()),
     "protection": lambda: figures.protection(
         made_records.related()["protection"], {"projection": ("what is projected", "step")}
+    ),
+    "reconstructions": lambda: figures.reconstructions(
+        {"$ upload": (grey(30, 3), grey(40, 3)), "another": (grey(50, 1), grey(60, 1))}, most=2
     ),
     "returning": lambda: figures.returning(made_records.related()["returning"]),
     "scenes": lambda: figures.scenes(load_dataset(SCENES)),

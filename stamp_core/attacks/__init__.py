@@ -1,0 +1,1 @@
+"""What an honest-but-curious server learns from uploads: gradient inversion, and its scores."""

@@ -1,0 +1,70 @@
+"""Whether an exemplar that is in the uploads of several rounds leaks more than a new image."""
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import pandas as pd
+import torch
+
+from stamp_core.attacks.capture import Upload, distinct, train_until
+from stamp_core.attacks.inversion import Attack, Target
+from stamp_core.attacks.outcomes import attack_uploads, scores
+from stamp_core.attacks.study import start
+from stamp_core.client.runtime import ClientRuntime
+from stamp_core.config.params import Params
+from stamp_core.core.seeding import generator
+
+
+def returning(
+    setting: str,
+    method: str,
+    rounds: Sequence[int],
+    clients: Sequence[int],
+    attack: Attack,
+    exemplars_per_class: int = 2,
+    params: Params | None = None,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """Exemplars that are in the uploads of several rounds, which the server inverts together.
+
+    Every upload is one SGD step on new images and on all exemplars, as many of each. A row for
+    each number of rounds, client, first round and kind of image. The rounds of an experience are
+    divided into windows, so that the models of all rounds count equally at every number.
+    """
+    changes = {
+        "memory.exemplars_per_class": exemplars_per_class,
+        "setting.training.rounds": max(rounds),
+    }
+    attacked = start(setting, params, seed, changes)
+    batch_size = exemplars_per_class * len(attacked.run.plan.clients[0][0].classes)
+    worker = attacked.worker(method, batch_size)
+    uploads: dict[int, list[Upload]] = {client: [] for client in clients}
+    for round_ in range(max(rounds)):
+        train_until(attacked.run, 1, round_)
+        for client in clients:
+            images = slice(round_ * batch_size, (round_ + 1) * batch_size)
+            uploads[client].append(attacked.upload(worker, client, images))
+    rows = []
+    for count, client in product(rounds, clients):
+        for first in range(0, max(rounds), count):
+            window = uploads[client][first : first + count]
+            draw = generator(seed, client, first, count, "returning")
+            about = {"method": method, "rounds": count, "client": client, "first": first}
+            found = joint_scores(worker.runtime, window, attack, draw)
+            rows += [about | row for row in found]
+    return pd.DataFrame(rows)
+
+
+def joint_scores(
+    runtime: ClientRuntime, uploads: Sequence[Upload], attack: Attack, draw: torch.Generator
+) -> list[dict[str, Any]]:
+    """The scores of images that explain several uploads together, an exemplar being one image."""
+    images, places = distinct([upload.images for upload in uploads])
+    targets = [
+        Target(u.received, u.update, u.lr, [own[step] for step in u.steps], u.weights)
+        for u, own in zip(uploads, places, strict=True)
+    ]
+    outcome = attack_uploads(runtime, targets, images.labels, attack, draw)
+    cost = {"loss": outcome.loss, "seconds": outcome.seconds}
+    return [cost | row for row in scores(runtime, outcome, images, draw)]

@@ -1,0 +1,119 @@
+"""What an upload is made of: the client's own batches, the weights of its images, its noise."""
+
+from typing import Any
+
+import pytest
+import torch
+from small import BATCH_NORM, tiny
+
+from stamp_core.attacks.capture import (
+    Images,
+    Noise,
+    Upload,
+    capture,
+    distinct,
+    start_run,
+    train_until,
+)
+from stamp_core.client.runtime import RoundId
+from stamp_core.config.decode import ParameterError
+from stamp_core.engine.experiment import Experiment
+from stamp_core.engine.train import Run
+
+MEMORY: Any = {"memory": {"exemplars_per_class": 3}, "ratio": 0.5}
+MATCHED: Any = {**MEMORY, "temporal": {"every": 1, "past": "gradient", "lr": 1.5}}
+EXPERIMENTS = {
+    "fedavg": tiny("fedavg"),
+    "replay": tiny("replay", **MEMORY),
+    "stamp": tiny("stamp", **MATCHED),
+}
+
+
+def reached(experiment: Experiment, experience: int = 1) -> Run:
+    """A run before the first round of an experience."""
+    run = start_run(experiment, seed=0)
+    train_until(run, experience, 0)
+    return run
+
+
+def uploaded(run: Run, images: int | None, first: int = 0, **options: Any) -> Upload:
+    """The first client's upload in the next round."""
+    chosen = slice(first, images and first + images)
+    round_id = RoundId(0, 0, *divmod(run.state["next"], run.training.rounds))
+    message = run.method.broadcast(run.state["server"], 0)
+    return capture(run.worker, round_id, run.state["clients"][0], message, chosen, **options)
+
+
+@pytest.mark.parametrize("method", EXPERIMENTS)
+def test_the_upload_on_all_images_is_that_of_the_client_round(method: str) -> None:
+    run = reached(EXPERIMENTS[method])
+    upload = uploaded(run, None)
+    message = run.method.broadcast(run.state["server"], 0)
+    state = run.state["clients"][0]
+    reply = run.worker.train_client(RoundId(0, 0, 1, 0), state, message).reply
+    assert torch.equal(upload.update, message["parameters"] - reply.message["parameters"])
+    assert len(upload.steps) == reply.sgd_steps
+
+
+def test_before_there_is_a_memory_all_methods_send_the_same() -> None:
+    first, *others = (uploaded(reached(each, 0), 32).update for each in EXPERIMENTS.values())
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_exemplars_are_those_of_the_memory_and_return_in_every_step() -> None:
+    run = reached(EXPERIMENTS["replay"])
+    upload = uploaded(run, 64)
+    memory = run.worker.runtime.normalise(run.state["clients"][0]["memory"]["images"])
+    exemplars = upload.images[upload.images.exemplar]
+    assert len(upload.steps) == 4 and [len(step) for step in upload.steps] == 4 * [16 + 6]
+    assert len(exemplars.labels) == len(memory) == 6  # 2 classes of 3, all of them in each batch
+    equal = (exemplars.values[:, None] == memory[None]).flatten(2).all(2)
+    assert (equal.sum(0) == 1).all() and (equal.sum(1) == 1).all()
+    assert upload.images.labels.unique().numel() == 4  # two of the task, two of the memory
+
+
+def test_equal_images_have_one_place() -> None:
+    values = torch.arange(5.0)[:, None, None, None].expand(-1, 1, 2, 2)
+    whole = Images(values, torch.arange(5), torch.arange(5) > 2)
+    parts = [whole[torch.tensor(each)] for each in ([4, 0], [4, 2, 4])]
+    images, places = distinct(parts)
+    assert sorted(images.labels.tolist()) == [0, 2, 4]
+    for part, own in zip(parts, places, strict=True):
+        assert torch.equal(images.values[own], part.values)
+        assert torch.equal(images.labels[own], part.labels)
+        assert torch.equal(images.exemplar[own], part.exemplar)
+
+
+def test_without_noise_the_upload_is_bit_identical() -> None:
+    run = reached(EXPERIMENTS["replay"])
+    plain = uploaded(run, 16)
+    assert torch.equal(plain.update, uploaded(run, 16, noise=Noise(clip=1e9)).update)
+    noisy = uploaded(run, 16, noise=Noise(multiplier=0.1))
+    assert not torch.equal(plain.update, noisy.update)
+    assert torch.equal(noisy.update, uploaded(run, 16, noise=Noise(multiplier=0.1)).update)
+
+
+def test_clipping_bounds_the_norm_and_noise_has_its_deviation() -> None:
+    update = torch.full((10_000,), 0.03)  # of norm 3
+    draw = torch.Generator().manual_seed(0)
+    assert float(Noise(clip=1.5).apply(update, draw).norm()) == pytest.approx(1.5, rel=1e-4)
+    assert torch.equal(Noise(clip=3.5).apply(update, draw), update)
+    for noise, deviation in (
+        (Noise(clip=1.5, multiplier=2), 3.0),
+        (Noise(clip=6.0, multiplier=2), 12.0),
+        (Noise(multiplier=2), 6.0),
+    ):
+        assert float(noise.apply(update, draw).std()) == pytest.approx(deviation, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "key"),
+    [
+        (tiny(training={"momentum": 0.9}), "training.momentum is 0.9"),
+        (tiny(training={"weight_decay": 0.1}), "training.weight_decay is 0.1"),
+        (tiny(network=BATCH_NORM), "network.norm is 'batch'"),
+    ],
+)
+def test_what_is_not_simulated_is_refused(experiment: Experiment, key: str) -> None:
+    with pytest.raises(ParameterError, match=key):
+        uploaded(start_run(experiment, 0), 16)

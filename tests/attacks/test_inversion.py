@@ -1,0 +1,142 @@
+"""The attack against an analytic one, its loss at the true images, and recovered labels."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small import tiny
+from test_capture import EXPERIMENTS, reached, uploaded
+from torch import Tensor
+
+from stamp_core.attacks.capture import Upload, distinct
+from stamp_core.attacks.inversion import Attack, Target, inversion_loss, total_variation
+from stamp_core.attacks.labels import label_accuracy, recover_counts, round_to_sum
+from stamp_core.attacks.outcomes import attack_uploads, pixels
+from stamp_core.attacks.returning import returning
+from stamp_core.attacks.scores import psnr
+from stamp_core.attacks.study import Case, plan_attack, study
+from stamp_core.engine.train import Run
+from stamp_core.models.flat import split_like
+from stamp_core.models.networks import Classifier, build_network
+
+CNN: Any = {"kind": "cnn", "channels": [4], "features": 16}
+
+
+def exact(upload: Upload, **changes: Any) -> Target:
+    """What the server would know if it knew everything."""
+    parts = {"steps": upload.steps, "weights": upload.weights, **changes}
+    return Target(upload.received, upload.update, upload.lr, **parts)
+
+
+def loss_at_truth(run: Run, upload: Upload, target: Target) -> float:
+    """The loss of the attack at the images of the client."""
+    images = upload.images
+    classifier = run.worker.runtime.classifier
+    return inversion_loss(classifier, [target], images.labels, images.values).item()
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("method", EXPERIMENTS)
+def test_the_loss_is_0_at_the_true_images_and_at_no_others(method: str, steps: int) -> None:
+    run = reached(EXPERIMENTS[method])
+    upload = uploaded(run, 16 * steps)
+    assert abs(loss_at_truth(run, upload, exact(upload))) < 1e-6
+    upload.images.values[0] += 0.5
+    assert loss_at_truth(run, upload, exact(upload)) > 1e-5
+
+
+def test_matching_changes_the_weights_and_the_loss_sees_it() -> None:
+    run = reached(EXPERIMENTS["stamp"])
+    upload = uploaded(run, 16)
+    equal = [torch.full_like(each, 1 / len(each)) for each in upload.weights]
+    assert loss_at_truth(run, upload, exact(upload, weights=equal)) > 1e-4
+
+
+def test_the_loss_of_several_uploads_with_shared_exemplars_is_0_at_the_true_images() -> None:
+    run = reached(EXPERIMENTS["replay"])
+    uploads = [uploaded(run, 16)]
+    run.train_round(1, 0)
+    uploads.append(uploaded(run, 16, first=16))
+    images, places = distinct([each.images for each in uploads])
+    assert len(images.labels) == 16 + 16 + 6  # six exemplars are in both
+    targets = [
+        exact(each, steps=[own[step] for step in each.steps])
+        for each, own in zip(uploads, places, strict=True)
+    ]
+    classifier = run.worker.runtime.classifier
+    assert abs(inversion_loss(classifier, targets, images.labels, images.values).item()) < 1e-6
+
+
+def test_one_image_of_an_mlp_is_found_as_by_the_quotient_of_gradients() -> None:
+    """The gradient of a unit's weights is the image times that of its bias."""
+    run = reached(tiny(training={"batch_size": 1}), 0)
+    runtime, upload = run.worker.runtime, uploaded(run, 1)
+    weights, bias, *_ = split_like(upload.gradient, list(runtime.classifier.parameters()))
+    unit = bias.abs().argmax()
+    quotient = pixels(runtime, (weights[unit] / bias[unit]).view(1, 1, 8, 8))
+    truth = pixels(runtime, upload.images.values)
+    assert float(psnr(quotient, truth)) > 80
+    case = Case("fedavg", 0, batch_size=1)
+    target, labels = plan_attack(upload, case)
+    draw = torch.Generator().manual_seed(0)
+    found = attack_uploads(runtime, [target], labels, Attack(variation=0.0), draw).found
+    assert float(psnr(found, quotient)) > 60
+
+
+def gradients(network: Classifier, images: Tensor, labels: Tensor) -> tuple[Any, Any]:
+    """The head, and its gradient on a batch."""
+    loss = F.cross_entropy(network(images), labels)
+    head = network.head.weight, network.head.bias
+    return tuple(each.detach() for each in head), torch.autograd.grad(loss, head)
+
+
+@pytest.mark.parametrize("network", [{"kind": "mlp", "features": 32}, CNN], ids=["mlp", "cnn"])
+@pytest.mark.parametrize("labels", [[3, 1, 7, 9, 0, 4], [2, 2, 2, 5, 5, 8], 12 * [6]])
+def test_labels_of_one_step_are_recovered(network: Any, labels: list[int]) -> None:
+    experiment = tiny(network=network)
+    dataset = experiment.dataset()
+    first = [(dataset.y_train == label).nonzero()[k] for k, label in enumerate(labels)]
+    images = dataset.x_train[torch.cat(first)].float() / 255
+    built = build_network(experiment.setting.network, dataset.shape, 10, seed=0)
+    counts = recover_counts(*gradients(built, images, torch.tensor(labels)), len(labels))
+    assert counts.tolist() == [labels.count(label) for label in range(10)]
+    assert label_accuracy(counts, torch.tensor(labels)) == 1
+    assert label_accuracy(counts.roll(1), torch.tensor([0])) == float(counts[-1] > 0)
+
+
+def test_rounded_numbers_keep_their_sum_and_are_near() -> None:
+    values = torch.rand(50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    values = (40 * values / values.sum()).numpy()
+    rounded = round_to_sum(values, 40)
+    assert int(rounded.sum()) == 40 and abs(rounded.numpy() - values).max() < 1
+
+
+def test_total_variation_by_hand() -> None:
+    images = torch.tensor([[[[0.0, 1.0], [3.0, 3.0]]]])
+    assert float(total_variation(images)) == (3 + 2) / 2 + (1 + 0) / 2
+
+
+def test_a_study_scores_new_images_and_exemplars_apart_and_repeats_itself() -> None:
+    cases = [Case("fedavg", 0, 4), Case("stamp", 1, 4), Case("replay", 1, 4, None)]
+    one, other = (study("tiny", cases, [0, 1], Attack(iterations=3)) for _ in range(2))
+    timeless = [each.rows.drop(columns="seconds") for each in (one, other)]
+    assert timeless[0].equals(timeless[1])
+    kinds = one.rows.groupby("method").kind.agg(lambda kinds: sorted(set(kinds)))
+    assert kinds.to_dict() == {
+        "fedavg": ["new"],
+        "stamp": ["exemplar", "new"],
+        "replay": ["exemplar", "new"],
+    }
+    whole = one.rows[one.rows.steps.isna()]
+    assert (whole.groupby("client").images.sum() == 8).all()  # one batch stands for all
+    true, found = one.images[cases[1]]
+    assert true.shape == found.shape == (8, 1, 8, 8)
+
+
+def test_returning_exemplars_are_one_image_in_all_uploads() -> None:
+    rows = returning("tiny", "replay", [1, 2], [0], Attack(iterations=2))
+    sizes = rows.groupby(["rounds", "kind"]).images.agg(["min", "max", "size"])
+    assert sizes.loc[1, "exemplar"].tolist() == [4, 4, 2]  # two windows of one round
+    assert sizes.loc[2, "exemplar"].tolist() == [4, 4, 1]
+    assert sizes.loc[2, "new"].tolist() == [8, 8, 1]
