@@ -54,8 +54,8 @@ def compare_rounds(patch: pytest.MonkeyPatch) -> None:
         plain.append([result.reply for result in results])
         return gather(run, results, log)
 
-    def aggregated(run: engine.Run, server: State, replies: list[Reply], log: Log) -> State:
-        found = aggregate(run, server, replies, log)
+    def aggregated(run: engine.Run, server: State, replies: list[Reply], *rest: Any) -> State:
+        found = aggregate(run, server, replies, *rest)
         small.assert_equal_trees(found, run.method.aggregate(server, plain[-1], Log()))
         return found
 
