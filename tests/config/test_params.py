@@ -175,7 +175,8 @@ def test_a_setting_is_read_and_written_again() -> None:
     assert build(Setting, plain, "again") == setting
     assert plain["split"] == split | {
         **{"cycles": 1, "order": "independent", "common_clients": 0, "alpha": None},
-        **{"min_samples": 1, "images_per_class": None},
+        **{"min_samples": 1, "images_per_class": None, "sizes": "drawn", "joining": 0},
+        **{"old_share": 0.0, "classes_per_client": None},
     }
     assert repr(plain["training"]["lr"]) == "1.0" and plain["network"]["channels"] == [4]
     assert to_plain([(1, {2: (3,)})]) == [[1, {"2": [3]}]]

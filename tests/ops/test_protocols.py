@@ -127,7 +127,7 @@ def test_clients_share_the_images_of_common_tasks(name: str, shuffled: bool) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "tasks", "each"), [("stamp_cycles", 50, 500), ("stamp_cycles_small", 5, 250)]
+    ("name", "tasks", "each"), [("stamp_cycles", 50, 500), ("stamp_cycles_small", 5, 150)]
 )
 def test_stamps_sequence_is_repeated_five_times(name: str, tasks: int, each: int) -> None:
     plan, counts = drawn(name)
