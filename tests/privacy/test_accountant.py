@@ -93,7 +93,7 @@ def sampled_rdp(order: int, share: float, sigma: float) -> Any:
 
 def test_sampled_rounds_compose_by_the_published_bound() -> None:
     """The best of the whole orders; the library also has orders between them."""
-    multiplier, rounds, clients = 20.0, 1000, 100
+    multiplier, rounds, clients = 10.0, 1000, 100
     values = setting(multiplier, clients=clients, tasks=1, rounds=rounds, participation=0.01)
     best = min(
         rounds * float(sampled_rdp(order, 1 / clients, multiplier / 2))
