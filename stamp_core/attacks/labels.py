@@ -42,4 +42,4 @@ def round_to_sum(values: "np.ndarray[tuple[int], np.dtype[np.float64]]", total: 
 def label_accuracy(counts: Tensor, labels: Tensor) -> float:
     """The share of images whose label is among the estimated ones."""
     true = torch.bincount(labels, minlength=len(counts))
-    return float(torch.minimum(counts, true).sum() / len(labels))
+    return int(torch.minimum(counts, true).sum()) / len(labels)

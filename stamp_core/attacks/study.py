@@ -134,7 +134,8 @@ def study(
             upload = attacked.upload(worker, client, case.images, case.noise)
             target, labels = plan_attack(upload, case)
             outcome = attack_uploads(worker.runtime, [target], labels, attack, draw)
-            about = {**asdict(case), "client": client, "labels": recovered(worker.runtime, upload)}
+            about = {"case": case, **asdict(case), "client": client}
+            about |= {"labels": recovered(worker.runtime, upload)}
             about |= {"loss": outcome.loss, "seconds": outcome.seconds}
             rows += [about | row for row in scores(worker.runtime, outcome, upload.images, draw)]
             if client == clients[0]:
@@ -161,3 +162,19 @@ def summary(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
             row |= {name: of["mean"], f"{name}_low": of["low"], f"{name}_high": of["high"]}
         found.append(row)
     return pd.DataFrame(found)
+
+
+def contrast(rows: pd.DataFrame, one: Case, other: Case) -> pd.DataFrame:
+    """For each kind of image and score the mean of one - other, paired by client.
+
+    With n and the limits of the 95 % interval: STAMP and replay had the same batches.
+    """
+    first, second = (
+        rows[rows.case == case].set_index(["kind", "client"])[[*SCORES]] for case in (one, other)
+    )
+    differences = (first - second).dropna()
+    return pd.DataFrame(
+        {"kind": kind, "score": name, **summarise(group[name])}
+        for kind, group in differences.groupby("kind")
+        for name in SCORES
+    )

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from stamp_core.attacks.labels import label_accuracy, recover_counts, round_to_s
 from stamp_core.attacks.outcomes import attack_uploads, pixels
 from stamp_core.attacks.returning import returning
 from stamp_core.attacks.scores import psnr
-from stamp_core.attacks.study import Case, plan_attack, study
+from stamp_core.attacks.study import SCORES, Case, contrast, plan_attack, study
 from stamp_core.engine.train import Run
 from stamp_core.models.flat import split_like
 from stamp_core.models.networks import Classifier, build_network
@@ -101,8 +102,10 @@ def test_labels_of_one_step_are_recovered(network: Any, labels: list[int]) -> No
     built = build_network(experiment.setting.network, dataset.shape, 10, seed=0)
     counts = recover_counts(*gradients(built, images, torch.tensor(labels)), len(labels))
     assert counts.tolist() == [labels.count(label) for label in range(10)]
-    assert label_accuracy(counts, torch.tensor(labels)) == 1
-    assert label_accuracy(counts.roll(1), torch.tensor([0])) == float(counts[-1] > 0)
+
+
+def test_the_accuracy_of_labels_by_hand() -> None:
+    assert label_accuracy(torch.tensor([1, 2, 0]), torch.tensor([0, 0, 1])) == 2 / 3
 
 
 def test_rounded_numbers_keep_their_sum_and_are_near() -> None:
@@ -140,3 +143,15 @@ def test_returning_exemplars_are_one_image_in_all_uploads() -> None:
     assert sizes.loc[1, "exemplar"].tolist() == [4, 4, 2]  # two windows of one round
     assert sizes.loc[2, "exemplar"].tolist() == [4, 4, 1]
     assert sizes.loc[2, "new"].tolist() == [8, 8, 1]
+
+
+def test_two_cases_are_compared_by_client() -> None:
+    replay, stamp = Case("replay", 1), Case("stamp", 1)
+    rows = pd.DataFrame(
+        {"case": case, "kind": "new", "client": client, **dict.fromkeys(SCORES, score)}
+        for case, scores in ((replay, (1.0, 5.0)), (stamp, (3.0, 8.0)))
+        for client, score in enumerate(scores)
+    )
+    found = contrast(rows.sample(frac=1, random_state=0), stamp, replay)  # 2 and 3 more
+    assert list(found.score) == [*SCORES] and (found["n"] == 2).all()
+    assert (found["mean"] == 2.5).all() and found.low[0] == pytest.approx(2.5 - 12.7062 * 0.5)
