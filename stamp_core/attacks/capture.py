@@ -8,7 +8,8 @@ from torch import Tensor
 
 from stamp_core.client.batches import Batch
 from stamp_core.client.runtime import RoundId
-from stamp_core.config.decode import invalid, require_above, require_at_least
+from stamp_core.config.decode import invalid
+from stamp_core.config.schema import Privacy
 from stamp_core.core.seeding import generator
 from stamp_core.data.split import make_plan
 from stamp_core.engine.executor import SerialExecutor, Worker
@@ -17,32 +18,8 @@ from stamp_core.engine.train import Run
 from stamp_core.methods.base.method import Message, Method, State
 from stamp_core.methods.stamp import StampContext
 from stamp_core.methods.stamp.temporal import batch_groups
+from stamp_core.privacy.mechanism import PURPOSE, add_noise
 
-
-@dataclass(frozen=True)
-class Noise:
-    """How a client clips its update and adds Gaussian noise before it is sent; off by default."""
-
-    clip: float | None = None  # the largest norm of an update; None: its own
-    multiplier: float = 0.0  # standard deviation per parameter, as a multiple of that norm
-
-    def __post_init__(self) -> None:
-        """Validate the numbers."""
-        require_above(self, 0, "clip")
-        require_at_least(self, 0, "multiplier")
-
-    def apply(self, update: Tensor, draw: torch.Generator) -> Tensor:
-        """The update as it is sent; with both off the same tensor.  # [P]"""
-        norm = float(update.norm())
-        clip = norm if self.clip is None else self.clip
-        if norm > clip:
-            update = update * (clip / norm)
-        if self.multiplier:
-            update = update + self.multiplier * clip * torch.randn(len(update), generator=draw)
-        return update
-
-
-NO_NOISE = Noise()
 ALL = slice(None)
 
 
@@ -99,12 +76,12 @@ def capture(
     state: State,
     message: Message,
     images: slice = ALL,
-    noise: Noise = NO_NOISE,
+    noise: float = 0.0,
 ) -> Upload:
     """The upload of a client round on some of the task's images.
 
     `images` is a part of their random order, which is the same in all rounds of an experience. As
-    many as `batch_size` in one local epoch are one SGD step.
+    many as `batch_size` in one local epoch are one SGD step. `noise` multiplies the update's norm.
     """
     method = worker.method
     require_plain_sgd(method)
@@ -116,7 +93,9 @@ def capture(
     batches = list(method.batches(client_round, context))
     method.train(client_round, context)  # on the same batches: every draw has its address
     update = message["parameters"] - method.upload(client_round, context)["parameters"]
-    update = noise.apply(update, round_id.generator("noise"))
+    private = Privacy(float(update.norm()), noise, "local")
+    draw = round_id.generator(PURPOSE)
+    update = add_noise(worker.runtime, private, update, 1, draw)
     known, places = distinct([images_of(batch) for batch in batches])
     weights = list(image_weights(batches, step_coefficients(method, context)))
     return Upload(message["parameters"], update, worker.runtime.training.lr, known, places, weights)

@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from stamp_core.attacks.capture import Noise, Upload, capture, start_run, train_until
+from stamp_core.attacks.capture import Upload, capture, start_run, train_until
 from stamp_core.attacks.inversion import Attack, Target
 from stamp_core.attacks.outcomes import (
     COMPARED,
@@ -87,7 +87,7 @@ class AttackedRun:
         round_id = RoundId(self.run.seed, client, experience, round_)
         state = self.run.state["clients"][client]
         message = worker.method.broadcast(self.run.state["server"], client)
-        return capture(worker, round_id, state, message, images, Noise(multiplier=noise))
+        return capture(worker, round_id, state, message, images, noise)
 
 
 def start(
