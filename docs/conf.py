@@ -24,6 +24,7 @@ from reference import reference_pages  # noqa: E402
 
 ROOT = DOCS.parent
 GENERATED = DOCS / "_generated"
+PROFILES = ("cifar100", "protocols")  # with folders of their own in figures/
 NBSP = "\N{NO-BREAK SPACE}"
 logger = getLogger(__name__)
 
@@ -54,7 +55,8 @@ def executed_copy(name: str) -> Path | None:
 def figure_page() -> str:
     """A page of all figures by the names of their files: texts show only those they speak of."""
     folders = {"Small scale": ROOT / "figures"}
-    folders |= {f"`{each.name}`": each for each in sorted((ROOT / "figures/cifar100").glob("*/"))}
+    settings = [each for name in PROFILES for each in sorted((ROOT / "figures" / name).glob("*/"))]
+    folders |= {f"`{each.name}`": each for each in settings}
     parts = ["# Figures"]
     for title, folder in folders.items():
         parts.append(f"## {title}")
@@ -68,7 +70,9 @@ def copy_sources() -> None:
     """Fill docs/_generated; files that have not changed keep their time, so pages are cached."""
     notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"))
     copies = {f"notebooks/{path.name}": executed_copy(path.stem) or path for path in notebooks}
-    pages = sorted([*(ROOT / "figures").glob("*.md"), *(ROOT / "figures/cifar100").rglob("*.md")])
+    folders = [ROOT / "figures" / name for name in PROFILES]
+    pages = [page for each in folders for page in each.rglob("*.md")]
+    pages = sorted([*(ROOT / "figures").glob("*.md"), *pages])
     copies |= {path.relative_to(ROOT).as_posix(): path for path in pages}
     copies |= {path.name: path for path in (ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md")}
     contents = {name: source.read_bytes() for name, source in copies.items()}
