@@ -166,7 +166,7 @@ class FedAvgReference:
         """Whether a client learns anything in a task."""
         return bool(self.plan.clients[client][task].classes)
 
-    def joined(self, experience: int) -> list[int]:
+    def present(self, experience: int) -> list[int]:
         """The clients that have learnt something, or do so now."""
         tasks = range(min(experience + 1, self.plan.tasks))
         clients = range(len(self.plan.clients))
@@ -175,7 +175,7 @@ class FedAvgReference:
     def visits(self, experience: int, round_: int) -> Iterator[Visit]:
         """The client rounds of a round, of clients that take part and complete it."""
         address = (self.plan.seed, experience, round_)
-        here = self.joined(experience)
+        here = self.present(experience)
         most = int(np.ceil(self.training.participation * len(here) - 1e-9))
         most = self.training.clients_per_round or most
         order = torch.randperm(len(here), generator=generator(*address, "participation"))
