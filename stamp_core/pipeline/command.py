@@ -52,6 +52,9 @@ def run(arguments: argparse.Namespace) -> None:
 
     params = read_params(QUICK)
     chosen = parse_overrides(arguments.set)
+    for key in chosen:
+        if arguments.plan is not None and key.startswith("setting.split"):
+            raise ParameterError(f"--set {key}: --plan {arguments.plan} has a split of its own")
     tried = [load_experiment(arguments.setting, arguments.method, params, chosen)]
     if arguments.compare:
         shared = {key: value for key, value in chosen.items() if key.startswith("setting.")}

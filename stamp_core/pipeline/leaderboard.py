@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from stamp_core.pipeline.verify import verify_record
+from stamp_core.pipeline.verify import check_record
 from stamp_core.report.frames import run_frame
 from stamp_core.report.tables.page import markdown, write_parts
 from stamp_core.report.text import MB
@@ -34,7 +34,8 @@ def verify_all(folders: Iterable[Path]) -> tuple[dict[Path, Record], dict[Path, 
     sound, refused = dict[Path, Record](), dict[Path, str]()
     for folder in folders:
         try:
-            checks = verify_record(folder)
+            record = load_record(folder)
+            checks = check_record(record)
         except ValueError as error:
             refused[folder] = str(error)
             continue
@@ -42,7 +43,7 @@ def verify_all(folders: Iterable[Path]) -> tuple[dict[Path, Record], dict[Path, 
         if failed:
             refused[folder] = "; ".join(failed)
         else:
-            sound[folder] = load_record(folder)
+            sound[folder] = record
     return sound, refused
 
 

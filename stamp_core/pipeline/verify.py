@@ -30,11 +30,15 @@ class Check(NamedTuple):
 
 
 def verify_record(folder: Path, plan_file: Path | None = None) -> list[Check]:
-    """Every check of the record in `folder`; ValueError if its digest does not fit its files.
+    """Every check of the record in `folder`; ValueError if its digest does not fit its files."""
+    return check_record(load_record(folder), plan_file)
+
+
+def check_record(record: Record, plan_file: Path | None = None) -> list[Check]:
+    """Every check of a record that was loaded, which has verified its digest.
 
     Without the file of an imported plan, the plan is drawn again.
     """
-    record = load_record(folder)
     experiment = experiment_of(record)
     dataset, seed = experiment.dataset(), record.about["seed"]
     if plan_file is None:

@@ -45,6 +45,9 @@ def test_a_plan_in_a_file_takes_the_place_of_the_settings(
     path.write_text("client,task,class\n0,0,10\n")
     error = output(capsys, *words, "0", "--plan", str(path), status=1)
     assert "classes[0] is 10; it must be above -1 and below 10" in error and error.count("\n") == 1
+    changed = (*words, "0", "--set", "setting.split.tasks=2", "--plan", str(path))
+    refused = output(capsys, *changed, status=1)
+    assert f"--set setting.split.tasks: --plan {path} has a split of its own" in refused
 
 
 @pytest.mark.parametrize(
