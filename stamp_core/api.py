@@ -14,7 +14,14 @@ with without_garbage_collection():
     from stamp_core.engine.experiment import Experiment, load_experiment
     from stamp_core.engine.train import save_records, train
     from stamp_core.methods.base.method import Method
-    from stamp_core.pipeline.grid import load_grid, load_plans, run_folder, save_metrics, save_plans
+    from stamp_core.pipeline.grid import (
+        load_grid,
+        load_plans,
+        run_folder,
+        save_metrics,
+        save_plans,
+        train_and_save,
+    )
     from stamp_core.results.loggers import CsvLogger, DvcliveLogger, TensorBoardLogger
     from stamp_core.results.records import Record, load_record
 
@@ -48,4 +55,5 @@ __all__ = [
     "save_plans",
     "save_records",
     "train",
+    "train_and_save",
 ]

@@ -44,7 +44,7 @@ from stamp_core.engine.executor import (
 from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.progress import Logger, Loggers, Progress, scalars
 from stamp_core.engine.trees import Stored, flatten, tree_digest
-from stamp_core.methods.base.method import Log, Message, Reply, State
+from stamp_core.methods.base.method import DivergedError, Log, Message, Reply, State
 from stamp_core.methods.base.secure_sums import seal_replies
 from stamp_core.models.flat import split_like
 from stamp_core.models.sealed import SingleUploadError
@@ -90,6 +90,15 @@ def train(
             executor.close()
 
 
+class SeedsDiverged(DivergedError):
+    """Some seeds of a training diverged; `records` has those of the others, which are whole."""
+
+    def __init__(self, records: dict[int, Record], errors: Mapping[int, DivergedError]) -> None:
+        super().__init__(*next(iter(errors.values())).args)
+        self.records = records
+        self.errors = errors
+
+
 def _train_side_by_side(
     runs: list["Run"], progress: Progress, loggers: Loggers
 ) -> dict[int, Record]:
@@ -117,6 +126,9 @@ def _train_side_by_side(
     failed = [run.seed for run in runs if run.seed in errors]
     if failed:
         error = errors[failed[0]]
+        diverged = {seed: e for seed, e in errors.items() if isinstance(e, DivergedError)}
+        if len(diverged) == len(errors):
+            error = SeedsDiverged(records, {seed: diverged[seed] for seed in failed})
         error.add_note(f"seed {failed[0]}; seeds that failed: {failed} of {len(runs)}")
         raise error
     return {run.seed: records[run.seed] for run in runs}

@@ -2,7 +2,8 @@
 
 import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from stamp_core.config.decode import ParameterError
@@ -14,7 +15,7 @@ from stamp_core.core.paths import RESUME, ROOT
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.split import Plan, make_plan
 from stamp_core.engine.experiment import Experiment, load_experiment
-from stamp_core.engine.train import save_records, train
+from stamp_core.engine.train import SeedsDiverged, save_records, train
 from stamp_core.results.metrics import final_accuracy, mean
 from stamp_core.results.records import Record, load_record
 
@@ -59,10 +60,10 @@ def run_folder(experiment: Experiment, seeds: str, profile: str = QUICK) -> Path
 
 
 def save_metrics(
-    records: Mapping[int, Record], experiment: Experiment, seeds: str, profile: str = QUICK
+    records: Iterable[Record], experiment: Experiment, seeds: str, profile: str = QUICK
 ) -> None:
     """Write an experiment's accuracy and forgetting, means over its seeds, which DVC compares."""
-    models = [(record, record.main_model) for record in records.values()]
+    models = [(record, record.main_model) for record in records]
     final = [final_accuracy(record.task_accuracies(model)) for record, model in models]
     forgetting = [mean(record.forgetting(model)) for record, model in models]
     values = {"accuracy": round(mean(final), 4), "forgetting": round(mean(forgetting), 4)}
@@ -78,11 +79,28 @@ def metrics_file(experiment: Experiment, seeds: str, profile: str) -> Path:
 def train_and_save(
     experiment: Experiment, seeds: str, profile: str, workers: int = 1, device: str = "auto"
 ) -> list[Record]:
-    """The records of an experiment, trained and written to its folder."""
+    """The records of an experiment, trained and written to its folder.
+
+    A seed that diverges has none, and the records of the others say so. If all do, it is an error.
+    """
     plans = load_plans(experiment.setting, experiment.dataset(), seeds, profile)
-    records = train(experiment, plans, workers, device, RESUME)
+    try:
+        records = train(experiment, plans, workers, device, RESUME)
+    except SeedsDiverged as error:
+        if not error.records:
+            raise
+        records = with_diverged(error)
     save_records(records, run_folder(experiment, seeds, profile), RESUME)
     return list(records.values())
+
+
+def with_diverged(error: SeedsDiverged) -> dict[int, Record]:
+    """The records of the seeds that ended; `about` names those that diverged, and where."""
+    reasons = {str(seed): str(reason) for seed, reason in error.errors.items()}
+    return {
+        seed: replace(record, about={**record.about, "diverged": reasons})
+        for seed, record in error.records.items()
+    }
 
 
 def load_grid(page: str = "comparison", profile: str = QUICK) -> list[Record]:
@@ -128,19 +146,20 @@ def load_sound_record(folder: Path) -> Record | None:
 def load_records(
     experiment: Experiment, seeds: str, profile: str, outdated: bool = True
 ) -> list[Record]:
-    """The records of an experiment; none if one is missing or damaged.
+    """The records of an experiment; none if one is missing or damaged, but for diverged seeds.
 
     Records of other code or parameters cause a warning, or count as missing if not `outdated`.
     """
     folder = run_folder(experiment, seeds, profile)
-    found = [load_sound_record(folder / str(seed)) for seed in parse_seeds(seeds)]
-    records = [record for record in found if record]
-    if len(records) < len(found):
-        return []
     plans = load_plans(experiment.setting, experiment.dataset(), seeds, profile)
+    found = {seed: load_sound_record(folder / str(seed)) for seed in plans}
+    records = [record for record in found.values() if record]
+    diverged = {int(seed) for record in records for seed in record.about.get("diverged", {})}
+    if any(record is None and seed not in diverged for seed, record in found.items()):
+        return []
     changes = set[str]()
-    for record, plan in zip(records, plans.values(), strict=True):
-        now = experiment.identity(plan, resolve_device("auto"))
+    for record in records:
+        now = experiment.identity(plans[record.about["seed"]], resolve_device("auto"))
         then = record.about["identity"]
         changes |= {key for key in now if key not in NOT_COMPARED and then.get(key) != now[key]}
     if changes and not outdated:

@@ -88,10 +88,13 @@ def candidate_records(experiment: Experiment, seeds: str) -> list[Record]:
     """The records of a candidate in one setting, trained if needed; none if it diverges."""
     try:
         found = load_records(experiment, seeds, PROFILE, outdated=False)
-        return found or train_and_save(experiment, seeds, PROFILE)
+        records = found or train_and_save(experiment, seeds, PROFILE)
+        reasons = records[0].about.get("diverged", {}).values()
     except DivergedError as error:
-        print(f"{experiment.name} counts as undefined: {error}", flush=True)
-        return []
+        records, reasons = [], [str(error)]
+    for reason in reasons:
+        print(f"{experiment.name} counts as undefined: {reason}", flush=True)
+    return [] if reasons else records
 
 
 def tune(jobs: int, only: Sequence[str] = (), profile: str = DEFAULT) -> None:

@@ -6,10 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import small
 
 from stamp_core.config.decode import ParameterError
 from stamp_core.engine.experiment import load_experiment
+from stamp_core.methods.base.method import DivergedError
 from stamp_core.pipeline import grid
+from stamp_core.report.tables import page
 from stamp_core.results.metrics import run_metrics
 
 
@@ -25,6 +28,26 @@ def test_outdated_records_are_named_or_count_as_missing(params: dict[str, Any]) 
         assert len(grid.load_records(other, "0to1", "default")) == 2
     shutil.rmtree(grid.run_folder(experiment, "0to1", "default") / "1")
     assert grid.load_records(experiment, "0to1", "default") == []  # one seed is missing
+
+
+def test_a_seed_that_diverges_is_left_out_by_name(
+    params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seed 0 takes steps that are too long; seed 1 has no images, so that it takes none."""
+    params["settings"]["tiny"]["training"]["lr"] = 1e38
+    experiment = load_experiment("tiny", "fedavg", params)
+    plans = grid.load_plans(experiment.setting, experiment.dataset(), "0to1", "default")
+    none = dict.fromkeys(small.everywhere(plans[0]), ())
+    changed = {0: plans[0], 1: small.with_train(plans[1], none)}
+    monkeypatch.setattr(grid, "load_plans", lambda *_: changed)
+    trained = grid.train_and_save(experiment, "0to1", "default", device="cpu")
+    loaded = grid.load_records(experiment, "0to1", "default", outdated=False)
+    assert [[r.run[2] for r in records] for records in (trained, loaded)] == [[1], [1]]
+    assert "Diverged, so without a score: tiny-fedavg, seed 0." in page.describe_runs(loaded)
+    assert "no longer finite" in loaded[0].about["diverged"]["0"]
+    monkeypatch.setattr(grid, "load_plans", lambda *_: {0: changed[0]})
+    with pytest.raises(DivergedError, match="no longer finite"):
+        grid.train_and_save(experiment, "0", "default", device="cpu")
 
 
 def test_the_quick_profile_trains_what_is_missing_the_default_one_refuses(
@@ -45,10 +68,10 @@ def test_metrics_are_means_over_seeds_of_the_model_a_method_is_compared_by(
 ) -> None:
     for method, model in (("fedavg", "global"), ("local", "personal")):
         experiment = load_experiment("tiny", method, params)
-        records = dict(enumerate(grid.train_and_save(experiment, "0to1", "default", device="cpu")))
+        records = grid.train_and_save(experiment, "0to1", "default", device="cpu")
         grid.save_metrics(records, experiment, "0to1", "default")
         path = grid.metrics_file(experiment, "0to1", "default")
-        metrics = [run_metrics(r.accuracy(model), r.tests) for r in records.values()]
+        metrics = [run_metrics(r.accuracy(model), r.tests) for r in records]
         for name, value in json.loads(path.read_text()).items():
             assert value == round((metrics[0][name] + metrics[1][name]) / 2, 4)
 

@@ -252,14 +252,21 @@ def definitions(title: str) -> str:
 
 
 def describe_runs(records: Sequence[Record]) -> str:
-    """The numbers of runs and methods, the settings, n, and the seeds."""
+    """The numbers of runs and methods, the settings, n, the seeds, and which runs diverged."""
     settings, methods, seeds = (list(dict.fromkeys(r.run[k] for r in records)) for k in range(3))
     n = count_range(Counter(record.name for record in records).values())
     return (
         f"{len(records)} runs: {len(methods)} method{'s' * (len(methods) > 1)}; "
         f"setting{'s' * (len(settings) > 1)} {', '.join(map(str, settings))}; "
         f"n = {n} seeds for each ({', '.join(map(str, sorted(seeds)))})."
+        + "".join(f" Diverged, so without a score: {run}." for run in diverged_runs(records))
     )
+
+
+def diverged_runs(records: Iterable[Record]) -> list[str]:
+    """The experiments and seeds that have no record, as their weights stopped being finite."""
+    runs = {f"{r.name}, seed {seed}" for r in records for seed in r.about.get("diverged", {})}
+    return sorted(runs)
 
 
 def write_page(
