@@ -18,10 +18,11 @@ from pathlib import Path
 import psutil
 import yaml
 
+from stamp_core.config.params import OWN
 from stamp_core.core import paths
 from stamp_core.core.atomic import atomic_write, quarantine
 
-NAMES = ("dvc.lock", *(f"pipelines/{name}/dvc.lock" for name in ("paper", "cifar100", "protocols")))
+NAMES = ("dvc.lock", *(f"pipelines/{name}/dvc.lock" for name in ("paper", *OWN)))
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from stamp_core.core.seeding import generator
 
 def returning(
     setting: str,
-    method: str,
+    methods: Sequence[str],
     rounds: Sequence[int],
     clients: Sequence[int],
     attack: Attack,
@@ -29,8 +29,9 @@ def returning(
     """Exemplars that are in the uploads of several rounds, which the server inverts together.
 
     Every upload is one SGD step on new images and on all exemplars, as many of each. A row for
-    each number of rounds, client, first round and kind of image. The rounds of an experience are
-    divided into windows, so that the models of all rounds count equally at every number.
+    each method, number of rounds, client, first round and kind of image. The rounds of an
+    experience are divided into windows, so that the models of all rounds count equally at every
+    number.
     """
     changes = {
         "memory.exemplars_per_class": exemplars_per_class,
@@ -38,20 +39,20 @@ def returning(
     }
     attacked = start(setting, params, seed, changes)
     batch_size = exemplars_per_class * len(attacked.run.plan.clients[0][0].classes)
-    worker = attacked.worker(method, batch_size)
-    uploads: dict[int, list[Upload]] = {client: [] for client in clients}
+    workers = {method: attacked.worker(method, batch_size) for method in methods}
+    uploads: dict[tuple[str, int], list[Upload]] = {pair: [] for pair in product(methods, clients)}
     for round_ in range(max(rounds)):
         train_until(attacked.run, 1, round_)
-        for client in clients:
-            images = slice(round_ * batch_size, (round_ + 1) * batch_size)
-            uploads[client].append(attacked.upload(worker, client, images))
+        images = slice(round_ * batch_size, (round_ + 1) * batch_size)
+        for (method, client), kept in uploads.items():
+            kept.append(attacked.upload(workers[method], client, images))
     rows = []
-    for count, client in product(rounds, clients):
+    for count, ((method, client), kept) in product(rounds, uploads.items()):
         for first in range(0, max(rounds), count):
-            window = uploads[client][first : first + count]
             draw = generator(seed, client, first, count, "returning")
             about = {"method": method, "rounds": count, "client": client, "first": first}
-            found = joint_scores(worker.runtime, window, attack, draw)
+            runtime = workers[method].runtime
+            found = joint_scores(runtime, kept[first : first + count], attack, draw)
             rows += [about | row for row in found]
     return pd.DataFrame(rows)
 

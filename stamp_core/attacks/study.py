@@ -32,6 +32,8 @@ from stamp_core.results.metrics import summarise
 
 TRAINED = "stamp"  # the preset whose run is attacked
 METHODS = ("fedavg", "replay", "stamp")
+NOISE = (1e-3, 1e-2)  # multipliers of the norm of the update
+_Pair = tuple[Pixels, Pixels]  # true and found
 SCORES = (*COMPARED, *(f"{name}_gain" for name in COMPARED), "psnr_over_mean", "labels")
 
 
@@ -51,17 +53,28 @@ class Case:
         """The part of a task's images that the client trains on."""
         return slice(self.steps and self.steps * self.batch_size)
 
+    @property
+    def name(self) -> str:
+        """How tables and figures name it."""
+        steps = f"{self.steps} step{'s' * (self.steps > 1)}" if self.steps else "a whole epoch"
+        images = f"{self.batch_size} image{'s' * (self.batch_size > 1)}"
+        text = f"{self.method}, task {self.experience + 1}, batches of {images}, {steps}"
+        text += ", weights not known" * (self.weights == "equal")
+        return text + f", noise {self.noise:g}" * (self.noise > 0)
+
+
+SIZES = [(1, 1), (4, 1), (16, 1), (4, 4), (16, 4), (16, None)]  # of batches, with their steps
+
 
 def grid() -> list[Case]:
     """The cases of the study. Before there is a memory all methods send the same."""
-    sizes = [(1, 1), (4, 1), (16, 1), (4, 4), (16, 4), (16, None)]
-    first = [Case("fedavg", 0, *size) for size in sizes]
-    later = [Case(method, 1, *size) for method in METHODS for size in sizes]
-    unknown = [replace(case, weights="equal") for case in later[-len(sizes) :][:3]]
+    first = [Case("fedavg", 0, *size) for size in SIZES]
+    later = [Case(method, 1, *size) for method in METHODS for size in SIZES]
+    unknown = [replace(case, weights="equal") for case in later[-len(SIZES) :][:3]]
     noisy = [
         replace(case, noise=noise)
         for case in (*first, *later)
-        for noise in (1e-3, 1e-2)
+        for noise in NOISE
         if case.batch_size == 1
     ]
     return [*first, *later, *unknown, *noisy]
@@ -134,7 +147,7 @@ def study(
             upload = attacked.upload(worker, client, case.images, case.noise)
             target, labels = plan_attack(upload, case)
             outcome = attack_uploads(worker.runtime, [target], labels, attack, draw)
-            about = {"case": case, **asdict(case), "client": client}
+            about = {"case": case, "name": case.name, **asdict(case), "client": client}
             about |= {"labels": recovered(worker.runtime, upload)}
             about |= {"loss": outcome.loss, "seconds": outcome.seconds}
             rows += [about | row for row in scores(worker.runtime, outcome, upload.images, draw)]
@@ -178,3 +191,24 @@ def contrast(rows: pd.DataFrame, one: Case, other: Case) -> pd.DataFrame:
         for kind, group in differences.groupby("kind")
         for name in SCORES
     )
+
+
+def contrasts(rows: pd.DataFrame) -> pd.DataFrame:
+    """The contrasts that pages show: what matching, unknown weights and noise change."""
+    matched = [Case("stamp", 1, *size) for size in SIZES]
+    pairs = [(case, replace(case, method="replay")) for case in matched]
+    pairs += [(replace(case, weights="equal"), case) for case in matched[:3]]
+    pairs += [(Case("fedavg", 0, *SIZES[0], noise=z), Case("fedavg", 0, *SIZES[0])) for z in NOISE]
+    found = [
+        contrast(rows, one, other).assign(one=one.name, other=other.name) for one, other in pairs
+    ]
+    return pd.concat(found, ignore_index=True)
+
+
+def shown_cases(images: Mapping[Case, _Pair]) -> dict[str, _Pair]:
+    """The images of some cases by their names: of more and more of them, and under noise."""
+    sizes = [(1, 1), (4, 1), (16, 1), (16, None)]
+    cases = [Case("fedavg", 0, *size) for size in sizes]
+    cases += [Case(method, 1, 16, 1) for method in METHODS[1:]]
+    cases += [replace(cases[0], noise=z) for z in NOISE]
+    return {case.name: images[case] for case in cases}

@@ -22,11 +22,11 @@ from threading import Event
 
 from stamp_core.config.decode import ParameterError
 from stamp_core.config.params import (
-    CIFAR100,
     DEFAULT,
     GRIDS,
+    OWN,
     PAPER,
-    PROTOCOLS,
+    PRIVACY,
     Params,
     check_names,
     expand_grid,
@@ -38,10 +38,10 @@ from stamp_core.core.paths import ROOT
 SPLIT_STAGES = ("split", "split_more_seeds", "split_returning_classes")
 TRAIN_STAGES = ("train", "train_more_seeds", "train_returning_classes", "sweep")
 PAGE_STAGES = ("heterogeneity", "related", "coresets", "ablation", "analyses", "compare", "tour")
-PIPELINES = {
-    name: f"pipelines/{name}/dvc.yaml" for name in (PAPER, CIFAR100, PROTOCOLS)
-}  # of profiles
-LAST = {PAPER: ("tables",), CIFAR100: (), PROTOCOLS: ()}  # stages after those of settings
+PIPELINES = {name: f"pipelines/{name}/dvc.yaml" for name in (PAPER, *OWN)}  # of profiles
+# of a profile, beside its grid, sweeps and pages of settings: what is trained, and the last page
+MORE = {PRIVACY: tuple(f"attack@{client}" for client in range(6))}
+LAST = {PAPER: ("tables",), PRIVACY: ("privacy",)}
 OPERATIONS = "stamp_ops"  # a package beside this one, without which everything runs as well
 
 
@@ -91,10 +91,12 @@ class Driver:
                 splits.append(f"{file}:split{suffix}@{setting}-{seeds}")
                 trained.append(f"{file}:train{suffix}@{setting}-{method}-{seeds}")
         sweeps = params["sweeps"].items()
-        named = [name for name, block in sweeps if {*settings} & {*block["setting"]}]
+        every = {*settings} == {*params["grid"]["setting"]}  # sweeps may have settings of their own
+        named = [name for name, block in sweeps if every or {*settings} & {*block["setting"]}]
         trained += [f"{file}:sweep@{name}" for name in named]
+        trained += [f"{file}:{stage}" for stage in MORE.get(profile, ())]
         pages = [f"{file}:compare@{setting}" for setting in settings]
-        pages += [f"{file}:{stage}" for stage in LAST[profile]]
+        pages += [f"{file}:{stage}" for stage in LAST.get(profile, ())]
         return self.run_groups([list(dict.fromkeys(splits)), trained, pages])
 
     def run_groups(self, groups: Sequence[Sequence[str]], *rest: str) -> int:

@@ -9,16 +9,7 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from stamp_core.config.params import (
-    CHOSEN,
-    CIFAR100,
-    DEFAULT,
-    PAPER,
-    PROTOCOLS,
-    Params,
-    expand_grid,
-    read_params,
-)
+from stamp_core.config.params import CHOSEN, DEFAULT, OWN, PAPER, Params, expand_grid, read_params
 from stamp_core.core.atomic import atomic_write
 from stamp_core.core.fingerprint import PACKAGE, fingerprint_files
 from stamp_core.core.paths import SOURCE
@@ -30,7 +21,7 @@ from stamp_core.pipeline.sweeps import read_sweep, sweep_experiments
 def write_source() -> None:
     """Write data/source: notebooks without outputs, and the fingerprint of every stage's code."""
     params, paper = read_params(DEFAULT), read_params(PAPER)
-    miniatures = {profile: read_params(profile) for profile in (CIFAR100, PROTOCOLS)}
+    miniatures = {profile: read_params(profile) for profile in OWN}
     count = check_params(params)
     for other in (paper, *miniatures.values()):
         check_params(other)
@@ -86,6 +77,7 @@ def write_fingerprints(params: Params, paper: Params, others: Mapping[str, Param
     for name, profile in others.items():
         write_trainings(profile, f"{name}-")
         write_sweeps(profile, f"{name}-")
+    write_fingerprint("attack", *sorted((PACKAGE / "attacks").glob("*.py")))
 
 
 def write_trainings(params: Params, prefix: str, others: Iterable[str] = ()) -> None:

@@ -33,6 +33,18 @@ from stamp_core.results.records import Record
 
 CORESET_BASELINES = ("fedavg", "keep_all")  # without a memory, and with every image in it
 
+SweptFigure = Literal[
+    "sensitivity",
+    "coresets",
+    "heterogeneity",
+    "overlap",
+    "protection",
+    "returning",
+    "masks",
+    "noise",
+    "projection",
+]
+
 
 @dataclass(frozen=True)
 class Sweep:
@@ -44,9 +56,7 @@ class Sweep:
     seeds: str
     keys: tuple[str, ...]  # settings.NAME... or methods.NAME...; all get the same value
     values: tuple[Any, ...]
-    figure: Literal[
-        "sensitivity", "coresets", "heterogeneity", "overlap", "protection", "returning", "masks"
-    ] = "sensitivity"
+    figure: SweptFigure = "sensitivity"
 
     def __post_init__(self) -> None:
         """Validate that keys are of the settings and methods, and that no list is empty."""

@@ -5,10 +5,11 @@ are up to 2 clip apart, so the ratio of noise to sensitivity is half the noise m
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from stamp_core.config.decode import invalid
+from stamp_core.config.decode import build, invalid
 from stamp_core.config.schema import Setting
+from stamp_core.results.records import Record
 
 try:
     import dp_accounting
@@ -27,6 +28,18 @@ def epsilon(setting: Setting, delta: float) -> float:
         right = "above 0: clipping alone has no finite ε"
         raise invalid(f"{setting.name}.privacy.noise_multiplier", multiplier, right)
     return spent(multiplier)
+
+
+def epsilons(records: Iterable[Record], delta: float) -> dict[tuple[str, str], float]:
+    """The ε of every setting and swept value of some runs; infinite without noise."""
+    spent: dict[tuple[str, str], float] = {}
+    for record in records:
+        setting = build(Setting, record.about["setting"], record.name)
+        noisy = setting.privacy and setting.privacy.noise_multiplier
+        key = setting.name, record.sweep[1]
+        if key not in spent:
+            spent[key] = epsilon(setting, delta) if noisy else math.inf
+    return spent
 
 
 def noise_multiplier(setting: Setting, delta: float, target: float) -> float:

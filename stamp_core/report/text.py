@@ -42,6 +42,13 @@ def significant(value: float, figures: int = 3) -> str:
     return np.format_float_positional(value, figures, unique=False, fractional=False, trim="-")
 
 
+def epsilon_text(epsilon: float | None) -> str:
+    """An ε with two figures; a dash where it is not known."""
+    if epsilon is None:
+        return DASH
+    return "∞" if np.isinf(epsilon) else f"{float(significant(epsilon, 2)):,.0f}"
+
+
 def count_range(counts: Iterable[int]) -> str:
     """Numbers of seeds, `3`, or `2 to 3` where they differ."""
     values = sorted(set(counts))

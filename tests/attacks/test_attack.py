@@ -138,7 +138,7 @@ def test_a_study_scores_new_images_and_exemplars_apart_and_repeats_itself() -> N
 
 
 def test_returning_exemplars_are_one_image_in_all_uploads() -> None:
-    rows = returning("tiny", "replay", [1, 2], [0], Attack(iterations=2))
+    rows = returning("tiny", ["replay"], [1, 2], [0], Attack(iterations=2))
     sizes = rows.groupby(["rounds", "kind"]).images.agg(["min", "max", "size"])
     assert sizes.loc[1, "exemplar"].tolist() == [4, 4, 2]  # two windows of one round
     assert sizes.loc[2, "exemplar"].tolist() == [4, 4, 1]

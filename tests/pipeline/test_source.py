@@ -21,14 +21,15 @@ def of_profiles(names: set[str], params: dict[str, Any]) -> set[str]:
     trained = {f"code/train-{name}" for name in params["grid"]["method"]}
     swept = {f"code/sweep-{name}" for name in params["sweeps"]}
     own = names & (trained | swept)
-    others = ("cifar100", "protocols")
+    others = ("cifar100", "protocols", "privacy")
     return names | {name.replace("/", f"/{other}-") for name in own for other in others}
 
 
 def test_a_file_changes_with_what_its_stages_use_and_no_other(params: dict[str, Any]) -> None:
     before = written()
     stages = {f"code/train-{name}" for name in params["methods"]}
-    stages |= {f"code/sweep-{name}" for name in params["sweeps"]} | {"code/split", "code/report"}
+    stages |= {f"code/sweep-{name}" for name in params["sweeps"]} | {"code/split"}
+    stages |= {"code/report", "code/attack"}
     plain = {f"{kind}/{name}" for kind in ("settings", "splits") for name in params["settings"]}
     blocks = {f"parameters/{name}" for name in ("grid", "ablation", "sweeps")}
     assert before.keys() == of_profiles(stages, params) | plain | blocks

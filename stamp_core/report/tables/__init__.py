@@ -14,6 +14,7 @@ from .paper import (
     training_details,
     write_paper,
 )
+from .privacy import noise_differences, write_privacy
 from .results import cost_table, differences, findings, matching_table, results_table, write_results
 from .sweeps import (
     alpha_accuracies,

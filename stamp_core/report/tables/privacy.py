@@ -1,0 +1,111 @@
+"""The page of privacy: accuracy under noise, matching on projections, and gradient inversion."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from stamp_core.report.frames import run_frame
+from stamp_core.report.tables import page
+from stamp_core.report.text import epsilon_text
+from stamp_core.results.records import Record
+
+# a method, and the one that lacks nothing but what the pair is about
+PAIRS = (
+    ("fedomg", "fedavg"),
+    ("stamp", "stamp_mean"),
+    ("stamp_mean", "replay"),
+    ("stamp", "replay"),
+)
+_MEASURES = {"accuracy": "main_accuracy", "forgetting": "main_forgetting"}
+_SCORES = {"psnr": "PSNR, dB", "ssim": "SSIM", "identified": "identified"}
+Spent = Mapping[tuple[str, str], float]
+
+
+def noise_differences(records: Sequence[Record]) -> pd.DataFrame:
+    """One row a setting, pair, value and measure: what matching changes under noise."""
+    rows = run_frame(records)
+    found = []
+    for pair in PAIRS:
+        own = rows[rows.method.isin(pair)]
+        by = ["setting", "value"]
+        found.append(page.paired_differences(own, "method", [pair[1]], by, _MEASURES))
+    return pd.concat(found, ignore_index=True)
+
+
+def noise_table(records: Sequence[Record], spent: Spent) -> pd.DataFrame:
+    """One row a setting and value as text: ε where it is known, and each method's accuracy."""
+    rows = run_frame(records)
+    rows["ε"] = [epsilon_text(spent.get(key)) for key in zip(rows.setting, rows.value, strict=True)]
+    rows = rows.rename(columns={"value": "noise multiplier"})
+    return _accuracies(rows, ["setting", "noise multiplier", "ε"], "method", "{}")
+
+
+def _accuracies(rows: pd.DataFrame, keys: Sequence[str], by: str, heading: str) -> pd.DataFrame:
+    """`page.accuracy_table` with a row for each combination of keys."""
+    joined = rows[list(keys)].agg(" ".join, axis=1)
+    table = page.accuracy_table(rows.assign(joined=joined), ["joined", *keys], by, heading)
+    return table.drop(columns="joined")
+
+
+def write_privacy(
+    noisy: Sequence[Record],
+    projected: Sequence[Record],
+    spent: Spent,
+    inversion: Sequence[pd.DataFrame],
+    folder: Path,
+) -> Path:
+    """The file written, privacy.md; `inversion`: means of cases, contrasts, and windows."""
+    pairs = noise_differences(noisy)
+    pairs["pair"] = [f"{pair.method} - {pair.base}" for pair in pairs.itertuples()]
+    accuracy = pairs[pairs.measure == "accuracy"].assign(base="the method without it")
+    parts = ["# Privacy", page.describe_runs(noisy), "## Noise"]
+    parts += [page.markdown(noise_table(noisy, spent)), "Accuracy, with and without matching:"]
+    parts += [page.markdown(page.difference_table(accuracy, ["setting", "pair"], "value"))]
+    parts += ["## Matching on projections", page.describe_runs(projected)]
+    rows = run_frame(projected)
+    sizes = rows.assign(k=rows.value.astype(int))
+    parts += [page.markdown(_accuracies(sizes, ["setting", "method"], "k", "k = {}"))]
+    if inversion:
+        parts += ["## Inversion", *_inversion_section(*inversion)]
+    parts += ["## Definitions", page.definitions("Intervals")]
+    return page.write_parts(folder / "privacy.md", parts)
+
+
+def _inversion_section(
+    cases: pd.DataFrame, contrasts: pd.DataFrame, windows: pd.DataFrame
+) -> list[str]:
+    """Tables of the attacks: of single uploads, of pairs of them, and of several together."""
+    pairs = contrasts[contrasts.score.isin(_SCORES)]
+    pairs = pairs.assign(
+        value=[_interval(*row) for row in pairs[["mean", "low", "high"]].to_numpy()]
+    )
+    shown = pairs.pivot_table(
+        "value", ["one", "other", "kind"], "score", aggfunc="first", sort=False
+    ).reset_index()[["one", "other", "kind", *_SCORES]]
+    return [
+        f"n = {cases.n.min()} clients; mean with its 95 % interval.",
+        page.markdown(_scores(cases, ["name", "kind"]).rename(columns={"name": "upload"})),
+        "Differences on the same clients and images:",
+        page.markdown(shown.rename(columns=_SCORES)),
+        "Several rounds inverted together:",
+        page.markdown(_scores(windows, ["method", "rounds", "kind"])),
+    ]
+
+
+def _scores(rows: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
+    """Each score with its interval and its gain over other images, as text."""
+    table = rows[list(keys)].astype(str)
+    for column, label in _SCORES.items():
+        ends = rows[[column, f"{column}_low", f"{column}_high"]].to_numpy()
+        table[label] = [_interval(*each) for each in ends]
+        ends = rows[[f"{column}_gain", f"{column}_gain_low", f"{column}_gain_high"]].to_numpy()
+        table[f"{label}: gain"] = [_interval(*each) for each in ends]
+    if "labels" in rows:
+        table["labels recovered"] = [f"{value:.2f}" for value in rows.labels]
+    return table
+
+
+def _interval(mean: float, low: float, high: float) -> str:
+    """A mean and the ends of its interval, where it has one."""
+    return f"{mean:.2f}" + (f" ({low:.2f} to {high:.2f})" if low <= high else "")
