@@ -1,5 +1,6 @@
 """The attack against an analytic one, its loss at the true images, and recovered labels."""
 
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -11,12 +12,13 @@ from test_capture import EXPERIMENTS, reached, uploaded
 from torch import Tensor
 
 from stamp_core.attacks.capture import Upload, distinct
+from stamp_core.attacks.files import load_attacks, save_attacks
 from stamp_core.attacks.inversion import Attack, Target, inversion_loss, total_variation
 from stamp_core.attacks.labels import label_accuracy, recover_counts, round_to_sum
 from stamp_core.attacks.outcomes import attack_uploads, pixels
 from stamp_core.attacks.returning import returning
 from stamp_core.attacks.scores import psnr
-from stamp_core.attacks.study import SCORES, Case, contrast, plan_attack, study
+from stamp_core.attacks.study import SCORES, Case, contrast, contrasts, grid, plan_attack, study
 from stamp_core.engine.train import Run
 from stamp_core.models.flat import split_like
 from stamp_core.models.networks import Classifier, build_network
@@ -135,6 +137,36 @@ def test_a_study_scores_new_images_and_exemplars_apart_and_repeats_itself() -> N
     assert (whole.groupby("client").images.sum() == 8).all()  # one batch stands for all
     true, found = one.images[cases[1]]
     assert true.shape == found.shape == (8, 1, 8, 8)
+
+
+def test_attacks_on_two_clients_are_read_as_written(tmp_path: Path) -> None:
+    cases = [Case("fedavg", 0, 4), Case("replay", 1, 4, None, noise=0.01)]
+    found = [study("tiny", cases, [client], Attack(iterations=1)) for client in (2, 1)]
+    again = returning("tiny", ["replay"], [1], [0], Attack(iterations=1))
+    for client, each in zip((2, 1), found, strict=True):
+        save_attacks(tmp_path / str(client), each, again)
+    read = load_attacks(tmp_path)
+    assert read.cases.client.tolist() == [1] * 3 + [2] * 3
+    assert read.cases.case.tolist() == [*found[1].rows.case, *found[0].rows.case]
+    written = pd.concat([found[1].rows, found[0].rows]).psnr
+    assert read.cases.psnr.tolist() == pytest.approx(written.tolist())
+    assert len(read.returning) == 2 * len(again)
+    for case in cases:
+        for one, other in zip(read.images[case], found[1].images[case], strict=True):
+            assert (one == other).all()
+    with pytest.raises(FileNotFoundError, match="make privacy"):
+        load_attacks(tmp_path / "1")
+
+
+def test_contrasts_are_of_cases_of_the_grid_that_differ_in_one_thing() -> None:
+    rows = pd.DataFrame(
+        {"case": case, "kind": "new", "client": client, **dict.fromkeys(SCORES, client)}
+        for case in grid()
+        for client in (0, 1)
+    )
+    found = contrasts(rows)
+    assert len(found) == (6 + 3 + 2) * len(SCORES) and (found["mean"] == 0).all()
+    assert found.one.nunique() == 11 and (found.one != found.other).all()
 
 
 def test_returning_exemplars_are_one_image_in_all_uploads() -> None:

@@ -9,15 +9,16 @@ import mpmath
 import numpy as np
 import pytest
 from scipy.stats import norm
-from small import tiny
+from small import plans, tiny
 
 from stamp_core.config.decode import ParameterError
 from stamp_core.config.schema import Privacy, Setting
+from stamp_core.engine.train import train
 
 # Nothing but ε needs this package, so the environment of most machines does not have it.
 pytest.importorskip("dp_accounting", reason="`make test-privacy` installs the extra `privacy`")
 
-from stamp_core.privacy.accountant import epsilon, noise_multiplier
+from stamp_core.privacy.accountant import epsilon, epsilons, noise_multiplier
 
 DELTA = 1e-5
 ONCE = {"tasks": 1, "rounds": 1}
@@ -157,3 +158,13 @@ def test_what_has_no_epsilon_is_refused_by_name() -> None:
     ]:
         with pytest.raises(ParameterError, match=re.escape(message)):
             refused()
+
+
+def test_runs_of_a_sweep_spend_what_their_settings_say() -> None:
+    plain = tiny()
+    records = []
+    for multiplier in (0.0, 2.0):
+        noisy = replace(plain, setting=setting(multiplier), sweep=("noise", str(multiplier)))
+        records += train(noisy, plans(noisy, 0), device="cpu").values()
+    expected = {("tiny", "0.0"): math.inf, ("tiny", "2.0"): epsilon(setting(2.0), DELTA)}
+    assert epsilons(records, DELTA) == expected

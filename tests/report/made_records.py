@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from stamp_core.results.records import SCORINGS, Record
 
@@ -110,6 +111,55 @@ def compared() -> list[Record]:
         *three_seeds(setting="other"),
         fake_record("fedprox", 7, setting="other"),
     ]
+
+
+def noisy() -> list[Record]:
+    """Methods at two values of noise; only the first setting has STAMP."""
+    return [
+        *swept("noise", "0.0", "replay", [0.5, 0.6, 0.7], setting="local"),
+        *swept("noise", "0.1", "replay", [0.3, 0.4, 0.5], setting="local"),
+        *swept("noise", "0.0", "stamp", [0.6, 0.7, 0.8], setting="local"),
+        *swept("noise", "0.1", "stamp", [0.2, 0.4, 0.6], setting="local"),
+        *swept("noise", "0.0", "replay", [0.5, 0.6, 0.7], setting="central"),
+        *swept("noise", "0.1", "replay", [0.4, 0.5, 0.6], setting="central"),
+    ]
+
+
+def projected() -> list[Record]:
+    """A method at two sizes of projections."""
+    return [
+        *swept("projection", 16, "stamp", [0.5, 0.7]),
+        *swept("projection", 8, "stamp", [0.4, 0.5]),
+    ]
+
+
+def windows() -> pd.DataFrame:
+    """Attacks on one round and on two together: means over three clients."""
+    scores = ("psnr", "psnr_gain", "ssim", "ssim_gain", "identified", "identified_gain")
+    return pd.DataFrame(
+        {"method": method, "rounds": rounds, "kind": kind, "n": 3}
+        | dict.fromkeys(scores, value)
+        | {f"{name}_low": value - 1 for name in scores}
+        | {f"{name}_high": value + 2 for name in scores}
+        for method, rounds, kind, value in [
+            ("replay", 1, "new", 10.0),
+            ("replay", 1, "exemplar", 11.0),
+            ("replay", 2, "new", 10.5),
+            ("replay", 2, "exemplar", 14.0),
+            ("stamp", 1, "new", 12.0),
+        ]
+    )
+
+
+def inverted() -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """Means of two uploads, a contrast of them, and windows."""
+    cases = windows().assign(name=["a", "b", "c", "d", "e"], labels=[1.0, 0.5, 0.25, 0.125, 0.0])
+    contrast = {"one": "b", "other": "a", "kind": "new", "mean": 1.0, "low": 0.5, "high": 1.5}
+    scores = [{**contrast, "score": name} for name in ("psnr", "ssim", "identified", "labels")]
+    return cases, pd.DataFrame(scores), windows()
+
+
+SPENT = {("local", "0.0"): np.inf, ("local", "0.1"): 123456.0}
 
 
 def ablated() -> list[Record]:

@@ -109,7 +109,9 @@ DRAW: dict[str, Callable[[], Figure]] = {
     "masks": lambda: figures.accuracy(made_records.related()["masks"]),
     "matrices": lambda: figures.matrices(made_records.compared()),
     "nearest_mean": lambda: figures.nearest_mean(made_records.compared()),
+    "noise": lambda: figures.noise(made_records.noisy(), made_records.SPENT),
     "overlap": lambda: figures.overlap(made_records.overlapping()),
+    "projection": lambda: figures.projection(made_records.projected()),
     "protection": lambda: figures.protection(
         made_records.related()["protection"], {"projection": ("what is projected", "step")}
     ),
@@ -117,6 +119,7 @@ DRAW: dict[str, Callable[[], Figure]] = {
         {"$ upload": (grey(30, 3), grey(40, 3)), "another": (grey(50, 1), grey(60, 1))}, most=2
     ),
     "returning": lambda: figures.returning(made_records.related()["returning"]),
+    "rounds_together": lambda: figures.rounds_together(made_records.windows()),
     "scenes": lambda: figures.scenes(load_dataset(SCENES)),
     "schedule": lambda: draw_schedule(make_dataset("abcde$"), "classes", 2, 3, 2),
     "schedule_of_domains": lambda: draw_schedule(

@@ -16,7 +16,7 @@ from stamp_core.results.records import Record
 
 _Pixels = NDArray[np.uint8]  # [n, C, H, W]
 _MEASURES = {"main_accuracy": "accuracy, %", "main_forgetting": "forgetting, points"}
-_KINDS = {"exemplar": ("exemplars", style.COLOURS[1], "s"), "new": ("new", style.COLOURS[0], "o")}
+_KINDS = {"exemplar": ("exemplars", style.COLOURS[1], "s"), "new": ("new images", style.COLOURS[0], "o")}
 
 
 def noise(records: Sequence[Record], spent: Mapping[tuple[str, str], float]) -> Figure:
@@ -83,7 +83,7 @@ def rounds_together(windows: pd.DataFrame) -> Figure:
                 "color": colour,
                 "marker": marker,
                 "capsize": 3,
-                "label": f"{name} images",
+                "label": name,
             }
             axis.errorbar(own.rounds, own.psnr, yerr=ends, **marks)
         axis.set(title=method, xlabel="rounds inverted together")
