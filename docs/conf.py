@@ -24,7 +24,7 @@ from reference import reference_pages  # noqa: E402
 
 ROOT = DOCS.parent
 GENERATED = DOCS / "_generated"
-PROFILES = ("cifar100", "protocols")  # with folders of their own in figures/
+PROFILES = ("cifar100", "protocols", "privacy")  # with folders of their own in figures/
 NBSP = "\N{NO-BREAK SPACE}"
 logger = getLogger(__name__)
 
@@ -40,6 +40,8 @@ EXECUTED = {
     "8_heterogeneity": ("heterogeneity",),
     "9_paper": ("paper-tables", "paper-*tables"),
     "10_related": ("related",),
+    "11_inversion": ("privacy-attack-0",),
+    "12_privacy": ("privacy",),
 }
 
 
@@ -55,8 +57,8 @@ def executed_copy(name: str) -> Path | None:
 def figure_page() -> str:
     """A page of all figures by the names of their files: texts show only those they speak of."""
     folders = {"Small scale": ROOT / "figures"}
-    settings = [each for name in PROFILES for each in sorted((ROOT / "figures" / name).glob("*/"))]
-    folders |= {f"`{each.name}`": each for each in settings}
+    own = [each for name in PROFILES for each in sorted((ROOT / "figures" / name).rglob("./"))]
+    folders |= {f"`{each.name}`": each for each in own if any(each.glob("*.png"))}
     parts = ["# Figures"]
     for title, folder in folders.items():
         parts.append(f"## {title}")
