@@ -38,7 +38,7 @@ SPLIT_STAGES = ("split", "split_more_seeds", "split_returning_classes")
 TRAIN_STAGES = ("train", "train_more_seeds", "train_returning_classes", "sweep")
 PAGE_STAGES = ("heterogeneity", "related", "coresets", "ablation", "analyses", "compare", "tour")
 PIPELINES = {name: f"pipelines/{name}/dvc.yaml" for name in (PAPER, CIFAR100)}  # of profiles
-LAST = {PAPER: ("tables",), CIFAR100: ()}  # their stages after those of single settings
+LAST = {PAPER: ("tables",), CIFAR100: ("heterogeneity", "coresets", "ablation", "analyses")}  # their stages after those of single settings
 OPERATIONS = "stamp_ops"  # a package beside this one, without which everything runs as well
 
 
