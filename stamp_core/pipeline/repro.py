@@ -22,6 +22,7 @@ from threading import Event
 
 from stamp_core.config.decode import ParameterError
 from stamp_core.config.params import (
+    CIFAR100,
     DEFAULT,
     GRIDS,
     OWN,
@@ -41,7 +42,11 @@ PAGE_STAGES = ("heterogeneity", "related", "coresets", "ablation", "analyses", "
 PIPELINES = {name: f"pipelines/{name}/dvc.yaml" for name in (PAPER, *OWN)}  # of profiles
 # of a profile, beside its grid, sweeps and pages of settings: what is trained, and the last page
 MORE = {PRIVACY: tuple(f"attack@{client}" for client in range(6))}
-LAST = {PAPER: ("tables",), PRIVACY: ("privacy",)}
+LAST = {
+    PAPER: ("tables",),
+    CIFAR100: ("heterogeneity", "coresets", "ablation", "analyses"),
+    PRIVACY: ("privacy",),
+}
 OPERATIONS = "stamp_ops"  # a package beside this one, without which everything runs as well
 
 

@@ -16,7 +16,10 @@ from stamp_core.results.records import Record
 
 _Pixels = NDArray[np.uint8]  # [n, C, H, W]
 _MEASURES = {"main_accuracy": "accuracy, %", "main_forgetting": "forgetting, points"}
-_KINDS = {"exemplar": ("exemplars", style.COLOURS[1], "s"), "new": ("new images", style.COLOURS[0], "o")}
+_KINDS = {
+    "exemplar": ("exemplars", style.COLOURS[1], "s"),
+    "new": ("new images", style.COLOURS[0], "o"),
+}
 
 
 def noise(records: Sequence[Record], spent: Mapping[tuple[str, str], float]) -> Figure:
@@ -79,12 +82,7 @@ def rounds_together(windows: pd.DataFrame) -> Figure:
         for kind, own in part.groupby("kind"):
             name, colour, marker = _KINDS[str(kind)]
             ends = np.abs(own[["psnr_low", "psnr_high"]].to_numpy().T - own.psnr.to_numpy())
-            marks: dict[str, Any] = {
-                "color": colour,
-                "marker": marker,
-                "capsize": 3,
-                "label": name,
-            }
+            marks: dict[str, Any] = {"color": colour, "marker": marker, "capsize": 3, "label": name}
             axis.errorbar(own.rounds, own.psnr, yerr=ends, **marks)
         axis.set(title=method, xlabel="rounds inverted together")
         axis.set_xticks(sorted(part.rounds.unique()))
