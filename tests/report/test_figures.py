@@ -325,6 +325,17 @@ def test_20_classes_differ_by_sign_and_are_shown_after_three_tasks(tmp_path: Pat
     figures.save(figure, tmp_path / "every character can be drawn.png")
 
 
+def test_of_more_than_20_classes_the_first_are_shown() -> None:
+    records = [
+        made_records.with_features(classes=count, each=2, experiences=1) for count in (20, 25)
+    ]
+    all_20, first_20 = (figures.features([r], "toy", [*map(str, range(25))]) for r in records)
+    signs = [text.get_text() for text in first_20.axes[0].texts]
+    assert signs[::2] == [*map(str, range(20))] and len(signs) == 40
+    assert first_20.get_suptitle().endswith("the first 20 of 25 classes")
+    assert "40 test images" in all_20.get_suptitle()
+
+
 def test_the_nearest_mean_leaves_out_the_image() -> None:
     labels = np.array([0, 0, 0, 1, 1, 2])
     vectors = np.array([[0.0], [0.2], [3.0], [4.0], [4.4], [9.0]])

@@ -34,6 +34,7 @@ wide grey line: value for orthogonal updates (update and clients) or smallest po
 
 _DESCRIBED = ("fedavg", "stamp")  # methods in `features`
 _LEGIBLE = 10  # classes in a small panel
+_MOST_CLASSES = 20  # shown in one panel
 _PERPLEXITY = 30.0  # of t-SNE
 _TSNE_SEED = 42
 _FEATURES = """\
@@ -118,22 +119,29 @@ def features(records: Sequence[Record], setting: str, classes: Sequence[str]) ->
         names = " or ".join(_DESCRIBED)
         raise ValueError(f"no features of {names} on {setting}: see `diagnostics`")
     labels = shown[0].features["labels"]
-    most, height = (5, 2.1) if len(np.unique(labels)) <= _LEGIBLE else (3, 3.2)
+    every = np.unique(labels)
+    most, height = (5, 2.1) if len(every) <= _LEGIBLE else (3, 3.2)
+    some = np.isin(labels, every[:_MOST_CLASSES])
     count = len(shown[0].features["features"])
     experiences = sorted({round(e) for e in np.linspace(count - 1, 0, min(count, most))})
     figure, axes = style.panels(len(shown) * len(experiences), len(experiences), height)
     for axis, (record, experience) in zip(axes, product(shown, experiences), strict=True):
-        _draw_features(axis, record, experience, classes)
+        vectors = record.features["features"][experience]
+        _draw_features(axis, vectors[some], labels[some], classes)
+        axis.set_title(f"after task {experience + 1}", fontsize=11)
         if experience == experiences[0]:
             axis.set_ylabel(record.run[1], fontsize=11)
-    title = f"Features of {len(labels)} test images by t-SNE: {setting}, seed {seed}"
+    title = f"Features of {some.sum()} test images by t-SNE: {setting}, seed {seed}"
+    if len(every) > _MOST_CLASSES:
+        title += f", the first {_MOST_CLASSES} of {len(every)} classes"
     style.add_caption(figure, title, _FEATURES)
     return figure
 
 
-def _draw_features(axis: Axes, record: Record, experience: int, classes: Sequence[str]) -> None:
+def _draw_features(
+    axis: Axes, vectors: NDArray[Any], labels: NDArray[np.int64], classes: Sequence[str]
+) -> None:
     """One panel of `features`; classes with long names are numbers."""
-    vectors, labels = record.features["features"][experience], record.features["labels"]
     signs = classes if max(map(len, classes)) == 1 else range(len(classes))
     places = _embed(vectors)
     axis.update_datalim(places)
@@ -141,7 +149,6 @@ def _draw_features(axis: Axes, record: Record, experience: int, classes: Sequenc
         sign = axis.text(x, y, str(signs[label]), ha="center", va="center", parse_math=False)
         sign.set(color=style.COLOURS[label % len(style.COLOURS)], fontsize=7, in_layout=False)
     right, n = _count_nearest_mean(vectors, labels)
-    axis.set_title(f"after task {experience + 1}", fontsize=11)
     axis.set_xlabel(f"{100 * right / n:.0f} %" if n else DASH)
     axis.set(xticks=[], yticks=[])
     axis.autoscale_view()
