@@ -58,6 +58,7 @@ class Upload:
 
 def start_run(experiment: Experiment, seed: int) -> Run:
     """A run in this process before its first round, without a checkpoint."""
+    torch.set_num_threads(1)  # sums are split by threads: their number would change last digits
     plan = make_plan(experiment.setting.split, experiment.dataset(), seed)
     worker = Worker(experiment, {seed: plan}, "cpu")
     return Run(experiment, plan, worker, SerialExecutor(worker), None)
