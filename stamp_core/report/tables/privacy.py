@@ -30,7 +30,8 @@ def noise_differences(records: Sequence[Record]) -> pd.DataFrame:
         own = rows[rows.method.isin(pair)]
         by = ["setting", "value"]
         found.append(page.paired_differences(own, "method", [pair[1]], by, _MEASURES))
-    return pd.concat(found, ignore_index=True)
+    numbers = [pairs for pairs in found if len(pairs)]  # an empty one would make them objects
+    return pd.concat(numbers, ignore_index=True)
 
 
 def noise_table(records: Sequence[Record], spent: Spent) -> pd.DataFrame:
