@@ -61,6 +61,12 @@ def shared_seeds(records: Sequence[Record]) -> list[Record]:
     return [record for record in records if record.run[2] in kept[record.run[:2]]]
 
 
+def without_diverged(records: Sequence[Record]) -> list[Record]:
+    """The records without the seeds on which a method of their setting diverged."""
+    lost = {(r.run[0], int(seed)) for r in records for seed in r.about.get("diverged", {})}
+    return [record for record in records if (record.run[0], record.run[2]) not in lost]
+
+
 def final_score(record: Record, model: str, scoring: str = "all") -> float:
     """The final score of one model by one scoring, over all tasks and clients."""
     a = metrics.last_cycle(record.accuracy(model, scoring), record.tests.shape[1])

@@ -222,3 +222,11 @@ def test_a_table_of_results_sorts_by_numbers_and_is_shown_as_text():
     assert "local accuracy" not in shown  # defined for none
     row = ordered.iloc[0]
     assert shown.accuracy[1] == f"{row['mean']:.1f} ± {row['std']:.1f}"
+
+
+def test_a_seed_on_which_a_method_diverged_counts_for_no_method_of_its_setting() -> None:
+    left = three_seeds("replay", diverged={"1": "client 0"})
+    records = [*three_seeds(), left[0], left[2], *three_seeds(setting="other")]
+    kept = [record.run for record in frames.without_diverged(records)]
+    assert [run[2] for run in kept if run[0] == "toy"] == [0, 2, 0, 2]
+    assert [run[2] for run in kept if run[0] == "other"] == [0, 1, 2]

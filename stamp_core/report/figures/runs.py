@@ -41,12 +41,12 @@ def accuracy(records: Sequence[Record]) -> Figure:
     """
     score = "mean IoU" if len(records[0].scores["initial"]) > len(SCORINGS) else "accuracy"
     title = f"{score[0].upper()}{score[1:]} over the tasks learnt so far"
-    return _highlights(_accuracies(records), title, f"{score}, %")
+    return _highlights(_accuracies(frames.without_diverged(records)), title, f"{score}, %")
 
 
 def gap(records: Sequence[Record]) -> Figure:
     """Local minus global accuracy on the task just learnt, for up to eight methods by name."""
-    rows = frames.experience_frame(records)
+    rows = frames.experience_frame(frames.without_diverged(records))
     title = "Local minus global accuracy on the task just learnt"
     return _highlights(rows.assign(percent=100 * rows.gap), title, "percentage points")
 
