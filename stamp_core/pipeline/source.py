@@ -77,7 +77,11 @@ def write_fingerprints(params: Params, paper: Params, others: Mapping[str, Param
     for name, profile in others.items():
         write_trainings(profile, f"{name}-")
         write_sweeps(profile, f"{name}-")
-    write_fingerprint("attack", *sorted((PACKAGE / "attacks").glob("*.py")))
+    attacks = PACKAGE / "attacks"
+    write_fingerprint(
+        "attack", *(attacks / f"{name}.py" for name in ("study", "returning", "files"))
+    )
+    write_fingerprint("attack_summaries", attacks / "summaries.py")
 
 
 def write_trainings(params: Params, prefix: str, others: Iterable[str] = ()) -> None:

@@ -18,7 +18,8 @@ from stamp_core.attacks.labels import label_accuracy, recover_counts, round_to_s
 from stamp_core.attacks.outcomes import attack_uploads, pixels
 from stamp_core.attacks.returning import returning
 from stamp_core.attacks.scores import psnr
-from stamp_core.attacks.study import SCORES, Case, contrast, contrasts, grid, plan_attack, study
+from stamp_core.attacks.study import SCORES, Case, grid, plan_attack, study
+from stamp_core.attacks.summaries import contrast, contrasts, gains_of_rounds
 from stamp_core.engine.train import Run
 from stamp_core.models.flat import split_like
 from stamp_core.models.networks import Classifier, build_network
@@ -175,6 +176,18 @@ def test_returning_exemplars_are_one_image_in_all_uploads() -> None:
     assert sizes.loc[1, "exemplar"].tolist() == [4, 4, 2]  # two windows of one round
     assert sizes.loc[2, "exemplar"].tolist() == [4, 4, 1]
     assert sizes.loc[2, "new"].tolist() == [8, 8, 1]
+
+
+def test_more_rounds_are_compared_with_one_by_client() -> None:
+    rows = pd.DataFrame(
+        {"method": "replay", "rounds": rounds, "kind": "new", "client": client, "psnr": psnr}
+        for rounds, client, psnr in [
+            *((1, 0, 10.0), (1, 0, 12.0), (1, 1, 20.0), (1, 1, 20.0)),  # two windows
+            *((2, 0, 13.0), (2, 1, 21.0)),
+        ]
+    )
+    found = gains_of_rounds(rows.sample(frac=1, random_state=0))
+    assert found["mean"].tolist() == [1.5] and found["n"].tolist() == [2]  # 2 and 1 more
 
 
 def test_two_cases_are_compared_by_client() -> None:

@@ -29,7 +29,7 @@ def test_a_file_changes_with_what_its_stages_use_and_no_other(params: dict[str, 
     before = written()
     stages = {f"code/train-{name}" for name in params["methods"]}
     stages |= {f"code/sweep-{name}" for name in params["sweeps"]} | {"code/split"}
-    stages |= {"code/report", "code/attack"}
+    stages |= {"code/report", "code/attack", "code/attack_summaries"}
     plain = {f"{kind}/{name}" for kind in ("settings", "splits") for name in params["settings"]}
     blocks = {f"parameters/{name}" for name in ("grid", "ablation", "sweeps")}
     assert before.keys() == of_profiles(stages, params) | plain | blocks

@@ -151,12 +151,14 @@ def windows() -> pd.DataFrame:
     )
 
 
-def inverted() -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Means of two uploads, a contrast of them, and windows."""
+def inverted() -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """Means of two uploads, a contrast of them, windows, and what more rounds add."""
     cases = windows().assign(name=["a", "b", "c", "d", "e"], labels=[1.0, 0.5, 0.25, 0.125, 0.0])
     contrast = {"one": "b", "other": "a", "kind": "new", "mean": 1.0, "low": 0.5, "high": 1.5}
     scores = [{**contrast, "score": name} for name in ("psnr", "ssim", "identified", "labels")]
-    return cases, pd.DataFrame(scores), windows()
+    limits = {"mean": 2.0, "low": 1.0, "high": 3.0}
+    gains = [{"method": "replay", "kind": "new", "rounds": r, **limits} for r in (2, 8)]
+    return cases, pd.DataFrame(scores), windows(), pd.DataFrame(gains)
 
 
 SPENT = {("local", "0.0"): np.inf, ("local", "0.1"): 123456.0}

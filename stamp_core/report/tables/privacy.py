@@ -56,7 +56,7 @@ def write_privacy(
     inversion: Sequence[pd.DataFrame],
     folder: Path,
 ) -> Path:
-    """The file written, privacy.md; `inversion`: means of cases, contrasts, and windows."""
+    """The file written, privacy.md; `inversion`: cases, contrasts, windows, gains of rounds."""
     pairs = noise_differences(noisy)
     pairs["pair"] = [f"{pair.method} - {pair.base}" for pair in pairs.itertuples()]
     accuracy = pairs[pairs.measure == "accuracy"].assign(base="the method without it")
@@ -74,7 +74,7 @@ def write_privacy(
 
 
 def _inversion_section(
-    cases: pd.DataFrame, contrasts: pd.DataFrame, windows: pd.DataFrame
+    cases: pd.DataFrame, contrasts: pd.DataFrame, windows: pd.DataFrame, gains: pd.DataFrame
 ) -> list[str]:
     """Tables of the attacks: of single uploads, of pairs of them, and of several together."""
     pairs = contrasts[contrasts.score.isin(_SCORES)]
@@ -91,6 +91,8 @@ def _inversion_section(
         page.markdown(shown.rename(columns=_SCORES)),
         "Several rounds inverted together:",
         page.markdown(_scores(windows, ["method", "rounds", "kind"])),
+        "PSNR of several rounds together minus that of one, dB, on the same clients:",
+        page.markdown(_gains(gains)),
     ]
 
 
@@ -105,6 +107,14 @@ def _scores(rows: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
     if "labels" in rows:
         table["labels recovered"] = [f"{value:.2f}" for value in rows.labels]
     return table
+
+
+def _gains(gains: pd.DataFrame) -> pd.DataFrame:
+    """The gains of `gains_of_rounds` as text: a column for each number of rounds."""
+    text = [_interval(*each) for each in gains[["mean", "low", "high"]].to_numpy()]
+    gains = gains.assign(text=text, column=[f"{rounds} rounds" for rounds in gains.rounds])
+    keys = ["method", "kind"]
+    return gains.pivot_table("text", keys, "column", "first", sort=False).reset_index()
 
 
 def _interval(mean: float, low: float, high: float) -> str:
