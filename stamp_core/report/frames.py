@@ -253,3 +253,13 @@ def overlap_frame(records: Sequence[Record]) -> pd.DataFrame:
     choosing = rows[rows.seed < CHOOSING].groupby(keys).main_accuracy.mean().reset_index()
     best = choosing.loc[choosing.groupby(keys[:2]).main_accuracy.idxmax(), keys]
     return rows[rows.seed >= CHOOSING].merge(best, on=keys)
+
+
+def projection_frame(projected: Sequence[Record], exact: Sequence[Record]) -> pd.DataFrame:
+    """`run_frame` of runs that match on projections, then that of the same runs without any.
+
+    The value of the latter is "exact".
+    """
+    own = {record.run for record in projected}
+    same = [record for record in exact if record.run in own]
+    return pd.concat([run_frame(projected), run_frame(same).assign(value="exact")])

@@ -125,12 +125,14 @@ def noisy() -> list[Record]:
     ]
 
 
-def projected() -> list[Record]:
-    """A method at two sizes of projections."""
-    return [
-        *swept("projection", 16, "stamp", [0.5, 0.7]),
+def projected() -> tuple[list[Record], list[Record]]:
+    """A method at two sizes of projections, and exact; another seed and method are left out."""
+    some = [
         *swept("projection", 8, "stamp", [0.4, 0.5]),
+        *swept("projection", 16, "stamp", [0.5, 0.7]),
     ]
+    exact = [fake_record("stamp", seed, (mean, mean)) for seed, mean in enumerate((0.6, 0.8, 0.1))]
+    return some, [*exact, fake_record("replay")]
 
 
 def windows() -> pd.DataFrame:

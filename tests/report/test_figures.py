@@ -111,7 +111,7 @@ DRAW: dict[str, Callable[[], Figure]] = {
     "nearest_mean": lambda: figures.nearest_mean(made_records.compared()),
     "noise": lambda: figures.noise(made_records.noisy(), made_records.SPENT),
     "overlap": lambda: figures.overlap(made_records.overlapping()),
-    "projection": lambda: figures.projection(made_records.projected()),
+    "projection": lambda: figures.projection(*made_records.projected()),
     "protection": lambda: figures.protection(
         made_records.related()["protection"], {"projection": ("what is projected", "step")}
     ),

@@ -27,7 +27,7 @@ def write_pages(folder: Path) -> None:
         known = {("tuning", "gem"), ("tuning", "agem"), ("explored", "gpm")}
         tables.write_tuning(made_records.candidates(["gem", "agem", "old", "gpm"]), folder, known)
         tables.write_tuning(made_records.candidates(["gem"]), folder, known)  # others stay
-        privacy = made_records.noisy(), made_records.projected(), made_records.SPENT
+        privacy = made_records.noisy(), *made_records.projected(), made_records.SPENT
         tables.write_privacy(*privacy, made_records.inverted(), folder)
         page.write_parts(folder / "matching.md", [page.markdown(tables.matching_table(compared))])
 

@@ -49,9 +49,12 @@ def noise(records: Sequence[Record], spent: Mapping[tuple[str, str], float]) -> 
     return figure
 
 
-def projection(records: Sequence[Record]) -> Figure:
-    """Final accuracy by the numbers that clients send for matching: a panel per setting."""
-    rows = frames.run_frame(records)
+def projection(records: Sequence[Record], exact: Sequence[Record]) -> Figure:
+    """Final accuracy by the numbers that clients send for matching: a panel per setting.
+
+    `exact` has the runs without projections.
+    """
+    rows = frames.projection_frame(records, exact)
     figure, panels = style.setting_panels(rows, 2.6)
     for axis, _, part in panels:
         _draw_by_value(axis, part, "main_accuracy")

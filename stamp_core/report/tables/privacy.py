@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from stamp_core.report.frames import run_frame
+from stamp_core.report.frames import projection_frame, run_frame
 from stamp_core.report.tables import page
-from stamp_core.report.text import epsilon_text
+from stamp_core.report.text import epsilon_text, mean_std
 from stamp_core.results.records import Record
 
 # a method, and the one that lacks nothing but what the pair is about
@@ -42,6 +42,14 @@ def noise_table(records: Sequence[Record], spent: Spent) -> pd.DataFrame:
     return _accuracies(rows, ["setting", "noise multiplier", "ε"], "method", "{}")
 
 
+def projection_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row a setting and method of `projection_frame`, as text: accuracy by k, and exact."""
+    numbers = rows[rows.value != "exact"].assign(k=lambda each: each.value.astype(int))
+    table = _accuracies(numbers, ["setting", "method"], "k", "k = {}")
+    exact = rows[rows.value == "exact"].groupby(["setting", "method"]).main_accuracy.agg(mean_std)
+    return table.assign(exact=[exact[row.setting, row.method] for row in table.itertuples()])
+
+
 def _accuracies(rows: pd.DataFrame, keys: Sequence[str], by: str, heading: str) -> pd.DataFrame:
     """`page.accuracy_table` with a row for each combination of keys."""
     joined = rows[list(keys)].agg(" ".join, axis=1)
@@ -52,6 +60,7 @@ def _accuracies(rows: pd.DataFrame, keys: Sequence[str], by: str, heading: str) 
 def write_privacy(
     noisy: Sequence[Record],
     projected: Sequence[Record],
+    exact: Sequence[Record],
     spent: Spent,
     inversion: Sequence[pd.DataFrame],
     folder: Path,
@@ -64,9 +73,11 @@ def write_privacy(
     parts += [page.markdown(noise_table(noisy, spent)), "Accuracy, with and without matching:"]
     parts += [page.markdown(page.difference_table(accuracy, ["setting", "pair"], "value"))]
     parts += ["## Matching on projections", page.describe_runs(projected)]
-    rows = run_frame(projected)
-    sizes = rows.assign(k=rows.value.astype(int))
-    parts += [page.markdown(_accuracies(sizes, ["setting", "method"], "k", "k = {}"))]
+    rows = projection_frame(projected, exact)
+    keys = ["setting", "method"]
+    sizes = page.paired_differences(rows, "value", ["exact"], keys).assign(base="exact matching")
+    parts += [page.markdown(projection_table(rows)), "Difference from exact matching:"]
+    parts += [page.markdown(page.difference_table(sizes, keys, "value", "k = {}"))]
     if inversion:
         parts += ["## Inversion", *_inversion_section(*inversion)]
     parts += ["## Definitions", page.definitions("Intervals")]
