@@ -43,6 +43,7 @@ def load_attacks(folder: Path) -> Attacks:
         for name in ("cases", "returning")
     )
     cases["case"] = [read_case(row) for _, row in cases.iterrows()]
+    cases["name"] = [case.name for case in cases.case]
     first = cases[cases.client == _number(clients[0])]
     with np.load(clients[0] / "images.npz") as arrays:
         images = {

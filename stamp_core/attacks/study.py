@@ -54,9 +54,9 @@ class Case:
     @property
     def name(self) -> str:
         """How tables and figures name it."""
-        steps = f"{self.steps} step{'s' * (self.steps > 1)}" if self.steps else "a whole epoch"
+        steps = f"{self.steps} step{'s' * (self.steps > 1)} of" if self.steps else "all steps of"
         images = f"{self.batch_size} image{'s' * (self.batch_size > 1)}"
-        text = f"{self.method}, task {self.experience + 1}, batches of {images}, {steps}"
+        text = f"{self.method}, task {self.experience + 1}: {steps} {images}"
         text += ", weights not known" * (self.weights == "equal")
         return text + f", noise {self.noise:g}" * (self.noise > 0)
 

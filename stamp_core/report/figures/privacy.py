@@ -31,22 +31,31 @@ def noise(records: Sequence[Record], spent: Mapping[tuple[str, str], float]) -> 
     settings = list(rows.groupby("setting", sort=False))
     figure, axes = style.panels(2 * len(settings), len(settings), 2.4, 1.2)
     for place, (setting, part) in enumerate(settings):
-        for axis, (column, label) in zip(
-            axes[place :: len(settings)], _MEASURES.items(), strict=True
-        ):
-            _draw_by_value(axis, part, column)
+        column = axes[place :: len(settings)]
+        for axis, (measure, label) in zip(column, _MEASURES.items(), strict=True):
+            _draw_by_value(axis, part, measure)
             axis.set_ylabel("" if place else label)
-        axes[place].set_title(setting, fontsize=10)
-        values = part.value.unique()
-        if known := {value: spent[setting, value] for value in values if (setting, value) in spent}:
-            texts = [f"{value}\n{epsilon_text(known[value])}" for value in values]
-            axes[place + len(settings)].set_xticks(range(len(values)), texts)
-        axes[place + len(settings)].set_xlabel(
-            f"noise multiplier{', and ε below it' * bool(known)}"
-        )
+        column[0].set_title(setting, fontsize=10)
+        _name_noise(column[1], setting, part.value.unique(), spent)
     caption = f"{style.seed_caption(rows, 'value')}; {style.POINTS}"
     style.add_caption(figure, "Accuracy and forgetting by the noise on updates", caption, axes)
     return figure
+
+
+def _name_noise(
+    axis: Axes, setting: str, values: Sequence[str], spent: Mapping[tuple[str, str], float]
+) -> None:
+    """The noise multipliers below a panel, and below each its ε where it is known."""
+    known = [spent.get((setting, value)) for value in values]
+    axis.set_xlabel("noise multiplier" + "\nε" * (None not in known), fontsize=9)
+    if None not in known:
+        texts = [f"{value}\n{_short(each)}" for value, each in zip(values, known, strict=True)]
+        axis.set_xticks(range(len(values)), texts)
+
+
+def _short(epsilon: float | None) -> str:
+    """An ε with two figures, thousands as k: there is little room below a tick."""
+    return epsilon_text(epsilon).replace(",000", "k")
 
 
 def projection(records: Sequence[Record], exact: Sequence[Record]) -> Figure:
@@ -102,7 +111,7 @@ def reconstructions(pairs: Mapping[str, tuple[_Pixels, _Pixels]], most: int = 16
     for name, (true, found) in pairs.items():
         rows += [true[:most], found[:most]]
         names += [style.plain_text(name), "reconstructed"]
-    figure, (axis,) = style.panels(1, height=0.5 * len(rows))
+    figure, (axis,) = style.panels(1, height=0.43 * len(rows))
     style.draw_images(axis, rows, max(map(len, rows)), names)
     caption = f"at most {most} images of an upload, in pairs with the least squared error"
     style.add_caption(figure, "Images of clients and what the server reconstructs", caption)
