@@ -20,9 +20,9 @@ PAGES = {"compare", "ablation", "analyses", "coresets"}  # which need every run
 OTHER_PAGES = {"tour", "heterogeneity", "related"}
 BROKEN = "train@tiny-broken-0to1"
 OF_REPLAY = {"train@tiny-replay-0to1", "train_more_seeds@tiny-replay-2"}
-OF_STAMP = {"train@tiny-stamp-0to1", "sweep@kappa"}
+OF_STAMP = {"train@tiny-stamp-0to1", "sweep@kappa", "sweep@projection_size_tiny"}
 OF_STAMP_ELSEWHERE = {"train_returning_classes@tiny_alpha-stamp-0to1", "sweep@alpha_tiny"}
-OF_STAMP_ELSEWHERE |= {"sweep@overlap_tiny", "sweep@overlap_choosing_tiny"}
+OF_STAMP_ELSEWHERE |= {"sweep@overlap_tiny", "sweep@overlap_choosing_tiny", "sweep@noise_tiny"}
 
 CODE = """
 from stamp_core.core.paths import ROOT
@@ -147,9 +147,12 @@ def test_a_shared_base_concerns_all_methods_that_use_it(project: Project) -> Non
 
 
 def test_a_setting_concerns_what_is_trained_on_it(project: Project) -> None:
-    """Plans are not drawn again, and with the old code nothing above has to run."""
+    """Plans are not drawn again, and with the old code nothing above has to run.
+
+    `tiny_noise` trains as `tiny` does.
+    """
     project.change(SETTINGS, "tiny.training.lr", 0.2)
-    swept = {f"sweep@{name}_tiny" for name in ("exemplars", "projection", "cycles")}
+    swept = {f"sweep@{name}_tiny" for name in ("exemplars", "projection", "cycles", "noise")}
     others = {"train@tiny-fedavg-0to1", BROKEN, *swept}
     assert project.outdated() == OF_REPLAY | OF_STAMP | others
     project.restore()
