@@ -14,6 +14,7 @@ from stamp_core.core.devices import resolve_device
 from stamp_core.core.paths import RESUME, ROOT
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.split import Plan, make_plan
+from stamp_core.engine.checkpoint import remove_checkpoint
 from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.engine.train import SeedsDiverged, save_records, train
 from stamp_core.results.metrics import final_accuracy, mean
@@ -90,6 +91,8 @@ def train_and_save(
         if not error.records:
             raise
         records = with_diverged(error)
+        for seed in error.errors:
+            remove_checkpoint(RESUME, experiment.name, seed)
     save_records(records, run_folder(experiment, seeds, profile), RESUME)
     return list(records.values())
 

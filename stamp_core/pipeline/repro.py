@@ -28,6 +28,7 @@ from stamp_core.config.params import (
     OWN,
     PAPER,
     PRIVACY,
+    PROTOCOLS,
     Params,
     check_names,
     expand_grid,
@@ -40,7 +41,8 @@ SPLIT_STAGES = ("split", "split_more_seeds", "split_returning_classes")
 TRAIN_STAGES = ("train", "train_more_seeds", "train_returning_classes", "sweep")
 PAGE_STAGES = ("heterogeneity", "related", "coresets", "ablation", "analyses", "compare", "tour")
 PIPELINES = {name: f"pipelines/{name}/dvc.yaml" for name in (PAPER, *OWN)}  # of profiles
-# of a profile, beside its grid, sweeps and pages of settings: what is trained, and the last page
+COMPARED = (PAPER, CIFAR100, PROTOCOLS)  # profiles with a page for each setting
+# of a profile, beside its grid and sweeps: what runs with them, and the last pages
 MORE = {PRIVACY: tuple(f"attack@{client}" for client in range(6))}
 LAST = {
     PAPER: ("tables",),
@@ -100,7 +102,8 @@ class Driver:
         named = [name for name, block in sweeps if every or {*settings} & {*block["setting"]}]
         trained += [f"{file}:sweep@{name}" for name in named]
         trained += [f"{file}:{stage}" for stage in MORE.get(profile, ())]
-        pages = [f"{file}:compare@{setting}" for setting in settings]
+        compared = settings if profile in COMPARED else ()
+        pages = [f"{file}:compare@{setting}" for setting in compared]
         pages += [f"{file}:{stage}" for stage in LAST.get(profile, ())]
         return self.run_groups([list(dict.fromkeys(splits)), trained, pages])
 

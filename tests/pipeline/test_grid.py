@@ -43,6 +43,7 @@ def test_a_seed_that_diverges_is_left_out_by_name(
     trained = grid.train_and_save(experiment, "0to1", "default", device="cpu")
     loaded = grid.load_records(experiment, "0to1", "default", outdated=False)
     assert [[r.run[2] for r in records] for records in (trained, loaded)] == [[1], [1]]
+    assert not any(path.is_dir() for path in grid.RESUME.glob("tiny-fedavg*"))
     assert "Diverged, so without a score: tiny-fedavg, seed 0." in page.describe_runs(loaded)
     assert "no longer finite" in loaded[0].about["diverged"]["0"]
     monkeypatch.setattr(grid, "load_plans", lambda *_: {0: changed[0]})

@@ -1,20 +1,21 @@
-"""The driver of `make repro` and `make cifar100`: which stages it runs."""
+"""The driver of `make repro`, `make cifar100` and others: which stages it runs."""
 
 import subprocess
 from typing import Any
 
 import pytest
 
-from stamp_core.config.params import CIFAR100, read_params
+from stamp_core.config.params import OWN, read_params
 from stamp_core.core.paths import ROOT
 from stamp_core.pipeline.repro import PIPELINES, Driver
 
 
-def test_every_stage_of_the_photographs_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("profile", OWN)
+def test_every_stage_of_a_profile_is_run(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all settings together: what DVC finds in the file of the pipeline, each stage once."""
     run: list[Any] = []
     monkeypatch.setattr(Driver, "run_groups", lambda self, groups: run.extend(groups))
-    Driver().reproduce_settings(CIFAR100, read_params(CIFAR100)["grid"]["setting"])
-    command = ["dvc", "stage", "list", "--name-only", PIPELINES[CIFAR100]]
+    Driver().reproduce_settings(profile, read_params(profile)["grid"]["setting"])
+    command = ["dvc", "stage", "list", "--name-only", PIPELINES[profile]]
     known = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert sorted(stage for group in run for stage in group) == sorted(known.stdout.split())
