@@ -28,7 +28,7 @@ def save_attacks(folder: Path, found: Study, returning: pd.DataFrame) -> None:
         for name, pixels in zip(("true", "found"), found.images[case], strict=True)
     }
     with atomic_folder(folder) as scratch:
-        found.rows.drop(columns="case").to_csv(scratch / "cases.csv", index=False)
+        found.rows.drop(columns=["case", "name"]).to_csv(scratch / "cases.csv", index=False)
         returning.to_csv(scratch / "returning.csv", index=False)
         np.savez_compressed(scratch / "images.npz", **arrays)
 

@@ -68,16 +68,18 @@ def write_privacy(
     """The file written, privacy.md; `inversion`: cases, contrasts, windows, gains of rounds."""
     pairs = noise_differences(noisy)
     pairs["pair"] = [f"{pair.method} - {pair.base}" for pair in pairs.itertuples()]
-    accuracy = pairs[pairs.measure == "accuracy"].assign(base="the method without it")
-    parts = ["# Privacy", page.describe_runs(noisy), "## Noise"]
-    parts += [page.markdown(noise_table(noisy, spent)), "Accuracy, with and without matching:"]
-    parts += [page.markdown(page.difference_table(accuracy, ["setting", "pair"], "value"))]
-    parts += ["## Matching on projections", page.describe_runs(projected)]
+    accuracy = pairs[pairs.measure == "accuracy"].assign(base="the method without it, in accuracy")
     rows = projection_frame(projected, exact)
     keys = ["setting", "method"]
     sizes = page.paired_differences(rows, "value", ["exact"], keys).assign(base="exact matching")
-    parts += [page.markdown(projection_table(rows)), "Difference from exact matching:"]
-    parts += [page.markdown(page.difference_table(sizes, keys, "value", "k = {}"))]
+    parts = [
+        *("# Privacy", page.describe_runs(noisy), "## Noise"),
+        page.markdown(noise_table(noisy, spent)),
+        *page.difference_sections(accuracy, ["setting", "pair"], "value"),
+        *("## Matching on projections", page.describe_runs(projected)),
+        page.markdown(projection_table(rows)),
+        *page.difference_sections(sizes, keys, "value", "k = {}"),
+    ]
     if inversion:
         parts += ["## Inversion", *_inversion_section(*inversion)]
     parts += ["## Definitions", page.definitions("Intervals")]
