@@ -95,7 +95,7 @@ def estimate_setting(name: str, profile: str = PAPER) -> Needs:
     known = [hours for hours in needs.methods.values() if hours is not None]
     print(f"{len(known)} methods, {seeds} seeds: about {seeds * sum(known):,.0f} hours")
     if extra := count_swept(name, params) * seeds:
-        print(f"and {extra} runs at several values of α")
+        print(f"and {extra} runs of sweeps, whose hours are not counted")
     return needs
 
 
