@@ -19,8 +19,8 @@ tour: $(READY) .dvc/config.local  ## two minutes: a first table and figures, in 
 repro: $(READY) .dvc/config.local  ## regenerate what is out of date (JOBS=n at a time; RAY=address, SLURM=partition)
 	$(VENV)/bin/python -m stamp_core.pipeline.repro
 
-tune: $(READY)  ## the candidates on choosing seeds, of all methods or METHOD='a b' (PROFILE=cifar100)
-	STAMP_PROGRESS=none $(VENV)/bin/python -m stamp_core.pipeline.tune $(METHOD) $(if $(PROFILE),--profile $(PROFILE))
+tune: $(READY)  ## the candidates on choosing seeds, of all methods or METHOD='a b' (PROFILE=cifar100, SETTING=one)
+	STAMP_PROGRESS=none $(VENV)/bin/python -m stamp_core.pipeline.tune $(METHOD) $(if $(PROFILE),--profile $(PROFILE)) $(if $(SETTING),--setting $(SETTING))
 
 # Four processes even on two cores: tests of notebooks wait for other processes. One thread
 # in each: threads of several processes would compete for the cores.

@@ -71,17 +71,24 @@ def read_tuning(profile: str = DEFAULT) -> Tuning:
     return build(Tuning, read_yaml(ROOT / FILES[profile]), FILES[profile])
 
 
-def candidate_experiments(tuning: Tuning, profile: str = DEFAULT) -> Iterator[Experiment]:
-    """An experiment for each method, candidate and setting; `sweep` names the candidate."""
+def candidate_experiments(
+    tuning: Tuning, profile: str = DEFAULT, setting: str | None = None
+) -> Iterator[Experiment]:
+    """An experiment for each method, candidate and setting, or on one setting alone.
+
+    `sweep` names the candidate.
+    """
+    if setting and setting not in tuning.setting:
+        raise unknown_name(f"{FILES[profile]}: setting", setting, tuning.setting)
     params = read_params(profile)
     for kind in KINDS:
         methods = tuning.methods(kind)
-        for method, values in ((name, each) for name in methods for each in methods[name]):
+        for method, values in ((m, each) for m in methods for each in methods[m]):
             pairs = (f"{key} {'null' if value is None else value}" for key, value in values.items())
             candidate = ", ".join(pairs)
-            for setting in tuning.setting:
-                changed = override(at_setting(params, setting), method, values)
-                yield light_experiment(setting, method, changed, (kind, candidate))
+            for name in [setting] if setting else tuning.setting:
+                changed = override(at_setting(params, name), method, values)
+                yield light_experiment(name, method, changed, (kind, candidate))
 
 
 def candidate_records(experiment: Experiment, seeds: str) -> list[Record]:
@@ -97,10 +104,13 @@ def candidate_records(experiment: Experiment, seeds: str) -> list[Record]:
     return [] if reasons else records
 
 
-def tune(jobs: int, only: Sequence[str] = (), profile: str = DEFAULT) -> None:
+def tune(
+    jobs: int, only: Sequence[str] = (), profile: str = DEFAULT, setting: str | None = None
+) -> None:
     """Train what is missing, and write tuning.md and tuning.csv.
 
-    With `only` some methods are tuned, and the results of the others stay.
+    With `only` some methods are tuned, and the results of the others stay. With `setting` they are
+    tuned for this setting alone.
     """
     tuning = read_tuning(profile)
     records: list[Record] = []
@@ -108,7 +118,9 @@ def tune(jobs: int, only: Sequence[str] = (), profile: str = DEFAULT) -> None:
     if unknown := set(only) - {method for _, method in known}:
         raise unknown_name(f"{FILES[profile]}: candidates", unknown.pop(), tuning.candidates)
     experiments = [
-        e for e in candidate_experiments(tuning, profile) if not only or e.method in only
+        experiment
+        for experiment in candidate_experiments(tuning, profile, setting)
+        if not only or experiment.method in only
     ]
     seeds = [tuning.seeds] * len(experiments)
     with ProcessPoolExecutor(jobs, get_context("forkserver")) as pool:
@@ -123,6 +135,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train candidates on choosing seeds.")
     parser.add_argument("methods", nargs="*", help="some of the profile's; default: all")
     parser.add_argument("--profile", default=DEFAULT, choices=FILES)
+    parser.add_argument("--setting", help="one of the profile's: values for it alone")
     arguments = parser.parse_args()
     jobs = resolve_workers(0, resolve_device("auto"))
-    tune(jobs, arguments.methods, arguments.profile)
+    tune(jobs, arguments.methods, arguments.profile, arguments.setting)

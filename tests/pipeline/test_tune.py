@@ -98,6 +98,22 @@ def test_one_method_is_tuned_and_the_results_of_the_others_stay(
         tune.tune(jobs=1, only=["nera"])
 
 
+def test_a_method_is_tuned_for_one_setting_alone(
+    params: dict[str, Any], tuning: dict[str, Any], tmp_path: Path
+) -> None:
+    """The table has no value for the other, and the best there is chosen."""
+    params["settings"]["other"] = deepcopy(params["settings"]["tiny"])
+    tuning["setting"] = ["tiny", "other"]
+    tune.tune(jobs=1)
+    tune.tune(jobs=1, only=["near"], setting="other")
+    table = pd.read_csv(tmp_path / "figures" / "tuning.csv")
+    near = table[table.method == "near"]
+    assert near.tiny.isna().all() and table[table.method == "kept"].tiny.notna().all()
+    assert near.chosen.tolist() == (near.other == near.other.max()).tolist()
+    with pytest.raises(ParameterError, match="setting 'tniy' is unknown; did you mean 'tiny'"):
+        tune.tune(jobs=1, setting="tniy")
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
