@@ -11,7 +11,7 @@ export STAMP_DATA ?= $(CURDIR)/data/raw
 unexport PYTHONDONTWRITEBYTECODE  # with it every process compiles the package again: a second each
 
 .DEFAULT_GOAL := help
-.PHONY: tour repro cifar100 protocols privacy tune test test-device test-end-to-end test-cluster test-federation test-privacy federation paper cancel estimate lab notebooks docs lint bench profile faults clean help
+.PHONY: tour repro cifar100 protocols privacy studies tune test test-device test-end-to-end test-cluster test-federation test-privacy federation paper cancel estimate lab notebooks docs lint bench profile faults clean help
 
 tour: $(READY) .dvc/config.local  ## two minutes: a first table and figures, in figures/tour
 	$(VENV)/bin/python -m stamp_core.pipeline.repro --tour
@@ -60,6 +60,9 @@ protocols: $(READY) .dvc/config.local  ## published protocols in miniature; esti
 
 privacy: $(READY) $(PRIVACY)/.ready .dvc/config.local  ## what privacy costs and what uploads give away: an hour
 	PYTHONPATH=$(CURDIR)/$(PRIVACY) $(VENV)/bin/python -m stamp_core.pipeline.repro privacy
+
+studies: $(READY) .dvc/config.local  ## classes in common, protected spaces, tasks that return, masks: an hour
+	$(VENV)/bin/python -m stamp_core.pipeline.repro studies
 
 cancel: $(READY)  ## end the stages that run on a cluster (RAY=address or SLURM=partition)
 	$(VENV)/bin/python -m stamp_ops.submit

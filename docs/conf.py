@@ -24,7 +24,7 @@ from reference import reference_pages  # noqa: E402
 
 ROOT = DOCS.parent
 GENERATED = DOCS / "_generated"
-PROFILES = ("cifar100", "protocols", "privacy")  # with folders of their own in figures/
+PROFILES = ("cifar100", "protocols", "privacy", "studies")  # with folders of their own in figures/
 NBSP = "\N{NO-BREAK SPACE}"
 logger = getLogger(__name__)
 
@@ -39,7 +39,7 @@ EXECUTED = {
     "7_coresets": ("coresets",),
     "8_heterogeneity": ("heterogeneity",),
     "9_paper": ("paper-tables", "paper-*tables"),
-    "10_related": ("related",),
+    "10_studies": ("studies",),
     "11_inversion": ("privacy-attack-0",),
     "12_privacy": ("privacy",),
 }

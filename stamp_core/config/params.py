@@ -1,7 +1,7 @@
 """The parameter files: what runs (a profile), settings and presets of methods.
 
-params.yaml says what runs by default; quick.yaml, paper.yaml, cifar100.yaml, protocols.yaml and
-privacy.yaml in params/ are other profiles of the same form. All of them use
+params.yaml says what runs by default; quick.yaml, paper.yaml, cifar100.yaml, protocols.yaml,
+privacy.yaml and studies.yaml in params/ are other profiles of the same form. All of them use
 params/settings.yaml and params/methods.yaml.
 """
 
@@ -29,8 +29,8 @@ CHOSEN = "chosen"  # the block of a profile's own values of presets, chosen on i
 BLOCKS = {*REQUIRED, *GRIDS, *OWN_PAGES, CHOSEN}
 AXES = ("setting", "method", "seeds")  # of a grid
 DEFAULT, QUICK, PAPER = "default", "quick", "paper"
-# with values of their own and a pipeline each
-OWN = CIFAR100, PROTOCOLS, PRIVACY = "cifar100", "protocols", "privacy"
+# with a pipeline each, and values of their own
+OWN = CIFAR100, PROTOCOLS, PRIVACY, STUDIES = "cifar100", "protocols", "privacy", "studies"
 PROFILES = {DEFAULT: "params.yaml"} | {name: f"params/{name}.yaml" for name in (QUICK, PAPER, *OWN)}
 PAGES = ("grid", "comparison", "ablation", *OWN_PAGES)  # parts of a profile's grid
 

@@ -29,6 +29,7 @@ from stamp_core.config.params import (
     PAPER,
     PRIVACY,
     PROTOCOLS,
+    STUDIES,
     Params,
     check_names,
     expand_grid,
@@ -39,7 +40,7 @@ from stamp_core.core.paths import ROOT
 # stages of dvc.yaml
 SPLIT_STAGES = ("split", "split_more_seeds", "split_returning_classes")
 TRAIN_STAGES = ("train", "train_more_seeds", "train_returning_classes", "sweep")
-PAGE_STAGES = ("heterogeneity", "related", "coresets", "ablation", "analyses", "compare", "tour")
+PAGE_STAGES = ("heterogeneity", "coresets", "ablation", "analyses", "compare", "tour")
 PIPELINES = {name: f"pipelines/{name}/dvc.yaml" for name in (PAPER, *OWN)}  # of profiles
 COMPARED = (PAPER, CIFAR100, PROTOCOLS)  # profiles with a page for each setting
 # of a profile, beside its grid and sweeps: what runs with them, and the last pages
@@ -48,6 +49,7 @@ LAST = {
     PAPER: ("tables",),
     CIFAR100: ("heterogeneity", "coresets", "ablation", "analyses"),
     PRIVACY: ("privacy",),
+    STUDIES: ("studies",),
 }
 OPERATIONS = "stamp_ops"  # a package beside this one, without which everything runs as well
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from stamp_core.config.decode import ParameterError
+from stamp_core.config.params import OWN
 from stamp_core.pipeline import source, sweeps
 
 
@@ -21,8 +22,7 @@ def of_profiles(names: set[str], params: dict[str, Any]) -> set[str]:
     trained = {f"code/train-{name}" for name in params["grid"]["method"]}
     swept = {f"code/sweep-{name}" for name in params["sweeps"]}
     own = names & (trained | swept)
-    others = ("cifar100", "protocols", "privacy")
-    return names | {name.replace("/", f"/{other}-") for name in own for other in others}
+    return names | {name.replace("/", f"/{other}-") for name in own for other in OWN}
 
 
 def test_a_file_changes_with_what_its_stages_use_and_no_other(params: dict[str, Any]) -> None:
