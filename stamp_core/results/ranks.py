@@ -4,16 +4,17 @@ After Demšar, "Statistical Comparisons of Classifiers over Multiple Data Sets",
 distributions; packages that wrap them would bring a second statistics library for two formulas.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 from scipy.special import stdtr, stdtrit
-from scipy.stats import friedmanchisquare, studentized_range
+from scipy.stats import friedmanchisquare, norm, studentized_range
 
 Values = NDArray[np.float64]
 LEVEL = 0.05
+ALMOST = 1 - 1e-9  # of a correlation of 1, whose transform is infinite
 
 
 def block_ranks(scores: pd.DataFrame) -> pd.DataFrame:
@@ -37,6 +38,21 @@ def critical_difference(methods: int, blocks: int, level: float = LEVEL) -> floa
         return 0.0
     quantile = studentized_range.ppf(1 - level, methods, np.inf) / np.sqrt(2)
     return float(quantile * np.sqrt(methods * (methods + 1) / (6 * blocks)))
+
+
+def rank_correlation(a: Iterable[float], b: Iterable[float]) -> dict[str, float]:
+    """Spearman's ρ of two scores of the same methods, with the limits of its 95 % interval.
+
+    The interval is that of Bonett and Wright (2000) over the methods; undefined for fewer than 4.
+    """
+    ranks = pd.DataFrame({"a": [*a], "b": [*b]}).rank()
+    rho = float(ranks.a.corr(ranks.b))
+    half = (
+        norm.ppf(0.975) * np.sqrt((1 + rho**2 / 2) / (len(ranks) - 3)) if len(ranks) > 3 else np.nan
+    )
+    middle = np.arctanh(np.clip(rho, -ALMOST, ALMOST))
+    low, high = np.tanh([middle - half, middle + half])
+    return {"rho": rho, "low": float(low), "high": float(high)}
 
 
 def interval_p_value(low: float, high: float, n: int, level: float = 0.95) -> float:

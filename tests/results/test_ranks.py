@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import ttest_1samp
+from scipy.stats import spearmanr, ttest_1samp
 
 from stamp_core.results.metrics import confidence_interval
 from stamp_core.results.ranks import (
@@ -14,6 +14,7 @@ from stamp_core.results.ranks import (
     friedman,
     holm,
     interval_p_value,
+    rank_correlation,
 )
 
 P_VALUES = st.lists(st.floats(0, 1), min_size=1, max_size=12)
@@ -83,3 +84,32 @@ def test_undefined_p_values_stay_and_count_for_nothing() -> None:
     assert np.isnan(interval_p_value(np.nan, np.nan, 1))
     assert interval_p_value(0.0, 0.0, 3) == 1.0
     assert interval_p_value(1.0, 1.0, 3) == 0.0
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=4, max_size=12))
+def test_a_rank_correlation_is_scipys_and_lies_in_its_interval(pairs: list) -> None:
+    """With ties too; undefined where one of the scores is the same for all."""
+    a, b = zip(*pairs, strict=True)
+    found = rank_correlation(a, b)
+    if len({*a}) == 1 or len({*b}) == 1:
+        assert np.isnan([*found.values()]).all()
+        return
+    assert found["rho"] == pytest.approx(float(spearmanr(a, b).statistic), abs=1e-12)
+    assert -1 <= found["low"] <= found["rho"] + 1e-8 and found["rho"] - 1e-8 <= found["high"] <= 1
+    other = rank_correlation(a, [-value for value in b])
+    assert other["low"] == pytest.approx(-found["high"], abs=1e-9)
+
+
+def test_the_interval_of_a_rank_correlation_covers_it_as_often_as_it_says() -> None:
+    """Of normal scores with ρ = 0.6, whose rank correlation is 6/π arcsin(0.3)."""
+    rng = np.random.default_rng(0)
+    truth = 6 / np.pi * np.arcsin(0.6 / 2)
+    draws = rng.multivariate_normal([0, 0], [[1, 0.6], [0.6, 1]], size=(2000, 12))
+    found = [rank_correlation(draw[:, 0], draw[:, 1]) for draw in draws]
+    covered = np.mean([each["low"] <= truth <= each["high"] for each in found])
+    assert 0.93 <= covered <= 0.97
+
+
+def test_three_methods_have_no_interval() -> None:
+    found = rank_correlation([1, 2, 3], [1, 3, 2])
+    assert found["rho"] == pytest.approx(0.5) and np.isnan(found["low"])

@@ -28,6 +28,13 @@ def settings(label: str) -> dict[str, str]:
     return dict(zip(every.data, every.setting, strict=True))
 
 
+def table_of(setting: str) -> tuple[str, str] | None:
+    """The table and data whose comparison a setting has, in full or in miniature, if any."""
+    known = PRINTED[PRINTED.table.str.startswith("tab:baselines")]
+    found = known[known.setting == setting.removesuffix("_small")]
+    return (found.table.iloc[0], found.data.iloc[0]) if len(found) else None
+
+
 def rows(label: str, data: str) -> pd.DataFrame:
     """The rows of one of the paper's tables for one data set, indexed by method."""
     table: pd.DataFrame = PRINTED[(PRINTED.table == label) & (PRINTED.data == data)]

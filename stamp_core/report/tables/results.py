@@ -19,6 +19,7 @@ from stamp_core.report.frames import (
 )
 from stamp_core.report.tables import page, printed
 from stamp_core.report.tables.budgets import budget_table
+from stamp_core.report.tables.order import order_section
 from stamp_core.report.text import DASH, MB
 from stamp_core.results import metrics
 from stamp_core.results.records import Record
@@ -89,10 +90,13 @@ def more_seeds_table(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def results_text(table: pd.DataFrame) -> pd.DataFrame:
-    """A table of results as text, without columns that nothing has; with the paper's numbers."""
+    """A table of results as text, without columns that nothing has; with the paper's numbers.
+
+    They are those of the setting, or of its miniature; else of CIFAR-100 with 2 classes per task.
+    """
     text = page.score_text(table)
-    paper = [printed.scores(method, *printed.MAIN) for method in text.method]
-    return text.assign(**{"paper (CIFAR-100)": paper})
+    label, data = printed.table_of(text.setting.iloc[0]) or printed.MAIN
+    return text.assign(**{f"paper ({data})": [printed.scores(m, label, data) for m in text.method]})
 
 
 def cost_table(records: Sequence[Record]) -> pd.DataFrame:
@@ -205,8 +209,9 @@ def _section(records: Sequence[Record]) -> list[str]:
     if len(rows := more_seeds_table(records)):
         more = ["Methods with more seeds:", _score_page(rows)]
     budgets = page.markdown(budget_table(run_frame(shared_seeds(records))))
+    order = order_section(run_frame(records))
     return [
-        *(findings(records), table, *more, *sections),
+        *(findings(records), table, *more, *order, *sections),
         *("Costs:", costs, "Under a budget:", budgets),
     ]
 

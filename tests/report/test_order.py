@@ -1,0 +1,47 @@
+"""Ranks beside the paper's, on scores whose order is known."""
+
+import pytest
+
+from stamp_core.report.frames import run_frame
+from stamp_core.report.tables import printed
+from stamp_core.report.tables.order import order_section, order_table
+from stamp_core.results.records import Record
+from tests.report.made_records import fake_record
+
+# The paper has, with 20 classes: lander 45.1, stamp 41.3, fedas 40.2, fedomg 36.8, fedavg 27.2.
+OURS = {"fedomg": 0.5, "fedavg": 0.1, "lander": 0.3, "stamp": 0.6, "replay": 0.9, "fedas": 0.2}
+
+
+def records(setting: str, methods: dict[str, float] = OURS) -> list[Record]:
+    """Two seeds of each method."""
+    return [
+        fake_record(method, seed, (accuracy, accuracy), setting=setting)
+        for method, accuracy in methods.items()
+        for seed in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize("setting", ["cifar100_c20", "cifar100_c20_small"])
+def test_methods_of_both_tables_have_both_ranks_in_the_papers_order(setting: str) -> None:
+    """The control that the paper has not is not among them."""
+    table = order_table(run_frame(records(setting)))
+    assert table.index.tolist() == ["lander", "stamp", "fedas", "fedomg", "fedavg"]
+    assert table.there.tolist() == [1, 2, 3, 4, 5]
+    assert table["rank"].tolist() == [3, 1, 4, 2, 5]
+    squares = sum((a - b) ** 2 for a, b in zip(table.there, table["rank"], strict=True))
+    rho = 1 - 6 * squares / (5 * 24)  # the definition without ties
+    text = "\n".join(order_section(run_frame(records(setting))))
+    assert f"is {rho:+.2f} (" in text and "n = 5 methods" in text
+    assert "| lander | 30.0 ± 0.0 | 3 | 45.1 | 1 |" in text
+
+
+def test_each_setting_has_the_papers_numbers_for_it() -> None:
+    assert printed.table_of("cifar100_c2_small") == printed.MAIN
+    assert printed.table_of("cifar100_c20_small") == ("tab:baselines-task20", "CIFAR-100")
+    assert printed.table_of("digits") is None
+
+
+def test_few_methods_and_other_settings_have_no_order() -> None:
+    few = {name: OURS[name] for name in ("fedomg", "fedavg", "lander", "stamp", "replay")}
+    assert order_section(run_frame(records("cifar100_c2_small", few))) == []
+    assert order_section(run_frame(records("digits"))) == []
