@@ -25,7 +25,7 @@ from stamp_core.core.paths import ROOT
 from stamp_core.engine.executor import resolve_workers
 from stamp_core.engine.experiment import Experiment
 from stamp_core.methods.base.method import DivergedError
-from stamp_core.methods.base.registry import override
+from stamp_core.methods.base.registry import override, resolve_preset
 from stamp_core.pipeline.grid import load_records, train_and_save
 from stamp_core.pipeline.sweeps import light_experiment
 from stamp_core.report.frames import CHOOSING
@@ -84,11 +84,26 @@ def candidate_experiments(
     for kind in KINDS:
         methods = tuning.methods(kind)
         for method, values in ((m, each) for m in methods for each in methods[m]):
-            pairs = (f"{key} {'null' if value is None else value}" for key, value in values.items())
-            candidate = ", ".join(pairs)
             for name in [setting] if setting else tuning.setting:
                 changed = override(at_setting(params, name), method, values)
-                yield light_experiment(name, method, changed, (kind, candidate))
+                yield light_experiment(name, method, changed, (kind, candidate_name(values)))
+
+
+def candidate_name(values: Mapping[str, Any]) -> str:
+    """Keys and values as the page names them."""
+    return ", ".join(f"{k} {'null' if value is None else value}" for k, value in values.items())
+
+
+def default_candidates(tuning: Tuning) -> set[tuple[str, str]]:
+    """Method and name of the candidates that are chosen on drawn images, for other profiles."""
+    params = read_params(DEFAULT)
+    return {
+        (method, candidate_name(values))
+        for method, every in tuning.candidates.items()
+        for values in every
+        if resolve_preset(method, override(params, method, values))
+        == resolve_preset(method, params)
+    }
 
 
 def candidate_records(experiment: Experiment, seeds: str) -> list[Record]:
@@ -128,7 +143,8 @@ def tune(
         for count, (experiment, some) in enumerate(zip(experiments, found, strict=True), 1):
             print(f"{count}/{len(experiments)} {experiment.name}", flush=True)
             records += some
-    write_tuning(records, ROOT / FOLDERS[profile], known)
+    elsewhere = set() if profile == DEFAULT else default_candidates(tuning)
+    write_tuning(records, ROOT / FOLDERS[profile], known, elsewhere)
 
 
 if __name__ == "__main__":

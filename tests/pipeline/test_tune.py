@@ -114,6 +114,25 @@ def test_a_method_is_tuned_for_one_setting_alone(
         tune.tune(jobs=1, setting="tniy")
 
 
+def test_the_candidate_that_is_chosen_on_drawn_images_is_marked(
+    tuning: dict[str, Any], tmp_path: Path
+) -> None:
+    """Where a profile has values of its own; one that no candidate has marks none."""
+    tuning["candidates"] = {
+        "near": [{"spatial.kappa": 0.5}, {"spatial.kappa": 0.25}],
+        "kept": [{"server_lr": 1.5}, {"server_lr": 2.0}],
+    }
+    tune.tune(jobs=1, profile="cifar100")
+    folder = tmp_path / "figures" / "cifar100"
+    marked = [line for line in (folder / "tuning.md").read_text().split("\n") if "| yes |" in line]
+    assert [line.split(" | ")[1] for line in marked if line.endswith("| yes |")] == [
+        "spatial.kappa 0.25"
+    ]
+    assert "drawn" not in (folder / "tuning.csv").read_text()
+    tune.tune(jobs=1)
+    assert "| on drawn images |" not in (tmp_path / "figures" / "tuning.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [

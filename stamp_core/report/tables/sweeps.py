@@ -249,11 +249,15 @@ def tuning_frame(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def write_tuning(
-    records: Sequence[Record], folder: Path, known: Collection[tuple[str, str]]
+    records: Sequence[Record],
+    folder: Path,
+    known: Collection[tuple[str, str]],
+    elsewhere: Collection[tuple[str, str]] = (),
 ) -> list[Path]:
     """The files written: tuning.md to read, tuning.csv for the test of the presets.
 
     Rows of `known` kinds and methods without records stay as they are in an earlier tuning.csv.
+    `elsewhere` are methods with their candidates that are chosen on drawn images.
     """
     frame = tuning_frame(records)
     if (folder / "tuning.csv").exists():
@@ -264,12 +268,17 @@ def write_tuning(
     shown = frame.assign(chosen=["yes" if chosen else "" for chosen in frame.chosen])
     for name in frame.columns[3:-1]:
         shown[name] = [mean_std([value]) for value in frame[name]]
+    if elsewhere:
+        pairs = zip(frame.method, frame.candidate, strict=True)
+        shown["on drawn images"] = ["yes" if pair in elsewhere else "" for pair in pairs]
     seeds = ", ".join(map(str, sorted({record.run[2] for record in records})))
     tuned, explored = (shown[shown.kind == kind].drop(columns="kind") for kind in KINDS)
     parts = ["# Tuning", page.definitions("Tuning"), f"Seeds: {seeds}.", page.markdown(tuned)]
     if len(explored):
         parts += ["## Explored", page.definitions("Explored")]
-        parts += [page.markdown(explored.drop(columns="chosen"))]
+        parts += [
+            page.markdown(explored.drop(columns=["chosen", "on drawn images"], errors="ignore"))
+        ]
     return [
         page.write_parts(folder / "tuning.md", parts),
         page.write_parts(folder / "tuning.csv", [frame.round(4).to_csv(index=False)]),
