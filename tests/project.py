@@ -17,6 +17,7 @@ PAPER: dict[str, Any] = {
     "ablation": {"baselines": ["fedavg"], "method": []},
     "sweeps": {},
 }
+OTHERS = ("overlap", "protection", "returning", "masks", "noise", "projection")  # of own pipelines
 NEEDED = {".dvc", ".dvcignore", ".gitignore"}  # of the names that begin with a point
 
 
@@ -35,14 +36,18 @@ def ignored(folder: str, names: list[str]) -> set[str]:
 class Project:
     """A copy of the project in a git repository: the quick profile is its default.
 
-    Its profile `paper` is one run of the setting `tiny`: the paper's images are on few machines.
+    Sweeps of pages of other pipelines are left out. The profile `paper` is one run of the setting
+    `tiny`: the paper's images are on few machines.
     """
 
     def __init__(self, root: Path, **environment: str) -> None:
         self.root = root
         shutil.copytree(ROOT, root, ignore=ignored)
         (root / "dvc.lock").unlink(missing_ok=True)
-        shutil.copy(root / "params/quick.yaml", root / "params.yaml")
+        quick = YAML().load(root / "params/quick.yaml")
+        for name in [n for n, block in quick["sweeps"].items() if block.get("figure") in OTHERS]:
+            del quick["sweeps"][name]
+        YAML().dump(quick, root / "params.yaml")
         YAML().dump(PAPER, root / "params/paper.yaml")
         foreign = ("STAMP_", "DVC_", "PYTEST", "JUPYTER_")
         kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}

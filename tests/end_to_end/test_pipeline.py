@@ -20,9 +20,8 @@ PAGES = {"compare", "ablation", "analyses", "coresets"}  # which need every run
 OTHER_PAGES = {"tour", "heterogeneity"}
 BROKEN = "train@tiny-broken-0to1"
 OF_REPLAY = {"train@tiny-replay-0to1", "train_more_seeds@tiny-replay-2"}
-OF_STAMP = {"train@tiny-stamp-0to1", "sweep@kappa", "sweep@projection_size_tiny"}
+OF_STAMP = {"train@tiny-stamp-0to1", "sweep@kappa"}
 OF_STAMP_ELSEWHERE = {"train_returning_classes@tiny_alpha-stamp-0to1", "sweep@alpha_tiny"}
-OF_STAMP_ELSEWHERE |= {"sweep@overlap_tiny", "sweep@overlap_choosing_tiny", "sweep@noise_tiny"}
 
 CODE = """
 from stamp_core.core.paths import ROOT
@@ -142,18 +141,14 @@ def test_a_methods_code_and_parameters_concern_that_method_alone(project: Projec
 def test_a_shared_base_concerns_all_methods_that_use_it(project: Project) -> None:
     project.replace(REHEARSAL, "\n\n\n", "\n\nEDITED = True\n\n\n")
     rehearsing = OF_REPLAY | OF_STAMP | OF_STAMP_ELSEWHERE
-    assert project.outdated() == rehearsing | {"sweep@exemplars_tiny", "sweep@masks_tiny"}
+    assert project.outdated() == rehearsing | {"sweep@exemplars_tiny"}
     project.restore()
 
 
 def test_a_setting_concerns_what_is_trained_on_it(project: Project) -> None:
-    """Plans are not drawn again, and with the old code nothing above has to run.
-
-    `tiny_noise` trains as `tiny` does.
-    """
+    """Plans are not drawn again, and with the old code nothing above has to run."""
     project.change(SETTINGS, "tiny.training.lr", 0.2)
-    swept = {f"sweep@{name}_tiny" for name in ("exemplars", "projection", "cycles", "noise")}
-    others = {"train@tiny-fedavg-0to1", BROKEN, *swept}
+    others = {"train@tiny-fedavg-0to1", "sweep@exemplars_tiny", BROKEN}
     assert project.outdated() == OF_REPLAY | OF_STAMP | others
     project.restore()
 
