@@ -1,4 +1,4 @@
-"""README.md and docs/results.md against the accuracies of figures/: a claim that fails is red.
+"""README.md and pages of docs/ against the accuracies of figures/: a claim that fails is red.
 
 Every difference is written "`a` - `b`" with a cell per setting, every verdict "`a` is above `b` on
 digits and glyphs" (or below, or not distinguishable from), every accuracy as mean ± deviation in a
@@ -11,13 +11,15 @@ from collections.abc import Iterator
 import pandas as pd
 import pytest
 
+from stamp_core.config.params import read_params
 from stamp_core.core.paths import ROOT
 from stamp_core.results import metrics
 
-PAGES = ("README.md", "docs/results.md")
+PAGES = ("README.md", "docs/results.md", "docs/protocols.md")
 SMALL = ("digits", "glyphs", "glyphs_domains")
 PHOTOGRAPHS = ("cifar100_c2_small", "cifar100_c20_small")
-SETTINGS = (*SMALL, *PHOTOGRAPHS)
+PROTOCOLS = tuple(read_params("protocols")["grid"]["setting"])
+SETTINGS = (*SMALL, *PHOTOGRAPHS, *PROTOCOLS)
 MINUS = "\N{MINUS SIGN}"
 NUMBER = rf"([+{MINUS}-]?\d+\.\d+)"
 INTERVAL = re.compile(rf"{NUMBER} \({NUMBER} to {NUMBER}\)")
@@ -29,6 +31,7 @@ VERDICT = re.compile(
 def final_accuracies() -> dict[tuple[str, str], dict[int, float]]:
     """Final accuracy in % by setting and method, and by seed."""
     names = ["accuracy", "ablation", *(f"cifar100/{setting}/accuracy" for setting in PHOTOGRAPHS)]
+    names += [f"protocols/{setting}/accuracy" for setting in PROTOCOLS]
     rows = pd.concat([pd.read_csv(ROOT / "figures" / f"{name}.csv") for name in names])
     rows = rows.drop_duplicates(["setting", "method", "seed", "experience"])
     last = rows[rows.experience == rows.groupby("setting").experience.transform("max")]
@@ -129,9 +132,9 @@ def test_methods_that_remember_the_past_are_above_fedavg(setting: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_difference_has_as_many_seeds_as_the_page_says(page: str) -> None:
     """On photographs 10, of which one diverged; in the README 20 on digits and glyphs, 10 on
-    glyphs_domains; elsewhere never below 6.
+    glyphs_domains; 3 on protocols; elsewhere never below 6.
     """
-    least = dict.fromkeys(SETTINGS, 6) | dict.fromkeys(PHOTOGRAPHS, 9)
+    least = dict.fromkeys(SETTINGS, 6) | dict.fromkeys(PHOTOGRAPHS, 9) | dict.fromkeys(PROTOCOLS, 3)
     if page == "README.md":
         least |= {"digits": 20, "glyphs": 20, "glyphs_domains": 10}
     for header, cells in tables(page):

@@ -56,6 +56,9 @@ def make_dataset(classes: Any = "abcdef", each: int = 4, domains: Any = ("all",)
     )
 
 
+BARS = ("first learnt in task", "clients that learn it")
+
+
 def draw_schedule(dataset: Any, *options: Any, **more: Any) -> Figure:
     """The schedule of a plan with that split."""
     return figures.schedule(split.make_plan(Split(*options, **more), dataset, 0), dataset)
@@ -289,6 +292,17 @@ def test_what_is_undefined_for_all_is_not_drawn(draw: Callable[..., Figure]) -> 
     assert not figure.axes[-1].collections and not figure.axes[-1].containers
     title = figure.legends[0].get_title().get_text()
     assert draw is figures.ablation or title.startswith("undefined for all methods")
+
+
+def test_each_colour_bar_has_marks_of_its_own_range() -> None:
+    """Two clients and fourteen tasks: marks up to 2 and up to 14."""
+    figure = DRAW["schedule_of_many"]()
+    figure.canvas.draw()
+    bars = [axis for axis in figure.axes if axis.get_ylabel() in BARS]
+    assert len(bars) == 2
+    for bar in bars:
+        low, high = bar.get_ylim()
+        assert max(tick for tick in bar.get_yticks() if low <= tick <= high) > 0.8 * high
 
 
 def test_training_shows_one_experiment() -> None:

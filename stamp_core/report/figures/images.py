@@ -119,12 +119,12 @@ def _draw_first(held: NDArray[np.bool_], names: Sequence[str], kind: str) -> Fig
     first = np.where(held.any(axis=1), held.argmax(axis=1) + 1.0, np.nan)  # [U, items]
     holders = pd.DataFrame(held.sum(axis=0), range(1, held.shape[1] + 1), names)
     figure, (top, bottom) = panels(2, 1, 3.2)
-    ticks = MaxNLocator(6, integer=True)
     for axis, table, rows, colours, label in (
         (top, pd.DataFrame(first, columns=names), "client", "viridis", "first learnt in task"),
         (bottom, holders, "task", "Greens", "clients that learn it"),
     ):
-        draw_table(axis, table, cmap=colours, cbar=True, cbar_kws={"label": label, "ticks": ticks})
+        bar = {"label": label, "ticks": MaxNLocator(6, integer=True)}  # one belongs to one axis
+        draw_table(axis, table, cmap=colours, cbar=True, cbar_kws=bar)
         axis.set(ylabel=rows, xlabel=kind, facecolor="0.9")  # grey: never met
     return figure
 
