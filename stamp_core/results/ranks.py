@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 from scipy.special import stdtr, stdtrit
-from scipy.stats import friedmanchisquare, norm, studentized_range
+from scipy.stats import friedmanchisquare, studentized_range
 
 Values = NDArray[np.float64]
 LEVEL = 0.05
@@ -47,9 +47,8 @@ def rank_correlation(a: Iterable[float], b: Iterable[float]) -> dict[str, float]
     """
     ranks = pd.DataFrame({"a": [*a], "b": [*b]}).rank()
     rho = float(ranks.a.corr(ranks.b))
-    half = (
-        norm.ppf(0.975) * np.sqrt((1 + rho**2 / 2) / (len(ranks) - 3)) if len(ranks) > 3 else np.nan
-    )
+    free = len(ranks) - 3
+    half = 1.96 * np.sqrt((1 + rho**2 / 2) / free) if free > 0 else np.nan
     middle = np.arctanh(np.clip(rho, -ALMOST, ALMOST))
     low, high = np.tanh([middle - half, middle + half])
     return {"rho": rho, "low": float(low), "high": float(high)}

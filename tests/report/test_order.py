@@ -26,9 +26,11 @@ def test_methods_of_both_tables_have_both_ranks_in_the_papers_order(setting: str
     """The control that the paper has not is not among them."""
     table = order_table(run_frame(records(setting)))
     assert table.index.tolist() == ["lander", "stamp", "fedas", "fedomg", "fedavg"]
-    assert table.there.tolist() == [1, 2, 3, 4, 5]
-    assert table["rank"].tolist() == [3, 1, 4, 2, 5]
-    squares = sum((a - b) ** 2 for a, b in zip(table.there, table["rank"], strict=True))
+    assert table["rank, paper"].tolist() == [1, 2, 3, 4, 5]
+    assert table["rank, ours"].tolist() == [3, 1, 4, 2, 5]
+    squares = sum(
+        (a - b) ** 2 for a, b in zip(table["rank, paper"], table["rank, ours"], strict=True)
+    )
     rho = 1 - 6 * squares / (5 * 24)  # the definition without ties
     text = "\n".join(order_section(run_frame(records(setting))))
     assert f"is {rho:+.2f} (" in text and "n = 5 methods" in text

@@ -10,21 +10,17 @@ _FEWEST = 5  # methods, below which an order says nothing
 
 
 def order_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """The methods of one setting that the paper ranks, its best first: ours beside the paper's.
+    """Mean accuracies in % and ranks of the methods that are in the paper's table, its best first.
 
-    `rows` is a `run_frame` of a setting, or of a miniature of it; empty if the paper prints none.
+    `rows` is a `run_frame` of a setting, or of a miniature of it; empty if the paper has none.
     """
     table = printed.table_of(rows.setting.iloc[0])
     if table is None:
         return pd.DataFrame()
-    ours = rows.groupby("method").main_accuracy
-    scores = ours.mean().rename("ours").to_frame().join(printed.rows(*table).accuracy, how="inner")
-    scores = scores.dropna().sort_values("accuracy", ascending=False)
-    ranks = scores.rank(ascending=False)
-    text = [mean_std(ours.get_group(method)) for method in scores.index]
-    return scores.assign(
-        accuracy=text, paper=scores.accuracy, rank=ranks.ours, there=ranks.accuracy
-    )
+    means = 100 * rows.groupby("method").main_accuracy.mean()
+    scores = pd.DataFrame({"ours": means, "paper": printed.rows(*table).accuracy}).dropna()
+    ranks = scores.rank(ascending=False).add_prefix("rank, ")
+    return scores.join(ranks).sort_values("paper", ascending=False)
 
 
 def order_section(rows: pd.DataFrame) -> list[str]:
@@ -32,13 +28,15 @@ def order_section(rows: pd.DataFrame) -> list[str]:
     table = order_table(rows)
     if len(table) < _FEWEST:
         return []
+    scores = rows.groupby("method").main_accuracy
+    shown = {
+        "method": table.index,
+        "accuracy": [mean_std(scores.get_group(method)) for method in table.index],
+        **{name: table[name].map("{:g}".format) for name in ("rank, ours", "paper", "rank, paper")},
+    }
     found = rank_correlation(table.ours, table.paper)
     agreement = (
         f"Spearman's ρ between the two orders is {found['rho']:+.2f} "
         f"({found['low']:+.2f} to {found['high']:+.2f}, n = {len(table)} methods)."
     )
-    names = {"method": "method", "accuracy": "accuracy", "rank": "rank"}
-    names |= {"paper": "accuracy, paper", "there": "rank, paper"}
-    shown = table.rename_axis("method").reset_index()[[*names]].rename(columns=names)
-    shown = shown.assign(**{name: shown[name].map("{:g}".format) for name in [*names.values()][2:]})
-    return ["Order beside the paper's:", page.markdown(shown), agreement]
+    return ["Order beside the paper's:", page.markdown(pd.DataFrame(shown)), agreement]
