@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from stamp_core.config.decode import ParameterError
-from stamp_core.config.params import at_setting, read_params
+from stamp_core.config.params import at_setting, read_params, read_setting
 from stamp_core.core.paths import ROOT
 from stamp_core.methods.base.registry import override, resolve_preset
 from stamp_core.pipeline import tune
@@ -172,3 +172,20 @@ def test_presets_have_the_chosen_values(profile: str) -> None:
                 resolve_preset(method, each) for each in (params, override(params, method, values))
             )
             assert found == right, (method, setting)
+
+
+@pytest.mark.parametrize("setting", ["cifar100_c2_small", "cifar100_c20_small"])
+def test_methods_that_keep_images_keep_as_many_on_photographs(setting: str) -> None:
+    """Twenty of each class, or as many for all classes of a client together."""
+    params = at_setting(read_params("cifar100"), setting)
+    split = read_setting(setting, params).split
+    every = 20 * split.tasks * split.classes_per_task
+    kept = set()
+    for method in [*params["grid"]["method"], *tune.read_tuning("cifar100").candidates]:
+        preset = resolve_preset(method, params)[1]
+        per_class = getattr(getattr(preset, "memory", None), "exemplars_per_class", 0)
+        total = getattr(preset, "exemplars", getattr(preset, "cache", 0))
+        if per_class or total:  # without a memory, or with all past images, as stamp_code
+            assert (per_class, total) in ((20, 0), (0, every)), method
+            kept.add(method)
+    assert {"replay", "stamp", "gem", "glfc", "refed"} <= kept
