@@ -14,7 +14,6 @@ from scipy.stats import friedmanchisquare, studentized_range
 
 Values = NDArray[np.float64]
 LEVEL = 0.05
-ALMOST = 1 - 1e-9  # of a correlation of 1, whose transform is infinite
 
 
 def block_ranks(scores: pd.DataFrame) -> pd.DataFrame:
@@ -44,14 +43,15 @@ def rank_correlation(a: Iterable[float], b: Iterable[float]) -> dict[str, float]
     """Spearman's ρ of two scores of the same methods, with the limits of its 95 % interval.
 
     The interval is that of Bonett and Wright (2000) over the methods; undefined for fewer than 4.
+    Equal orders, of which it would be a point, count as half a swap of neighbours there.
     """
     ranks = pd.DataFrame({"a": [*a], "b": [*b]}).rank()
-    rho = float(ranks.a.corr(ranks.b))
-    free = len(ranks) - 3
-    half = 1.96 * np.sqrt((1 + rho**2 / 2) / free) if free > 0 else np.nan
-    middle = np.arctanh(np.clip(rho, -ALMOST, ALMOST))
+    n, rho = len(ranks), float(ranks.a.corr(ranks.b))
+    half = 1.96 * np.sqrt((1 + rho**2 / 2) / (n - 3)) if n > 3 else np.nan
+    most = 1 - 6 / (n**3 - n)
+    middle = np.arctanh(np.clip(rho, -most, most))
     low, high = np.tanh([middle - half, middle + half])
-    return {"rho": rho, "low": float(low), "high": float(high)}
+    return {"rho": rho, "low": float(min(low, rho)), "high": float(max(high, rho))}
 
 
 def interval_p_value(low: float, high: float, n: int, level: float = 0.95) -> float:

@@ -110,6 +110,12 @@ def test_the_interval_of_a_rank_correlation_covers_it_as_often_as_it_says() -> N
     assert 0.93 <= covered <= 0.97
 
 
+def test_the_interval_of_equal_orders_is_no_point_and_shrinks_with_methods() -> None:
+    lows = [rank_correlation(range(n), range(n))["low"] for n in (4, 5, 8, 12, 30)]
+    assert lows == sorted(lows) and lows[0] < 0 < lows[1] < 0.5 < lows[-1] < 1
+    assert rank_correlation(range(5), range(5))["high"] == pytest.approx(1)
+
+
 def test_three_methods_have_no_interval() -> None:
     found = rank_correlation([1, 2, 3], [1, 3, 2])
     assert found["rho"] == pytest.approx(0.5) and np.isnan(found["low"])

@@ -32,7 +32,9 @@ def order_section(rows: pd.DataFrame) -> list[str]:
     shown = {
         "method": table.index,
         "accuracy": [mean_std(scores.get_group(method)) for method in table.index],
-        **{name: table[name].map("{:g}".format) for name in ("rank, ours", "paper", "rank, paper")},
+        "rank, ours": table["rank, ours"].map("{:g}".format),
+        "paper": table.paper.map("{:.1f}".format),
+        "rank, paper": table["rank, paper"].map("{:g}".format),
     }
     found = rank_correlation(table.ours, table.paper)
     agreement = (
