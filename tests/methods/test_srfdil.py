@@ -137,7 +137,8 @@ def vector(net: nn.Module) -> Tensor:
 @pytest.mark.parametrize(
     "params",
     [
-        {"cache": 12, "gan_steps": 6, "gan_lr": 0.01, "correlation": 0.3, "balance": "none"},
+        # with longer steps of the GANs rounding grows until ranks differ on some kinds of CPU
+        {"cache": 12, "gan_steps": 6, "gan_lr": 0.002, "correlation": 0.3, "balance": "none"},
         {"cache": 16, "steps": 2, "gan_steps": 5, "gan_lr": 0.002, "selected": 0.6, "old": 0.3},
     ],
     ids=["all clients", "drawn clients"],
