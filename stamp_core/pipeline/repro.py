@@ -207,6 +207,8 @@ def dvc(*arguments: str, environment: dict[str, str] | None = None) -> int:
 
 def outdated(stages: Sequence[str]) -> list[str]:
     """The stages among these that are out of date."""
+    if not stages:  # DVC would take none for all
+        return []
     return list(json.loads(dvc_answer("status", "--json", *stages)))
 
 

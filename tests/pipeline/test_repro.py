@@ -7,6 +7,7 @@ import pytest
 
 from stamp_core.config.params import OWN, read_params
 from stamp_core.core.paths import ROOT
+from stamp_core.pipeline import repro
 from stamp_core.pipeline.repro import PIPELINES, Driver
 
 
@@ -19,3 +20,9 @@ def test_every_stage_of_a_profile_is_run(profile: str, monkeypatch: pytest.Monke
     command = ["dvc", "stage", "list", "--name-only", PIPELINES[profile]]
     known = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert sorted(stage for group in run for stage in group) == sorted(known.stdout.split())
+
+
+def test_of_no_stages_none_is_out_of_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make studies` draws no plans, and DVC answers for all pipelines if it is asked for none."""
+    monkeypatch.setattr(repro, "dvc_answer", lambda *arguments: '{"attack@0": []}')
+    assert repro.outdated([]) == [] and repro.outdated(["attack@0"]) == ["attack@0"]
