@@ -209,9 +209,8 @@ def _section(records: Sequence[Record]) -> list[str]:
     if len(rows := more_seeds_table(records)):
         more = ["Methods with more seeds:", _score_page(rows)]
     budgets = page.markdown(budget_table(run_frame(shared_seeds(records))))
-    order = order_section(run_frame(records))
     return [
-        *(findings(records), table, *more, *order, *sections),
+        *(findings(records), table, *more, *order_section(run_frame(records)), *sections),
         *("Costs:", costs, "Under a budget:", budgets),
     ]
 

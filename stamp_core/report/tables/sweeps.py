@@ -268,17 +268,15 @@ def write_tuning(
     shown = frame.assign(chosen=["yes" if chosen else "" for chosen in frame.chosen])
     for name in frame.columns[3:-1]:
         shown[name] = [mean_std([value]) for value in frame[name]]
-    if elsewhere:
-        pairs = zip(frame.method, frame.candidate, strict=True)
-        shown["on drawn images"] = ["yes" if pair in elsewhere else "" for pair in pairs]
     seeds = ", ".join(map(str, sorted({record.run[2] for record in records})))
     tuned, explored = (shown[shown.kind == kind].drop(columns="kind") for kind in KINDS)
+    if elsewhere:
+        pairs = zip(tuned.method, tuned.candidate, strict=True)
+        tuned["on drawn images"] = ["yes" if pair in elsewhere else "" for pair in pairs]
     parts = ["# Tuning", page.definitions("Tuning"), f"Seeds: {seeds}.", page.markdown(tuned)]
     if len(explored):
         parts += ["## Explored", page.definitions("Explored")]
-        parts += [
-            page.markdown(explored.drop(columns=["chosen", "on drawn images"], errors="ignore"))
-        ]
+        parts += [page.markdown(explored.drop(columns="chosen"))]
     return [
         page.write_parts(folder / "tuning.md", parts),
         page.write_parts(folder / "tuning.csv", [frame.round(4).to_csv(index=False)]),
