@@ -61,7 +61,7 @@ protocols: $(READY) .dvc/config.local  ## published protocols in miniature; esti
 privacy: $(READY) $(PRIVACY)/.ready .dvc/config.local  ## what privacy costs and what uploads give away: an hour
 	PYTHONPATH=$(CURDIR)/$(PRIVACY) $(VENV)/bin/python -m stamp_core.pipeline.repro privacy
 
-studies: $(READY) .dvc/config.local  ## classes in common, protected spaces, tasks that return, masks: an hour
+studies: repro  ## more seeds and questions beyond the paper's comparison: two hours
 	$(VENV)/bin/python -m stamp_core.pipeline.repro studies
 
 cancel: $(READY)  ## end the stages that run on a cluster (RAY=address or SLURM=partition)

@@ -24,7 +24,7 @@ from reference import reference_pages  # noqa: E402
 
 ROOT = DOCS.parent
 GENERATED = DOCS / "_generated"
-PROFILES = ("cifar100", "protocols", "privacy", "studies")  # with folders of their own in figures/
+FOLDERS = ("drawn", "cifar100", "protocols", "privacy", "studies")  # of figures/
 NBSP = "\N{NO-BREAK SPACE}"
 logger = getLogger(__name__)
 
@@ -57,7 +57,7 @@ def executed_copy(name: str) -> Path | None:
 def figure_page() -> str:
     """A page of all figures by the names of their files: texts show only those they speak of."""
     folders = {"Small scale": ROOT / "figures"}
-    own = [each for name in PROFILES for each in sorted((ROOT / "figures" / name).rglob("./"))]
+    own = [each for name in FOLDERS for each in sorted((ROOT / "figures" / name).rglob("./"))]
     folders |= {f"`{each.name}`": each for each in own if any(each.glob("*.png"))}
     parts = ["# Figures"]
     for title, folder in folders.items():
@@ -72,7 +72,7 @@ def copy_sources() -> None:
     """Fill docs/_generated; files that have not changed keep their time, so pages are cached."""
     notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"))
     copies = {f"notebooks/{path.name}": executed_copy(path.stem) or path for path in notebooks}
-    folders = [ROOT / "figures" / name for name in PROFILES]
+    folders = [ROOT / "figures" / name for name in FOLDERS]
     pages = [page for each in folders for page in each.rglob("*.md")]
     pages = sorted([*(ROOT / "figures").glob("*.md"), *pages])
     copies |= {path.relative_to(ROOT).as_posix(): path for path in pages}

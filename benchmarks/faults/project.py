@@ -32,7 +32,6 @@ PAPER = {  # the paper's images are on few machines
 }
 SMALLER: dict[str, Any] = {  # than the quick profile, but with every stage
     "grid.method": ["fedavg", "replay", "sam"],
-    "more_seeds.method": ["fedavg"],
     "tour.method": ["fedavg", "replay", "sam"],
     "ablation.baselines": ["fedavg", "replay"],
     "sweeps.kappa.values": [0.5],

@@ -22,7 +22,7 @@ from stamp_core.core.paths import PACKAGED, PARAMS
 
 Params = Mapping[str, Any]
 FILES = {"settings": "params/settings.yaml", "methods": "params/methods.yaml"}
-GRIDS = ("grid", "more_seeds", "returning_classes")  # blocks that are trained
+GRIDS = ("grid", "more_seeds")  # blocks that are trained
 REQUIRED = ("grid", "ablation", "sweeps")  # blocks of a profile
 OWN_PAGES = ("tour",)  # blocks that a page of their own shows
 CHOSEN = "chosen"  # the block of a profile's own values of presets, chosen on its settings

@@ -7,7 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from stamp_core.config.decode import ParameterError
-from stamp_core.config.params import DEFAULT, PAPER, QUICK, expand_grid, parse_seeds, read_params
+from stamp_core.config.params import (
+    DEFAULT,
+    PAPER,
+    QUICK,
+    STUDIES,
+    expand_grid,
+    parse_seeds,
+    read_params,
+)
 from stamp_core.config.schema import Setting
 from stamp_core.core.atomic import atomic_write, quarantine
 from stamp_core.core.devices import resolve_device
@@ -110,9 +118,12 @@ def load_grid(page: str = "comparison", profile: str = QUICK) -> list[Record]:
     """The records of all experiments of a page (see `expand_grid`).
 
     Missing or outdated ones are trained with the quick profile, an error with the default one, and
-    left out with the paper's, whose settings take days each.
+    left out with the paper's, whose settings take days each. Studies are shown with the default
+    runs, to which they add seeds and settings.
     """
-    return load_runs(expand_grid(page, read_params(profile)), profile)
+    profiles = (DEFAULT, STUDIES) if profile == STUDIES else (profile,)
+    runs = [(expand_grid(page, read_params(name)), name) for name in profiles]
+    return [record for experiments, name in runs for record in load_runs(experiments, name)]
 
 
 def load_runs(runs: Iterable[tuple[str, str, str]], profile: str) -> list[Record]:

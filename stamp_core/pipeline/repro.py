@@ -38,8 +38,8 @@ from stamp_core.config.params import (
 from stamp_core.core.paths import ROOT
 
 # stages of dvc.yaml
-SPLIT_STAGES = ("split", "split_more_seeds", "split_returning_classes")
-TRAIN_STAGES = ("train", "train_more_seeds", "train_returning_classes", "sweep")
+SPLIT_STAGES = ("split",)
+TRAIN_STAGES = ("train", "sweep")
 PAGE_STAGES = ("heterogeneity", "coresets", "ablation", "analyses", "compare", "tour")
 PIPELINES = {name: f"pipelines/{name}/dvc.yaml" for name in (PAPER, *OWN)}  # of profiles
 COMPARED = (PAPER, CIFAR100, PROTOCOLS)  # profiles with a page for each setting
@@ -49,7 +49,7 @@ LAST = {
     PAPER: ("tables",),
     CIFAR100: ("heterogeneity", "coresets", "ablation", "analyses"),
     PRIVACY: ("privacy",),
-    STUDIES: ("studies",),
+    STUDIES: ("drawn", "studies"),
 }
 OPERATIONS = "stamp_ops"  # a package beside this one, without which everything runs as well
 
@@ -63,7 +63,8 @@ class Driver:
             return self.reproduce_tour()
         if profile == DEFAULT:
             return self.reproduce()
-        settings = [setting] if setting else read_params(profile)["grid"]["setting"]
+        every = (name for name, _, _ in expand_grid("grid", read_params(profile)))
+        settings = [setting] if setting else list(dict.fromkeys(every))
         return self.reproduce_settings(profile, settings)
 
     def environment(self) -> AbstractContextManager[dict[str, str]]:
@@ -95,12 +96,12 @@ class Driver:
         for setting in settings:
             next(expand_grid(f"grid.{setting}", params))  # refuses a name that no grid has
         splits, trained = list[str](), list[str]()
-        for grid, suffix in zip(GRIDS, ("", "_more_seeds"), strict=False):
+        for grid, suffix in zip(GRIDS, ("", "_more_seeds"), strict=True):
             for setting, method, seeds in grid_runs(grid, settings, params):
                 splits.append(f"{file}:split{suffix}@{setting}-{seeds}")
                 trained.append(f"{file}:train{suffix}@{setting}-{method}-{seeds}")
         sweeps = params["sweeps"].items()
-        every = {*settings} == {*params["grid"]["setting"]}  # sweeps may have settings of their own
+        every = {*settings} >= {*params["grid"]["setting"]}  # sweeps may have settings of their own
         named = [name for name, block in sweeps if every or {*settings} & {*block["setting"]}]
         trained += [f"{file}:sweep@{name}" for name in named]
         trained += [f"{file}:{stage}" for stage in MORE.get(profile, ())]

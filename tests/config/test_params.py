@@ -15,6 +15,7 @@ from stamp_core.config.decode import ParameterError, build, to_plain
 from stamp_core.config.params import (
     PAGES,
     PROFILES,
+    STUDIES,
     check_names,
     expand_grid,
     parse_seeds,
@@ -111,7 +112,7 @@ def test_a_name_that_a_shell_or_a_folder_could_take_for_more_is_refused(
 @pytest.mark.parametrize("axis", ["setting", "method", "seeds"])
 @pytest.mark.parametrize("grid", ["grid", "more_seeds", "tour"])
 def test_no_word_of_a_command_is_more_than_a_name(grid: str, axis: str, name: object) -> None:
-    params = read_params()
+    params = {**read_params(STUDIES), **read_params()}
     params[grid][axis] = [*params[grid][axis], name]
     refused = r"seeds is|must be of letters|must be a list of names"
     with pytest.raises(ParameterError, match=refused):
@@ -202,20 +203,18 @@ def test_a_page_is_every_combination_with_seeds_as_text() -> None:
     assert list(expand_grid("tour.b", params)) == [("b", "m", "0to1"), ("b", "m", "2")]
 
 
-def test_further_grids_follow_the_first_one_on_every_page() -> None:
-    """Baselines alone show no part of STAMP: setting c is not on the page of the ablation."""
+def test_more_seeds_follow_the_grid_on_every_page() -> None:
+    """Baselines alone show no part of STAMP."""
     params = {
         "file": "f",
         "grid": {"setting": ["a"], "method": ["m", "n", "v"], "seeds": ["0"]},
         "more_seeds": {"setting": ["a"], "method": ["n", "v"], "seeds": ["1"]},
-        "returning_classes": {"setting": ["c"], "method": ["n"], "seeds": ["0"]},
         "ablation": {"baselines": ["n"], "method": ["v"]},
     }
     runs = {page: [" ".join(run) for run in expand_grid(page, params)] for page in PAGES[:3]}
-    assert runs["grid"] == ["a m 0", "a n 0", "a v 0", "a n 1", "a v 1", "c n 0"]
-    assert runs["comparison"] == ["a m 0", "a n 0", "a n 1", "c n 0"]
+    assert runs["grid"] == ["a m 0", "a n 0", "a v 0", "a n 1", "a v 1"]
+    assert runs["comparison"] == ["a m 0", "a n 0", "a n 1"]
     assert runs["ablation"] == ["a n 0", "a v 0", "a n 1", "a v 1"]
-    assert list(expand_grid("comparison.c", params)) == [("c", "n", "0")]
 
 
 # ------------------------------------------------------------------------------ presets of methods

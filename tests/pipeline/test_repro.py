@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from stamp_core.config.params import OWN, read_params
+from stamp_core.config.params import OWN
 from stamp_core.core.paths import ROOT
 from stamp_core.pipeline import repro
 from stamp_core.pipeline.repro import PIPELINES, Driver
@@ -16,7 +16,7 @@ def test_every_stage_of_a_profile_is_run(profile: str, monkeypatch: pytest.Monke
     """Of all settings together: what DVC finds in the file of the pipeline, each stage once."""
     run: list[Any] = []
     monkeypatch.setattr(Driver, "run_groups", lambda self, groups: run.extend(groups))
-    Driver().reproduce_settings(profile, read_params(profile)["grid"]["setting"])
+    Driver().run(profile, None, tour=False)
     command = ["dvc", "stage", "list", "--name-only", PIPELINES[profile]]
     known = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert sorted(stage for group in run for stage in group) == sorted(known.stdout.split())

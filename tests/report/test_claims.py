@@ -33,7 +33,8 @@ VERDICT = re.compile(
 
 def final_accuracies() -> dict[tuple[str, str], dict[int, float]]:
     """Final accuracy in % by setting and method, and by seed."""
-    names = ["accuracy", "ablation", *(f"cifar100/{setting}/accuracy" for setting in PHOTOGRAPHS)]
+    names = ["drawn/accuracy", "drawn/ablation"]
+    names += [*(f"cifar100/{setting}/accuracy" for setting in PHOTOGRAPHS)]
     names += [f"protocols/{setting}/accuracy" for setting in PROTOCOLS]
     rows = pd.concat([pd.read_csv(ROOT / "figures" / f"{name}.csv") for name in names])
     rows = rows.drop_duplicates(["setting", "method", "seed", "experience"])
@@ -137,9 +138,9 @@ def test_every_difference_has_as_many_seeds_as_the_page_says(page: str) -> None:
     """10 on photographs and 20 on digits and glyphs for the methods with more seeds, else 6; 10 on
     glyphs_domains, 3 on protocols.
     """
-    more = {name: read_params(name)["more_seeds"]["method"] for name in ("default", "cifar100")}
+    more = {name: read_params(name)["more_seeds"]["method"] for name in ("studies", "cifar100")}
     least = dict.fromkeys(SETTINGS, 6) | dict.fromkeys(PROTOCOLS, 3) | {"glyphs_domains": 10}
-    many = {(setting, name): 20 for setting in ("digits", "glyphs") for name in more["default"]}
+    many = {(setting, name): 20 for setting in ("digits", "glyphs") for name in more["studies"]}
     many |= {(setting, name): 10 for setting in PHOTOGRAPHS for name in more["cifar100"]}
     for header, cells in tables(page):
         for setting in set(header) & set(SETTINGS):
