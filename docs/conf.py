@@ -37,7 +37,7 @@ EXECUTED = {
     "5_sweep": ("sweep-kappa*", "sweep-*"),
     "6_analyses": ("analyses",),
     "7_coresets": ("coresets",),
-    "8_heterogeneity": ("heterogeneity",),
+    "8_heterogeneity": ("studies-heterogeneity",),
     "9_paper": ("paper-tables", "paper-*tables"),
     "10_studies": ("studies",),
     "11_inversion": ("privacy-attack-0",),

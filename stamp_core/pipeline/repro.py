@@ -40,7 +40,7 @@ from stamp_core.core.paths import ROOT
 # stages of dvc.yaml
 SPLIT_STAGES = ("split",)
 TRAIN_STAGES = ("train", "sweep")
-PAGE_STAGES = ("heterogeneity", "coresets", "ablation", "analyses", "compare", "tour")
+PAGE_STAGES = ("coresets", "ablation", "analyses", "compare", "tour")
 PIPELINES = {name: f"pipelines/{name}/dvc.yaml" for name in (PAPER, *OWN)}  # of profiles
 COMPARED = (PAPER, CIFAR100, PROTOCOLS)  # profiles with a page for each setting
 # of a profile, beside its grid and sweeps: what runs with them, and the last pages

@@ -64,6 +64,16 @@ def test_the_quick_profile_trains_what_is_missing_the_default_one_refuses(
     assert trained == ["tiny-fedavg", "tiny-near", "tiny-keep_all"]
 
 
+def test_studies_are_shown_with_the_default_runs(params: dict[str, Any]) -> None:
+    params["grid"]["method"] = ["fedavg"]
+    experiment = load_experiment("tiny", "fedavg", params)
+    grid.train_and_save(experiment, "0", "default", device="cpu")
+    assert len(grid.load_grid("comparison", "studies")) == 1
+    grid.train_and_save(experiment, "0", "studies", device="cpu")
+    assert len(grid.load_grid("comparison", "studies")) == 2
+    assert len(grid.load_grid("comparison", "default")) == 1
+
+
 def test_metrics_are_means_over_seeds_of_the_model_a_method_is_compared_by(
     params: dict[str, Any],
 ) -> None:

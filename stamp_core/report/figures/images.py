@@ -185,6 +185,8 @@ def exemplars(records: Sequence[Record], setting: str, classes: Sequence[str]) -
     Of several numbers of exemplars the largest is shown.
     """
     records = [r for r in records if r.run[0] == setting and len(r.memory.get("labels", ()))]
+    if not records:
+        return _empty(f"{setting}: its runs keep no exemplars with their records")
     rows = frames.coreset_frame(records).assign(record=records)
     rows = frames.limited_memory(rows)
     rows = rows[(rows.seed == rows.seed.min()) & (rows.exemplars == rows.exemplars.max())]
@@ -206,10 +208,7 @@ def synthetic(records: Sequence[Record], setting: str, classes: Sequence[str]) -
     records = [r for r in records if r.run[0] == setting and r.run[1] in _GENERATIVE]
     records = [record for record in records if len(record.memory.get("labels", ()))]
     if not records:
-        figure, (axis,) = panels(1, 1, 0.5)
-        axis.set_axis_off()
-        figure.suptitle(f"{setting}: no method of the grid has remembered images")
-        return figure
+        return _empty(f"{setting}: no method of the grid has remembered images")
     seed = min(record.run[2] for record in records)
     records = sorted(
         (record for record in records if record.run[2] == seed),
@@ -220,6 +219,14 @@ def synthetic(records: Sequence[Record], setting: str, classes: Sequence[str]) -
     figure = _draw_by_class([_remembered(*pair) for pair in pairs], names, classes)
     title = f"{setting}: images remembered after a task (replay: real), seed {seed}"
     add_caption(figure, title, "blank: nothing is remembered of the class, or not as many images")
+    return figure
+
+
+def _empty(title: str) -> Figure:
+    """A figure that says why it shows nothing."""
+    figure, (axis,) = panels(1, 1, 0.5)
+    axis.set_axis_off()
+    figure.suptitle(title)
     return figure
 
 
