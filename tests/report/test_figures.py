@@ -135,6 +135,7 @@ DRAW: dict[str, Callable[[], Figure]] = {
     "shares": draw_shares,
     "synthetic": lambda: figures.synthetic(made_records.remembered(), "toy", [*"abc"]),
     "synthetic_without": lambda: figures.synthetic([fake_record()], "toy", [*"abc"]),
+    "exemplars_without": lambda: figures.exemplars([fake_record()], "toy", [*"abc"]),
     "training": lambda: figures.training(
         three_seeds(rounds=made_records.rounds_with({}, {}, {}, {}))
     ),
