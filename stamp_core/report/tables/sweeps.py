@@ -20,6 +20,7 @@ from stamp_core.report.text import DASH, MB, marked, mean_std, significant
 from stamp_core.results.records import Record
 
 _BASES = ("fedavg", "replay")  # that pages compare methods with, where they were run
+_ALPHA_BASES = (*_BASES, "stamp_mean")
 _RANDOM = RULES["uniform"]
 
 
@@ -102,7 +103,7 @@ def alpha_differences(rows: pd.DataFrame) -> pd.DataFrame:
     return _alpha_differences(rows, _BASES[:1]).drop(columns="base")
 
 
-def _alpha_differences(rows: pd.DataFrame, bases: Sequence[str] = _BASES) -> pd.DataFrame:
+def _alpha_differences(rows: pd.DataFrame, bases: Sequence[str] = _ALPHA_BASES) -> pd.DataFrame:
     rows = rows.sort_values("alpha", kind="stable")
     return page.paired_differences(rows, "method", bases, ["setting", "alpha"])
 
