@@ -157,3 +157,19 @@ def test_a_column_of_the_paper_has_its_numbers(page: str) -> None:
             if column in PAPER:
                 table = printed.rows(PAPER[column], "CIFAR-100").accuracy.astype(str)
                 assert cell == table.get(re.findall(r"`(\w+)`", cells[0])[0], DASH), (page, cells)
+
+
+def test_differences_by_alpha_are_those_of_their_page() -> None:
+    """Cells "+2.0 (1.5 to 2.5)" of results.md, "+2.0 (+1.5 to +2.5)" there, by method and base."""
+    shown = (ROOT / "figures/cifar100/heterogeneity/heterogeneity.md").read_text(encoding="utf-8")
+    found: dict[tuple[str, str], list[str]] = {}
+    for base, rows in re.findall(r"Difference from (\w+):\n\n((?:\|.*\n)+)", shown):
+        for method, *cells in re.findall(r"^\| (\w+) \| \d+ \|(.*)\|$", rows, re.M):
+            found[method, base] = re.findall(r"[-+]?\d+\.\d+", cells[0])
+    text = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    table = text.split("| difference | α = 0.1 |")[1].split("\n\n")[0]
+    rows = re.findall(rf"^\| `(\w+)` {MINUS} `(\w+)` \|(.*)\|$", table, re.M)
+    assert len(rows) == 2
+    for method, base, cells in rows:
+        numbers = [number(text) for text in re.findall(rf"[+{MINUS}]?\d+\.\d+", cells)]
+        assert numbers == [float(text) for text in found[method, base]], (method, base)
