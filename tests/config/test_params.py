@@ -204,7 +204,7 @@ def test_a_page_is_every_combination_with_seeds_as_text() -> None:
 
 
 def test_more_seeds_follow_the_grid_on_every_page() -> None:
-    """Baselines alone show no part of STAMP."""
+    """Also of other settings. Baselines alone show no part of STAMP: not on the ablation's page."""
     params = {
         "file": "f",
         "grid": {"setting": ["a"], "method": ["m", "n", "v"], "seeds": ["0"]},
@@ -215,6 +215,12 @@ def test_more_seeds_follow_the_grid_on_every_page() -> None:
     assert runs["grid"] == ["a m 0", "a n 0", "a v 0", "a n 1", "a v 1"]
     assert runs["comparison"] == ["a m 0", "a n 0", "a n 1"]
     assert runs["ablation"] == ["a n 0", "a v 0", "a n 1", "a v 1"]
+    params["more_seeds"] = {"setting": ["c"], "method": ["n"], "seeds": ["0"]}
+    runs = {page: [" ".join(run) for run in expand_grid(page, params)] for page in PAGES[:3]}
+    assert runs["grid"] == ["a m 0", "a n 0", "a v 0", "c n 0"]
+    assert runs["comparison"] == ["a m 0", "a n 0", "c n 0"]
+    assert runs["ablation"] == ["a n 0", "a v 0"]
+    assert list(expand_grid("comparison.c", params)) == [("c", "n", "0")]
 
 
 # ------------------------------------------------------------------------------ presets of methods

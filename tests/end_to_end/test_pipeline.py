@@ -157,3 +157,14 @@ def test_a_slip_in_the_parameters_is_refused_before_anything_runs(project: Proje
     assert "'exemplar_per_class' is unknown; did you mean 'exemplars_per_class'?" in output
     assert "Running stage 'train" not in output
     project.restore()
+
+
+def test_more_seeds_of_a_profile_are_trained_in_its_own_pipeline(project: Project) -> None:
+    seeds = {"setting": ["tiny"], "method": ["replay"], "seeds": ["2"]}
+    project.change("params/studies.yaml", "more_seeds", seeds)
+    project.run("dvc", "repro", "source")
+    names = ("split_more_seeds@tiny-2", "train_more_seeds@tiny-replay-2")
+    project.run("dvc", "repro", "-s", *(f"pipelines/studies/dvc.yaml:{name}" for name in names))
+    record = load_record(project.root / "data/studies/runs/tiny-replay-2/2")
+    assert record.run == ("tiny", "replay", 2)
+    project.restore()
