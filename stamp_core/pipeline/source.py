@@ -91,7 +91,7 @@ def write_trainings(params: Params, prefix: str, others: Iterable[str] = ()) -> 
     for method in dict.fromkeys([*trained, *others]):
         experiment = load_experiment(setting, method, params)
         resolved = experiment.resolved()["method"]
-        for name in params.get(CHOSEN, {}):  # values that hold in one setting
+        for name in sorted(params.get(CHOSEN, {})):  # values that hold in one setting
             resolved[name] = load_experiment(name, method, params).resolved()["method"]
         write_fingerprint(f"{prefix}train-{method}", *experiment.files(), parameters=resolved)
 

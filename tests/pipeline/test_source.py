@@ -61,6 +61,16 @@ def test_a_file_changes_with_what_its_stages_use_and_no_other(params: dict[str, 
         before = after
 
 
+def test_values_of_one_setting_count_in_any_order(params: dict[str, Any]) -> None:
+    chosen = {name: {"near": {"server_lr": lr}} for name, lr in (("tiny", 0.5), ("other", 0.25))}
+    params["chosen"] = chosen
+    before = written()
+    params["chosen"] = dict(reversed(chosen.items()))
+    assert written() == before
+    params["chosen"] = {"tiny": chosen["tiny"]}
+    assert written()["code/train-near"] != before["code/train-near"]
+
+
 def test_a_fingerprint_has_the_selection_rule_which_no_import_names(params: dict[str, Any]) -> None:
     file = "stamp_core/coresets/selection/k_centre.py"
     assert file not in json.loads(written()["code/train-near"])["code"]
