@@ -63,7 +63,8 @@ def _highlights(rows: pd.DataFrame, title: str, unit: str) -> Figure:
     """Column `percent` by experience: eight methods by name, the range of the others in grey.
 
     Those of a setting have the same seeds, the most there are: a headline method with fewer is one
-    of the others. Settings share the y axis: the same distance is the same number of points.
+    of the others. Settings share the y axis: the same distance is the same number of points. Its
+    range is that of the methods by name: personal models can be far above all global ones.
     """
     defined = rows[rows.groupby(["setting", "method"]).percent.transform("count") > 0]
     seeds = defined.groupby(["setting", "method"]).seed.transform("nunique")
@@ -77,12 +78,13 @@ def _highlights(rows: pd.DataFrame, title: str, unit: str) -> Figure:
         here = defined.setting == setting
         if unit == "percentage points":
             axis.axhline(0, color="0.3", linewidth=0.8, zorder=1)
-        _draw_context(axis, defined[here & ~shown])
         labels[axis] = style.draw_lines(axis, defined[here & shown], "experience", "percent")
         axis.set_xlabel("tasks learnt")
-    for axis, own in labels.items():  # now that the range of the shared axis is known
-        style.add_labels(axis, own)
-    others = "" if shown.all() else "; grey: range of the other methods' means"
+    for axis, setting, _ in panels:  # now that the range of the shared axis is known
+        axis.set_ylim(axis.get_ylim())
+        _draw_context(axis, defined[(defined.setting == setting) & ~shown])
+        style.add_labels(axis, labels[axis])
+    others = "" if shown.all() else "; grey: range of the other methods' means, which may exceed the axis"
     counts = defined[shown].groupby("setting", sort=False).seed.nunique()
     where = ", ".join(f"{count} on {setting}" for setting, count in counts.items())
     caption = style.seed_caption(defined[shown]) if counts.nunique() < 2 else f"seeds: {where}"
