@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from functools import cached_property
 from threading import Event
 
+from stamp_core.config.params import Params
 from stamp_core.pipeline.repro import Driver, dvc_answer
 from stamp_ops.clusters import chosen_cluster, sends_stages
 from stamp_ops.kernels import serve_kernels
@@ -62,6 +63,11 @@ class OperationsDriver(Driver):
             if not sends_stages():
                 require_resources(needs, setting)
         return super().reproduce_settings(profile, settings)
+
+    def provide_images(self, settings: Sequence[str], params: Params) -> None:
+        """Make them here only if stages run here: those of ImageNet take hours to decode."""
+        if not sends_stages():
+            super().provide_images(settings, params)
 
     def run_chunk(self, stages: Sequence[str], environment: dict[str, str], stop: Event) -> int:
         """Run stages one after the other, then keep a copy of the lock files."""

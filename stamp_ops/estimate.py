@@ -8,7 +8,7 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from io import StringIO
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from stamp_core.config.decode import ParameterError
-from stamp_core.config.params import PAPER, expand_grid, parse_seeds, read_params
+from stamp_core.config.params import GRIDS, PAPER, expand_grid, parse_seeds, read_params
 from stamp_core.config.schema import Diagnostics, Split
 from stamp_core.core.devices import device_name, resolve_device
 from stamp_core.core.paths import DATA, ROOT
@@ -30,7 +30,8 @@ from stamp_core.data.store.cache import Numbers
 from stamp_core.engine.executor import resolve_workers
 from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.engine.train import train
-from stamp_core.pipeline.sweeps import sweep_experiments
+from stamp_core.pipeline.repro import grid_runs
+from stamp_core.pipeline.sweeps import read_sweep, sweep_experiments
 from stamp_ops.clusters import sends_stages
 from stamp_ops.synthetic import published_dataset, synthetic_data
 
@@ -91,18 +92,30 @@ def estimate_setting(name: str, profile: str = PAPER) -> Needs:
     print(f"on {where}: {needs.memory / GB:.1f} GB of memory, {needs.disk / GB:.1f} GB of disk")
     print(f"FedAvg takes {needs.steps:,} steps a seed, about {needs.hours:,.1f} hours")
     print(format_methods(needs.methods))
-    seeds = sum(len(parse_seeds(s)) for s in params["grid"]["seeds"])
-    known = [hours for hours in needs.methods.values() if hours is not None]
-    print(f"{len(known)} methods, {seeds} seeds: about {seeds * sum(known):,.0f} hours")
-    if extra := count_swept(name, params) * seeds:
-        print(f"and {extra} runs of sweeps, whose hours are not counted")
+    runs = [run for grid in GRIDS for run in grid_runs(grid, [name], params)]
+    trained = [(needs.methods[method], len(parse_seeds(seeds))) for _, method, seeds in runs]
+    print(format_hours("runs", trained))
+    if swept := list(swept_hours(name, params, needs.hours)):
+        print(format_hours("runs of sweeps", swept))
     return needs
 
 
-def count_swept(name: str, params: dict[str, Any]) -> int:
-    """The number of experiments in sweeps of a setting."""
-    swept = [e for sweep in params["sweeps"] for e in sweep_experiments(sweep, params)]
-    return sum(experiment.setting.name == name for experiment in swept)
+def swept_hours(
+    name: str, params: dict[str, Any], fedavg: float
+) -> Iterator[tuple[float | None, int]]:
+    """The hours of each experiment in sweeps of a setting, and the number of its seeds."""
+    ratios = relative_seconds()
+    for sweep in params["sweeps"]:
+        seeds = len(parse_seeds(read_sweep(sweep, params).seeds))
+        for experiment in sweep_experiments(sweep, params):
+            if experiment.setting.name == name:
+                yield multiply(fedavg, ratios, experiment), seeds
+
+
+def format_hours(what: str, runs: Sequence[tuple[float | None, int]]) -> str:
+    """The number of runs and the sum of their hours, where they are known."""
+    hours = sum(each * seeds for each, seeds in runs if each is not None)
+    return f"{sum(seeds for _, seeds in runs)} {what}: about {hours:,.1f} hours"
 
 
 def format_methods(methods: Mapping[str, float | None]) -> str:
@@ -134,15 +147,21 @@ def compute_needs(
     tests = count_tests(plan, dataset) / training.batch_size * FORWARD_SHARE
     hours = (steps + tests) * cost.seconds / workers / 3600
     ratios = relative_seconds()
-    methods = {e.method: multiply(hours, ratios, e.method) for e in experiments}
+    methods = {e.method: multiply(hours, ratios, e) for e in experiments}
     state = max(state_bytes(experiment, plan, dataset, cost) for experiment in experiments)
     memory = workers * cost.memory + state
     return Needs(steps, hours, methods, memory, disk=3 * state)  # checkpoints old and new, records
 
 
-def multiply(hours: float, ratios: Mapping[str, float], method: str) -> float | None:
-    """A method's hours by FedAvg's; a published form counts like the one of the small setting."""
-    ratio = ratios.get(method, ratios.get(method.removesuffix("_published")))
+def multiply(hours: float, ratios: Mapping[str, float], experiment: Experiment) -> float | None:
+    """An experiment's hours by FedAvg's.
+
+    A published form counts like the one of the small setting, any other preset without seconds
+    like its kind: a part of STAMP like STAMP.
+    """
+    method, kind = experiment.method, experiment.resolved()["method"]["kind"]
+    known = (ratios[m] for m in (method, method.removesuffix("_published"), kind) if m in ratios)
+    ratio = next(known, None)
     return None if ratio is None else hours * ratio
 
 

@@ -34,6 +34,7 @@ from stamp_core.config.params import (
     check_names,
     expand_grid,
     read_params,
+    read_setting,
 )
 from stamp_core.core.paths import ROOT
 
@@ -108,7 +109,15 @@ class Driver:
         compared = settings if profile in COMPARED else ()
         pages = [f"{file}:compare@{setting}" for setting in compared]
         pages += [f"{file}:{stage}" for stage in LAST.get(profile, ())]
+        self.provide_images(settings, params)
         return self.run_groups([list(dict.fromkeys(splits)), trained, pages])
+
+    def provide_images(self, settings: Sequence[str], params: Params) -> None:
+        """Make the images of settings: several stages at once would each download them."""
+        from stamp_core.data.loading import load_dataset  # imports torch
+
+        for setting in settings:
+            load_dataset(read_setting(setting, params).data)
 
     def run_groups(self, groups: Sequence[Sequence[str]], *rest: str) -> int:
         """Run groups of stages, each after the one before it unless that failed; the exit status.

@@ -164,16 +164,22 @@ def test_a_setting_is_estimated_without_its_data(
     """CIFAR-100 in a small network; nothing is read or downloaded."""
     params = read_params(PAPER)
     params["settings"]["cifar100_c20"]["network"] = {"kind": "mlp", "features": 8}
-    methods = ["fedavg", "stamp_published", "sam"]
+    methods = ["fedavg", "stamp_published", "sam", "glfc"]
     params["methods"]["stamp_published"] = {"extends": "stamp"}
     params["grid"] |= {"setting": ["cifar100_c20"], "method": methods}
+    sweep = {"label": "κ", "setting": ["cifar100_c20"], "method": ["stamp"], "seeds": "0to2"}
+    sweep |= {"keys": ["methods.stamp.spatial.kappa"], "values": [0.25, 0.5]}
+    params["sweeps"] = {"kappa": sweep}
     monkeypatch.setattr(estimate, "read_params", lambda _: params)
     needs = estimate.estimate_setting("cifar100_c20")
     assert needs.steps == 10 * 5 * 79 * 25 * 5  # ceil(10,000 / 128) batches
     text = capsys.readouterr().out
     assert "cifar100: 50000 training and 10000 test images of 3 x 32 x 32, 100 classes" in text
-    assert f"\nstamp_published {2.5 * needs.hours:13,.1f}\nsam {'?':>25}\n" in text
-    assert "?: no seconds of sam on glyphs (figures/summary.json)\n2 methods, 5 seeds:" in text
+    shown = f"{2.5 * needs.hours:13,.1f}"  # STAMP's part counts like it
+    assert f"\nstamp_published {shown}\nsam {shown:>25}\nglfc {'?':>24}\n" in text
+    assert "?: no seconds of glfc on glyphs (figures/summary.json)\n" in text
+    assert f"\n20 runs: about {5 * 6 * needs.hours:,.1f} hours\n" in text
+    assert f"\n6 runs of sweeps: about {6 * 2.5 * needs.hours:,.1f} hours\n" in text
 
 
 def test_too_little_memory_or_disk_is_refused_before_anything_runs() -> None:

@@ -84,7 +84,8 @@ def _highlights(rows: pd.DataFrame, title: str, unit: str) -> Figure:
         axis.set_ylim(axis.get_ylim())
         _draw_context(axis, defined[(defined.setting == setting) & ~shown])
         style.add_labels(axis, labels[axis])
-    others = "" if shown.all() else "; grey: range of the other methods' means, which may exceed the axis"
+    rest = "; grey: range of the other methods' means, which may exceed the axis"
+    others = "" if shown.all() else rest
     counts = defined[shown].groupby("setting", sort=False).seed.nunique()
     where = ", ".join(f"{count} on {setting}" for setting, count in counts.items())
     caption = style.seed_caption(defined[shown]) if counts.nunique() < 2 else f"seeds: {where}"
