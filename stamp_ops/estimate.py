@@ -90,7 +90,7 @@ def estimate_setting(name: str, profile: str = PAPER) -> Needs:
     where = cpu if device == "cpu" else device_name(torch.device(device))
     print(f"{name}: {dataset}")
     print(f"on {where}: {needs.memory / GB:.1f} GB of memory, {needs.disk / GB:.1f} GB of disk")
-    print(f"FedAvg takes {needs.steps:,} steps a seed, about {needs.hours:,.1f} hours")
+    print(f"FedAvg takes {needs.steps:,} steps a seed, about {in_digits(needs.hours)} hours")
     print(format_methods(needs.methods))
     runs = [run for grid in GRIDS for run in grid_runs(grid, [name], params)]
     trained = [(needs.methods[method], len(parse_seeds(seeds))) for _, method, seeds in runs]
@@ -112,10 +112,15 @@ def swept_hours(
                 yield multiply(fedavg, ratios, experiment), seeds
 
 
+def in_digits(hours: float) -> str:
+    """Hours as text: two digits of those that are few, tenths of the others."""
+    return f"{hours:.2g}" if hours < 1 else f"{hours:,.1f}"
+
+
 def format_hours(what: str, runs: Sequence[tuple[float | None, int]]) -> str:
     """The number of runs and the sum of their hours, where they are known."""
     hours = sum(each * seeds for each, seeds in runs if each is not None)
-    return f"{sum(seeds for _, seeds in runs)} {what}: about {hours:,.1f} hours"
+    return f"{sum(seeds for _, seeds in runs)} {what}: about {in_digits(hours)} hours"
 
 
 def format_methods(methods: Mapping[str, float | None]) -> str:
@@ -123,7 +128,7 @@ def format_methods(methods: Mapping[str, float | None]) -> str:
     width = max(map(len, methods))
     lines = [f"{'method':{width}}  hours a seed"]
     for name, hours in methods.items():
-        lines.append(f"{name:{width}} {'?' if hours is None else f'{hours:,.1f}':>13}")
+        lines.append(f"{name:{width}} {'?' if hours is None else in_digits(hours):>13}")
     lines.append(f"by each method's seconds on {REFERENCE}, relative to FedAvg's")
     if missing := [name for name, hours in methods.items() if hours is None]:
         lines.append(f"?: no seconds of {', '.join(missing)} on {REFERENCE} (figures/summary.json)")
