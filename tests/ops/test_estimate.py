@@ -175,11 +175,13 @@ def test_a_setting_is_estimated_without_its_data(
     assert needs.steps == 10 * 5 * 79 * 25 * 5  # ceil(10,000 / 128) batches
     text = capsys.readouterr().out
     assert "cifar100: 50000 training and 10000 test images of 3 x 32 x 32, 100 classes" in text
-    shown = f"{2.5 * needs.hours:13,.1f}"  # STAMP's part counts like it
-    assert f"\nstamp_published {shown}\nsam {shown:>25}\nglfc {'?':>24}\n" in text
+    few = estimate.in_digits
+    assert (few(0.0123), few(0.96), few(1234.56)) == ("0.012", "0.96", "1,234.6")
+    shown = few(2.5 * needs.hours)  # STAMP's part counts like it
+    assert f"\nstamp_published {shown:>13}\nsam {shown:>25}\nglfc {'?':>24}\n" in text
     assert "?: no seconds of glfc on glyphs (figures/summary.json)\n" in text
-    assert f"\n20 runs: about {5 * 6 * needs.hours:,.1f} hours\n" in text
-    assert f"\n6 runs of sweeps: about {6 * 2.5 * needs.hours:,.1f} hours\n" in text
+    assert f"\n20 runs: about {few(5 * 6 * needs.hours)} hours\n" in text
+    assert f"\n6 runs of sweeps: about {few(6 * 2.5 * needs.hours)} hours\n" in text
 
 
 def test_too_little_memory_or_disk_is_refused_before_anything_runs() -> None:
