@@ -35,6 +35,7 @@ def final_accuracies() -> dict[tuple[str, str], dict[int, float]]:
     """Final accuracy in % by setting and method, and by seed."""
     names = ["drawn/accuracy", "drawn/ablation"]
     names += [*(f"cifar100/{setting}/accuracy" for setting in PHOTOGRAPHS)]
+    names += ["cifar100/ablation/ablation"]
     names += [f"protocols/{setting}/accuracy" for setting in PROTOCOLS]
     rows = pd.concat([pd.read_csv(ROOT / "figures" / f"{name}.csv") for name in names])
     rows = rows.drop_duplicates(["setting", "method", "seed", "experience"])

@@ -64,7 +64,7 @@ stamp_round_unscaled keep_herding
 keep_k_centre keep_least_squares keep_nonnegative keep_ocs keep_bcsr keep_csrel keep_sre2l keep_all
 replay_scenes stamp_scenes fbl_scenes fbl_relation_scenes refed_published affcl_published
 fedweit_published target_published lander_published glfc_published lga_published fedcil_published
-stamp_mean stamp_segments_sam stamp_segments_mean replay_sam
+stamp_mean stamp_segments_sam stamp_segments_mean replay_sam mean_pcs
 """  # a new method at the end: the others keep their places, so their colours and markers
 _PLACES = {method: place for place, method in enumerate(_OTHERS.split())}
 # Dark colours that no highlighted method has, for those that are drawn as lines beside them.
