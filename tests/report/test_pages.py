@@ -19,6 +19,12 @@ def write_pages(folder: Path) -> None:
         compared = made_records.compared()
         tables.write_results(compared, folder)
         tables.write_ablation(made_records.ablated(), folder)
+        captions = {
+            "kappa": ("radius κ", "2"),
+            "other": ("something", ""),
+            "server_lr": ("η", "1.0"),
+        }
+        tables.write_sensitivity(made_records.sensitive(), captions, folder)
         tables.write_coresets(made_records.selections(), folder)
         tables.write_heterogeneity(made_records.heterogeneous(), folder)
         tables.write_overlap(made_records.overlapping(), folder)
@@ -41,6 +47,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 NAMES = ("results.md", "accuracy.csv", "summary.json", "ablation.md", "ablation.csv", "coresets.md")
 NAMES += (
+    "sensitivity.md",
     "heterogeneity.md",
     "overlap.md",
     "related.md",

@@ -1,5 +1,5 @@
 """Tables from run records, as data frames and as pages in Markdown: results, ablation, sweeps
-(coresets, heterogeneity, related work, tuning), and the paper's tables compared with our runs."""
+(sensitivity, coresets, heterogeneity, related work, tuning), and the paper's beside our runs."""
 
 from ..frames import coreset_frame, overlap_frame, run_frame
 from .ablation import ablation_findings, ablation_table, write_ablation
@@ -31,5 +31,6 @@ from .sweeps import (
     write_coresets,
     write_heterogeneity,
     write_related,
+    write_sensitivity,
     write_tuning,
 )

@@ -1,5 +1,6 @@
-"""The pages of sweeps: coresets, data heterogeneity, related work, and tuning."""
+"""The pages of sweeps: sensitivity, coresets, data heterogeneity, related work, and tuning."""
 
+import itertools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,30 @@ from stamp_core.results.records import Record
 _BASES = ("fedavg", "replay")  # that pages compare methods with, where they were run
 _ALPHA_BASES = (*_BASES, "stamp_mean")
 _RANDOM = RULES["uniform"]
+
+
+# --- sensitivity
+
+
+def write_sensitivity(
+    records: Sequence[Record], captions: Mapping[str, tuple[str, str]], folder: Path
+) -> Path:
+    """The file written: sensitivity.md. `captions` are those of its figure."""
+
+    def section(own: Sequence[Record]) -> list[str]:
+        sweeps = run_frame(own).groupby("sweep", sort=False)
+        parts = (_sensitivity_section(rows, *captions[str(name)]) for name, rows in sweeps)
+        return [*itertools.chain.from_iterable(parts)]
+
+    return page.write_page(folder / "sensitivity.md", "Sensitivity", records, section)
+
+
+def _sensitivity_section(rows: pd.DataFrame, label: str, preset: str) -> list[str]:
+    """Accuracy by the value of one parameter, and differences from the preset's value."""
+    pairs = page.paired_differences(rows, "value", [preset], ["setting", "method"])
+    table = page.accuracy_table(rows, ["method"], "value", "{}")
+    differences = page.difference_sections(pairs, ["method"], "value")
+    return [f"### {label[0].upper()}{label[1:]}", page.markdown(table), *differences]
 
 
 # --- coresets
