@@ -174,3 +174,19 @@ def test_differences_by_alpha_are_those_of_their_page() -> None:
     for method, base, cells in rows:
         numbers = [number(text) for text in re.findall(rf"[+{MINUS}]?\d+\.\d+", cells)]
         assert numbers == [float(text) for text in found[method, base]], (method, base)
+
+
+def test_accuracies_by_parameter_are_those_of_their_page() -> None:
+    """Cells "20.3 ± 1.0 (1.5), ..." of results.md, a table with a column for each value there."""
+    shown = (ROOT / "figures/cifar100/analyses/sensitivity.md").read_text(encoding="utf-8")
+    found = dict[str, dict[str, str]]()
+    for label, values, cells in re.findall(r"### (.+)\n\n(.+)\n.+\n\| stamp (.+)\n", shown):
+        names, texts = ([cell.strip() for cell in row.split("|")] for row in (values, cells))
+        found[label.lower()] = dict(zip(names[3:-1], texts[2:-1], strict=True))
+    text = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    table = text.split("| parameter of `stamp` |")[1].split("\n\n")[0]
+    rows = re.findall(r"^\| (.+?) \| (\d.+) \|$", table, re.M)
+    assert len(rows) == len(found) > 3
+    for label, cells in rows:
+        pairs = re.findall(r"(\d+\.\d ± \d+\.\d) \((.+?)\)", cells)
+        assert {value: text for text, value in pairs} == found[label.lower()], label

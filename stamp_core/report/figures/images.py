@@ -246,8 +246,12 @@ def _draw_by_class(rows: Sequence[_Memory], names: list[str], classes: Sequence[
         blank = np.full((count, *images.shape[1:]), 255, dtype=np.uint8)
         parts = [np.concatenate([images[own == label], blank])[:count] for label in labels]
         shown.append(np.concatenate(parts))
-    figure, (axis,) = panels(1, 1, 0.24 * len(shown))
+    words = [classes[k] for k in labels]
+    long = max(map(len, words)) > 3 * count  # about three letters fit below an image
+    slant: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
+    figure, (axis,) = panels(1, 1, 0.24 * len(shown) + (0.8 if long else 0))
     draw_images(axis, shown, count * len(labels), names)
     width = (shown[0].shape[3] + 2) * count
-    axis.set_xticks(width * (np.arange(len(labels)) + 0.5) - 0.5, [classes[k] for k in labels])
+    places = width * (np.arange(len(labels)) + 0.5) - 0.5
+    axis.set_xticks(places, words, **(slant if long else {}))
     return figure
