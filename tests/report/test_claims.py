@@ -5,6 +5,7 @@ digits and glyphs" (or below, or not distinguishable from), every accuracy as me
 table whose header names the settings. Columns of the paper have what it prints.
 """
 
+import json
 import re
 from collections.abc import Iterator
 
@@ -15,7 +16,7 @@ from stamp_core.config.params import read_params
 from stamp_core.core.paths import ROOT
 from stamp_core.report.tables import printed
 from stamp_core.report.text import DASH
-from stamp_core.results import metrics
+from stamp_core.results import metrics, ranks
 
 PAGES = ("README.md", "docs/results.md", "docs/protocols.md")
 SMALL = ("digits", "glyphs", "glyphs_domains")
@@ -23,6 +24,7 @@ PHOTOGRAPHS = ("cifar100_c2_small", "cifar100_c20_small")
 PROTOCOLS = tuple(read_params("protocols")["grid"]["setting"])
 SETTINGS = (*SMALL, *PHOTOGRAPHS, *PROTOCOLS)
 PAPER = {"paper, C = 2": "tab:baselines-task2", "paper, C = 20": "tab:baselines-task20"}
+WHOLE = ("sam_tam_pcs", "replay")  # with all parts of the paper, and its control
 MINUS = "\N{MINUS SIGN}"
 NUMBER = rf"([+{MINUS}-]?\d+\.\d+)"
 INTERVAL = re.compile(rf"{NUMBER} \({NUMBER} to {NUMBER}\)")
@@ -158,6 +160,42 @@ def test_a_column_of_the_paper_has_its_numbers(page: str) -> None:
             if column in PAPER:
                 table = printed.rows(PAPER[column], "CIFAR-100").accuracy.astype(str)
                 assert cell == table.get(re.findall(r"`(\w+)`", cells[0])[0], DASH), (page, cells)
+
+
+@pytest.mark.parametrize("page", PAGES[:2])
+def test_the_seeds_that_tested_the_parts_of_stamp_are_those_after_the_first_six(page: str) -> None:
+    text = re.sub(r"\s+", " ", (ROOT / page).read_text(encoding="utf-8"))
+    (shown,) = re.findall(
+        rf"first six (?:seeds )?had shown.{{,50}}have {INTERVAL.pattern} alone", text
+    )
+    later = [{s: a for s, a in FINAL[PHOTOGRAPHS[0], name].items() if s > 205} for name in WHOLE]
+    found = metrics.paired_difference(*later)
+    assert found["n"] == 4
+    assert [*map(number, shown)] == [round(found[key], 1) for key in ("mean", "low", "high")]
+
+
+@pytest.mark.parametrize("page", PAGES[:2])
+def test_the_papers_order_is_compared_as_the_pages_say(page: str) -> None:
+    """By the global models, and by personal ones where a method has them."""
+    summary = ROOT / "figures/cifar100" / PHOTOGRAPHS[0] / "summary.json"
+    rows = json.loads(summary.read_text(encoding="utf-8"))[PHOTOGRAPHS[0]]
+    paper = printed.rows(PAPER["paper, C = 2"], "CIFAR-100").accuracy
+    both = [name for name in paper.index if name in rows]
+    text = re.sub(r"\s+", " ", (ROOT / page).read_text(encoding="utf-8"))
+    assert "seven methods" in text and len(both) == 7
+    for shown, own in (("0.93", False), ("0.5", True)):
+        means = [
+            (rows[m]["personal_accuracy"]["mean"] if own else 0) or rows[m]["accuracy"]["mean"]
+            for m in both
+        ]
+        found = ranks.rank_correlation(means, paper[both].astype(float))
+        digits = len(shown) - 2
+        numbers = [f"{found[key]:.{digits}f}" for key in ("rho", "low", "high")]
+        pattern = r"{}\D{{1,30}}{} to {}".format(
+            *(re.escape(n.replace("-", MINUS)) for n in numbers)
+        )
+        assert numbers[0] == shown
+        assert re.search(pattern, text.replace("95 % interval ", "")), (page, numbers)
 
 
 def test_differences_by_alpha_are_those_of_their_page() -> None:
