@@ -243,7 +243,7 @@ def ranks(records: Sequence[Record]) -> Figure:
     means = significance.block_ranks(blocks).mean().sort_values()
     critical = significance.critical_difference(*blocks.shape[::-1])
     names = {str(m): style.method_label(own) for m, own in rows.groupby("method")}
-    figure, [axis] = style.panels(1, height=0.24 * len(means) + 0.6)
+    figure, [axis] = style.panels(1, height=max(1.8, 0.24 * len(means) + 0.6))
     axis.axvspan(means.iloc[0], means.iloc[0] + critical, color="0.9", zorder=0)
     for place, (method, rank) in enumerate(means.items()):
         axis.plot(rank, place, linestyle="none", **style.row_style(str(method)))
