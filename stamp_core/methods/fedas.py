@@ -11,10 +11,11 @@ from torch import Tensor
 from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.by_class import class_means
 from stamp_core.client.runtime import ClientRuntime
-from stamp_core.config.decode import invalid, require_above, require_at_least
+from stamp_core.config.decode import require_above, require_at_least
 from stamp_core.methods.base.ledger import recorded
 from stamp_core.methods.base.method import (
     ClientRound,
+    DivergedError,
     FedAvgParams,
     Log,
     Message,
@@ -164,7 +165,8 @@ class FedAS(Method):
             (errors / counts[classes]).sum().backward()  # the sum of the means of the classes
             model.parameters.add_(model.gradients, alpha=-lr)  # the head's gradients are zero
         if not model.parameters.isfinite().all():
-            raise invalid("align_lr", lr, "smaller: an aligned encoder is no longer finite")
+            cause = f"align_lr (now {lr:g})"
+            raise DivergedError(client_round.round_id, self.runtime.setting, cause)
 
     def shuffled(self, client_round: ClientRound, purpose: str, size: int) -> Iterator[Batch]:
         """The client's images in random order; the live model is put into evaluation mode.

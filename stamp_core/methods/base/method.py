@@ -30,16 +30,16 @@ Message = dict[str, Tensor]  # what is sent; its bytes are counted from these te
 class DivergedError(ArithmeticError):
     """Training has produced weights that are not finite."""
 
-    def __init__(self, round_id: RoundId, setting: Setting) -> None:
-        super().__init__(round_id, setting)  # no text: a worker process pickles the arguments alone
+    def __init__(self, round_id: RoundId, setting: Setting, cause: str = "") -> None:
+        super().__init__(round_id, setting, cause)  # a worker process pickles these alone
 
     def __str__(self) -> str:
-        """Where it happened and which parameter to lower."""
-        round_id, setting = self.args
+        """Where it happened and which parameter to lower: the cause, or the learning rate."""
+        round_id, setting, cause = self.args
+        lr = f"params/settings.yaml: {setting.name}.training.lr (now {setting.training.lr:g})"
         return (
             f"client {round_id.client}, experience {round_id.experience}, round {round_id.round}: "
-            "the weights are no longer finite; "
-            f"lower params/settings.yaml: {setting.name}.training.lr (now {setting.training.lr:g})"
+            f"the weights are no longer finite; lower {cause or lr}"
         )
 
 
