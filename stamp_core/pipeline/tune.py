@@ -143,8 +143,13 @@ def tune(
         for count, (experiment, some) in enumerate(zip(experiments, found, strict=True), 1):
             print(f"{count}/{len(experiments)} {experiment.name}", flush=True)
             records += some
+    tried = [
+        (each.sweep[0], each.method, each.sweep[1], each.setting.name)
+        for each in experiments
+        if each.sweep
+    ]
     elsewhere = set() if profile == DEFAULT else default_candidates(tuning)
-    write_tuning(records, ROOT / FOLDERS[profile], known, elsewhere)
+    write_tuning(records, tried, ROOT / FOLDERS[profile], known, elsewhere)
 
 
 if __name__ == "__main__":

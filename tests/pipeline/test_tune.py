@@ -13,6 +13,7 @@ from stamp_core.config.params import at_setting, read_params, read_setting
 from stamp_core.core.paths import ROOT
 from stamp_core.methods.base.registry import override, resolve_preset
 from stamp_core.pipeline import tune
+from stamp_core.report.text import DASH
 
 TUNING: dict[str, Any] = {
     "setting": ["tiny"],
@@ -62,17 +63,28 @@ def test_the_best_mean_accuracy_is_chosen_and_current_records_are_kept(
     """A candidate that diverges is undefined, and never chosen."""
     tune.tune(jobs=1)
     table = pd.read_csv(tmp_path / "figures" / "tuning.csv")
-    assert len(trained) == 5 and len(table) == 4
+    assert len(trained) == len(table) == 5
     assert not table[table.kind == "explored"].chosen.any()  # it is in a table of its own
     for _, rows in table[table.kind == "tuning"].groupby("method"):
         assert rows.chosen.tolist() == (rows["mean"] == rows["mean"].max()).tolist()
-    assert table[table.method == "kept"].candidate.tolist() == ["server_lr 1.0"]
+    assert table[table.method == "kept"]["mean"].notna().tolist() == [True, False]
     candidates, explored = (tmp_path / "figures" / "tuning.md").read_text().split("## Explored")
+    assert "| kept | server_lr 1e+30 | diverges | diverges |" in candidates
     assert "| near | spatial.kappa 0.5, server_lr 1.0 |" in candidates
     assert "| sam | spatial.kappa 0.75 |" in explored and "| near |" not in explored
     trained.clear()
     tune.tune(jobs=1)
     assert trained == ["tiny-kept-tuning-server_lr 1e+30"]
+
+
+def test_a_method_whose_every_candidate_diverges_has_rows(
+    tuning: dict[str, Any], trained: list[str], tmp_path: Path
+) -> None:
+    """None of them is chosen."""
+    tuning["candidates"]["kept"] = [{"server_lr": 1e29}, {"server_lr": 1e30}]
+    tune.tune(jobs=1, only=["kept"])
+    table = pd.read_csv(tmp_path / "figures" / "tuning.csv")
+    assert len(trained) == len(table) == 2 and not table.chosen.any()
 
 
 def test_one_method_is_tuned_and_the_results_of_the_others_stay(
@@ -106,8 +118,10 @@ def test_a_method_is_tuned_for_one_setting_alone(
     tune.tune(jobs=1, only=["near"], setting="other")
     table = pd.read_csv(tmp_path / "figures" / "tuning.csv")
     near = table[table.method == "near"]
-    assert near.tiny.isna().all() and table[table.method == "kept"].tiny.notna().all()
+    assert near.tiny.isna().all() and table[table.method == "kept"].tiny.notna().any()
     assert near.chosen.tolist() == (near.other == near.other.max()).tolist()
+    lines = (tmp_path / "figures" / "tuning.md").read_text().split("\n")
+    assert all(f" | {DASH} | " in line for line in lines if line.startswith("| near |"))
     with pytest.raises(ParameterError, match="setting 'tniy' is unknown; did you mean 'tiny'"):
         tune.tune(jobs=1, setting="tniy")
 

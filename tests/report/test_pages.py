@@ -31,8 +31,11 @@ def write_pages(folder: Path) -> None:
         tables.write_related(made_records.related(), folder)
         tables.write_paper(made_records.printed_runs(), folder)
         known = {("tuning", "gem"), ("tuning", "agem"), ("explored", "gpm")}
-        tables.write_tuning(made_records.candidates(["gem", "agem", "old", "gpm"]), folder, known)
-        tables.write_tuning(made_records.candidates(["gem"]), folder, known)  # others stay
+        for methods in ["gem", "agem", "old", "gpm"], ["gem"]:  # others stay
+            records = made_records.candidates(methods)
+            runs = [(*each.sweep, *each.run[:2]) for each in records]
+            tried = [(kind, method, value, at) for kind, value, at, method in dict.fromkeys(runs)]
+            tables.write_tuning(records, tried, folder, known)
         privacy = made_records.noisy(), *made_records.projected(), made_records.SPENT
         tables.write_privacy(*privacy, made_records.inverted(), folder)
         page.write_parts(folder / "matching.md", [page.markdown(tables.matching_table(compared))])

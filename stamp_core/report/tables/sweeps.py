@@ -257,17 +257,21 @@ def write_related(records: Mapping[str, Sequence[Record]], folder: Path) -> Path
 # --- tuning
 
 KINDS = ("tuning", "explored")
+Tried = tuple[str, str, str, str]  # kind, method, candidate, setting
 
 
-def tuning_frame(records: Sequence[Record]) -> pd.DataFrame:
+def tuning_frame(records: Sequence[Record], tried: Sequence[Tried]) -> pd.DataFrame:
     """One row a method and candidate: mean accuracy by setting, over settings, and if it is best.
 
-    The accuracy is that of the personal models where there are any.
+    The accuracy is that of the personal models where there are any, and undefined without records.
     """
-    rows = run_frame(records).rename(columns={"sweep": "kind", "value": "candidate"})
-    rows["score"] = rows.personal_accuracy.fillna(rows.main_accuracy)
-    scores = rows.groupby(["kind", "method", "candidate", "setting"], sort=False).score
-    table = scores.agg(lambda values: values.mean(skipna=False)).unstack(sort=False)
+    keys = ["kind", "method", "candidate", "setting"]
+    rows = pd.DataFrame(columns=[*keys, "score"])  # if every candidate diverges
+    if records:
+        rows = run_frame(records).rename(columns={"sweep": "kind", "value": "candidate"})
+        rows["score"] = rows.personal_accuracy.fillna(rows.main_accuracy)
+    means = rows.groupby(keys, sort=False).score.agg(lambda values: values.mean(skipna=False))
+    table = means.reindex(pd.MultiIndex.from_tuples(tried, names=keys)).unstack(sort=False)
     table["mean"] = table.mean(axis=1, skipna=False)  # a setting on which it diverges counts
     best = table["mean"].groupby(["kind", "method"]).transform("max")
     table = table.assign(chosen=table["mean"] == best).reset_index()
@@ -276,25 +280,26 @@ def tuning_frame(records: Sequence[Record]) -> pd.DataFrame:
 
 def write_tuning(
     records: Sequence[Record],
+    tried: Sequence[Tried],
     folder: Path,
     known: Collection[tuple[str, str]],
     elsewhere: Collection[tuple[str, str]] = (),
 ) -> list[Path]:
     """The files written: tuning.md to read, tuning.csv for the test of the presets.
 
-    Rows of `known` kinds and methods without records stay as they are in an earlier tuning.csv.
-    `elsewhere` are methods with their candidates that are chosen on drawn images.
+    A candidate that was `tried` and has no records diverged. Rows of `known` kinds and methods of
+    which none was tried stay as they are in an earlier tuning.csv. `elsewhere` are methods with
+    their candidates that are chosen on drawn images.
     """
-    frame = tuning_frame(records)
+    frame = tuning_frame(records, tried)
     if (folder / "tuning.csv").exists():
         earlier = pd.read_csv(folder / "tuning.csv")
         keys = list(zip(earlier.kind, earlier.method, strict=True))
         new = set(zip(frame.kind, frame.method, strict=True))
-        frame = pd.concat([earlier[[key in known and key not in new for key in keys]], frame])
-    shown = frame.assign(chosen=["yes" if chosen else "" for chosen in frame.chosen])
-    for name in frame.columns[3:-1]:
-        shown[name] = [mean_std([value]) for value in frame[name]]
-    seeds = ", ".join(map(str, sorted({record.run[2] for record in records})))
+        stay = earlier[[key in known and key not in new for key in keys]]
+        frame = pd.concat([stay, frame], ignore_index=True)
+    shown = _as_text(frame)
+    seeds = ", ".join(map(str, sorted({record.run[2] for record in records}))) or DASH
     tuned, explored = (shown[shown.kind == kind].drop(columns="kind") for kind in KINDS)
     if elsewhere:
         pairs = zip(tuned.method, tuned.candidate, strict=True)
@@ -307,3 +312,14 @@ def write_tuning(
         page.write_parts(folder / "tuning.md", parts),
         page.write_parts(folder / "tuning.csv", [frame.round(4).to_csv(index=False)]),
     ]
+
+
+def _as_text(frame: pd.DataFrame) -> pd.DataFrame:
+    """A tuning frame as a page shows it; a dash where a method was not tuned on a setting."""
+    shown = frame.assign(chosen=["yes" if chosen else "" for chosen in frame.chosen])
+    undefined = frame["mean"].isna()
+    for name in frame.columns[3:-1]:
+        tuned = frame[name].notna().groupby([frame.kind, frame.method]).transform("any")
+        shown[name] = [mean_std([value]) for value in frame[name]]
+        shown.loc[undefined & frame[name].isna() & (tuned | (name == "mean")), name] = "diverges"
+    return shown
