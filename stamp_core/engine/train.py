@@ -2,24 +2,18 @@
 
 import concurrent.futures
 import logging
-import math
 import os
 import platform
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from stamp_core.client.by_class import first_per_class
-from stamp_core.client.diagnostics import spatial_angles
 from stamp_core.client.runtime import RoundId
-from stamp_core.client.scoring import Part, count_tests, to_accuracies
 from stamp_core.config.decode import invalid
 from stamp_core.core.devices import device_name, resolve_device
 from stamp_core.core.processes import progress_form
@@ -31,29 +25,24 @@ from stamp_core.engine.checkpoint import (
     checkpoint_lock,
     remove_checkpoint,
 )
+from stamp_core.engine.evaluate import Evaluator
 from stamp_core.engine.executor import (
-    ClientResult,
     Executor,
     SerialExecutor,
-    StateOrRef,
     Worker,
-    peak_memory,
     resolve_workers,
     start_executor,
 )
 from stamp_core.engine.experiment import Experiment
+from stamp_core.engine.history import round_angles, round_entry, state_bytes
 from stamp_core.engine.progress import Logger, Loggers, Progress, scalars
-from stamp_core.engine.trees import Stored, flatten, tree_digest
-from stamp_core.methods.base.method import DivergedError, Log, Message, Reply, State
-from stamp_core.methods.base.secure_sums import seal_replies
+from stamp_core.engine.server import Server
+from stamp_core.methods.base.method import DivergedError, Log
 from stamp_core.models.flat import split_like
-from stamp_core.models.sealed import SingleUploadError
-from stamp_core.privacy.mechanism import PURPOSE, refused, share_mean, share_noisy_mean, with_model
-from stamp_core.results.metrics import micro_average
-from stamp_core.results.records import Record, tree_bytes
+from stamp_core.privacy.mechanism import refused
+from stamp_core.results.records import Record
 
 logger = logging.getLogger("stamp_core.engine")
-PART = 1000  # test images, at least, for which another worker is asked
 
 Start = Callable[[Experiment, Mapping[int, Plan], int, str, Path | None], tuple[Worker, Executor]]
 
@@ -159,18 +148,14 @@ class Run:
         self.worker = worker
         self.executor = executor
         self.method = worker.method
-        self.models = worker.method.models
         self.training = experiment.setting.training
         self.seed = plan.seed
         self.rounds = plan.experiences * self.training.rounds
-        self.privacy = experiment.setting.privacy
-        self.averages = False  # whether the server was seen to average
+        self.server = Server(worker.method, experiment.method, plan.seed)
+        self.evaluator = Evaluator(plan, worker, executor)
         self.identity = experiment.identity(plan, str(worker.runtime.device))
         self.stop = False
         self.saving = 0.0  # seconds that the last checkpoint took
-        self.tests = count_tests(worker.runtime, plan, range(len(plan.clients)))  # [U, T]
-        count = experiment.setting.diagnostics.features
-        self.feature_indices = first_per_class(worker.runtime.dataset.y_test, count)
         self.checkpoint: Checkpoint | None = None
         if resume:
             store = worker.stores[plan.seed]
@@ -189,14 +174,12 @@ class Run:
         """The state before the first round, with the untrained model's accuracies."""
         start = time.perf_counter()
         server, clients, down, up = self.worker.run(partial(Worker.initial_states, seed=self.seed))
-        if self.privacy and up:
+        if self.experiment.setting.privacy and up:
             raise refused(self.method, "uploads nothing before the first round, as privacy is set")
         setup = {"down": down, "up": up, "seconds": time.perf_counter() - start}
-        scorings = len(self.worker.runtime.scorings)
-        shape = (scorings, self.plan.experiences, len(clients), self.plan.tasks)
-        scores = {model: torch.full(shape, torch.nan) for model in ("global", "personal", "local")}
+        scores = {model: self.evaluator.undefined() for model in ("global", "personal", "local")}
         here = SerialExecutor(self.worker)
-        scores["initial"] = self.evaluate_global(0, global_model(server), here)
+        scores["initial"] = self.evaluator.global_scores(0, server, here)
         progress = {"next": 0, "history": [], "features": [], "memory": [], "setup": setup}
         return {"server": server, "clients": clients, "scores": scores, **progress}
 
@@ -251,18 +234,20 @@ class Run:
         before = state["server"]
         log = Log()
         with self.worker.lock:  # one seed at a time uses this process's live model
-            replies = self.gather(results, log)
-            state["server"] = self.aggregate(before, replies, (experience, round_), log)
+            replies = self.server.gather(before, [result.reply for result in results], log)
+            place = experience, round_
+            state["server"] = self.server.aggregate(before, replies, place, log)
         for result in results:
             state["clients"][result.reply.client] = result.state
             self.disk[result.reply.client] = state_bytes(result.state)
         aggregated = time.perf_counter()
         if self.training.secure_sums:  # angles are the simulator's, for the record: it sees all
             replies = [result.reply for result in results]
-        angles = self.angles(before, replies, [result.angles for result in results])
-        del replies  # they may fill the device
+        known = replies if "global" in self.method.models else []
+        angles = round_angles(before, state["server"], known, [each.angles for each in results])
+        del replies, known  # they may fill the device
         if last:
-            self.evaluate(experience, results)
+            self.evaluator.evaluate(state, experience, results)
         evaluated = time.perf_counter()
         seconds = {
             "clients": sum(result.seconds for result in results),  # their own work, added up
@@ -272,7 +257,7 @@ class Run:
             "checkpoint": self.saving,  # of the round before
         }
         logs = [*(result.reply.log for result in results), log]
-        noted = self.round_entry(messages, results, logs, seconds, angles)
+        noted = round_entry(messages, results, logs, seconds, angles, self.disk)
         entry = {"experience": experience, "round": round_, **noted}
         state["history"].append(entry)
         state["next"] += 1
@@ -282,78 +267,6 @@ class Run:
             *(len(results), len(selected), entry["loss"], evaluated - start),
         )
         self.save(last, flush=evaluated - start > FSYNC_MIN_SECONDS)
-
-    def gather(self, results: list[ClientResult], log: Log) -> list[Reply]:
-        """The replies that the server is handed, on the device where there is room for all."""
-        replies = [result.reply for result in results]
-        if self.privacy and self.privacy.is_central:
-            self.require_averaging(replies)
-        return self.method.gather(seal_replies(self.method, replies, log))
-
-    def aggregate(
-        self, server: State, replies: list[Reply], place: tuple[int, int], log: Log
-    ) -> State:
-        """The server's next state; with central noise it comes from the noisy mean alone.
-
-        Refused where a method reads what secure sums hide. `place` is experience and round.
-        """
-        sent = [reply for reply in replies if reply.message]
-        try:
-            if self.privacy and self.privacy.is_central and sent:
-                draw = generator(self.seed, *place, PURPOSE)
-                replies = share_noisy_mean(self.method.runtime, self.privacy, sent, draw)
-            return self.method.aggregate(server, replies, log)
-        except SingleUploadError as error:
-            name = self.experiment.method
-            right = f"false for {name}, whose server reads single uploads: {error}"
-            raise invalid("training.secure_sums", True, right) from error
-
-    def require_averaging(self, replies: list[Reply]) -> None:
-        """Refuse a method whose server makes other use of several models than of their mean."""
-        sent = [reply for reply in replies if reply.message]
-        if self.averages or len(sent) < 2:
-            return
-        equal = [with_model(reply, reply.message["parameters"]) for reply in sent]
-        states = [
-            self.method.aggregate(self.state["server"], each, Log())
-            for each in (equal, share_mean(self.method.runtime, sent))
-        ]
-        each, shared = (tree_digest(*flatten(state)) for state in states)
-        if each != shared:
-            raise refused(self.method, "averages on the server, as privacy.noise is central")
-        self.averages = True
-
-    def round_entry(
-        self,
-        messages: Mapping[int, Message],
-        results: list[ClientResult],
-        logs: list[Log],
-        seconds: Mapping[str, float],
-        angles: Mapping[str, float],
-    ) -> dict[str, Any]:
-        """What the record says of a round; `seconds` are those of the engine, `logs` add theirs."""
-        total = dict(seconds)
-        for each in logs:
-            for phase, spent in each.seconds.items():
-                total[phase] = total.get(phase, 0.0) + spent
-        return {
-            "participants": len(messages),
-            "completed": len(results),
-            **summarise_training([result.reply for result in results]),
-            "seconds": total,
-            "bytes": {
-                "down": sum(map(tree_bytes, messages.values())),
-                "up": sum(tree_bytes(result.reply.message) for result in results),
-            },
-            "memory": {
-                "process": max([peak_memory(), *(result.memory for result in results)]),
-                "gpu": max([0, *(result.gpu for result in results)]),
-            },
-            "disk": max(self.disk),  # of the client that keeps most
-            "angles": angles,
-            "notes": mean_by_name(each.numbers for each in logs),
-            "events": dict(Counter(event for each in logs for event in each.events)),
-        }
 
     def select_clients(self, experience: int, round_: int) -> tuple[list[int], list[int]]:
         """The clients that receive the model in a round, and those of them that complete it."""
@@ -366,108 +279,18 @@ class Run:
         completing = [client for client in selected if draws[client] >= self.training.dropout]
         server, method = self.state["server"], self.method
         asked, replying = (method.participants(each, server) for each in (selected, completing))
-        if self.privacy and asked != selected:
+        if self.experiment.setting.privacy and asked != selected:
             raise refused(method, "trains the selected clients, as privacy is set")
         return asked, replying
 
-    def angles(
-        self, before: Mapping[str, Any], replies: list[Reply], temporal: list[dict[str, float]]
-    ) -> dict[str, float]:
-        """Angles between the clients' updates and, where recorded, between each client's tasks."""
-        messages = [reply.message for reply in replies if reply.sgd_steps]
-        received = [message["parameters"] for message in messages if "parameters" in message]
-        if not received or "global" not in self.models:
-            return mean_by_name(temporal)
-        start, end = (
-            server["parameters"].to(received[0].device) for server in (before, self.state["server"])
-        )
-        return mean_by_name([*temporal, spatial_angles(start, end, received)])
-
-    def evaluate(self, experience: int, results: list[ClientResult]) -> None:
-        """Fill in the accuracies after an experience, of all models that the method has."""
-        scores = self.state["scores"]
-        message = global_model(self.state["server"])
-        for result in results:
-            if result.scores is not None:
-                scores["local"][:, experience, result.reply.client] = result.scores[:, 0]
-        if "global" in self.models:
-            if self.training.buffers == "local" and len(message["buffers"]):
-                found = self.evaluate_clients(experience, personal=False)
-            else:
-                found = self.evaluate_global(experience, message, self.executor)
-            joined = self.plan.joined(experience)  # the others have no score
-            scores["global"][:, experience, joined] = found[:, joined]
-            if len(self.feature_indices):
-                extract = partial(
-                    Worker.extract_features, message=message, indices=self.feature_indices
-                )
-                self.state["features"] += self.executor.map([extract])
-        if "personal" in self.models:
-            scores["personal"][:, experience] = self.evaluate_clients(experience, personal=True)
-        if experience in (0, self.plan.experiences - 1):
-            self.state["memory"] += self.memory_samples(experience)
-
-    def evaluate_global(self, experience: int, message: Message, executor: Executor) -> Tensor:
-        """Scores of a global model for all clients; workers share its test images.
-
-        # [scorings, U, T]
-        """
-        runtime = self.worker.runtime
-        evaluate = partial(Worker.evaluate, seed=self.seed, experience=experience, message=message)
-        if runtime.dataset.masks:
-            return executor.map([partial(evaluate, part=Part())])[0]
-        count = min(executor.workers, 1 + len(runtime.y_test) // PART)
-        counts = executor.map([partial(evaluate, part=Part(k, count)) for k in range(count)])
-        return to_accuracies(torch.stack(counts).sum(0), self.tests)
-
-    def evaluate_clients(self, experience: int, personal: bool) -> Tensor:
-        """Scores of each client's own version of a model.  # [scorings, U, T]
-
-        NaN for clients that have not joined.
-        """
-        server = self.state["server"]
-        last = self.training.rounds - 1
-        joined = self.plan.joined(experience)
-        calls = []
-        for client in joined:
-            state = self.state["clients"][client]
-            message = self.method.broadcast(server, client) if personal else global_model(server)
-            round_id = RoundId(self.seed, client, experience, last, True)
-            calls.append(
-                partial(
-                    Worker.evaluate_client,
-                    round_id=round_id,
-                    state=state,
-                    message=message,
-                    personal=personal,
-                )
-            )
-        scores = torch.full_like(self.state["scores"]["global"][:, experience], torch.nan)
-        scores[:, joined] = torch.cat(self.executor.map(calls), dim=1)
-        return scores
-
-    def memory_samples(self, experience: int) -> list[dict[str, Tensor]]:
-        """Images of each class in the first client's memory now, if recorded and if it has any."""
-        count = self.experiment.setting.diagnostics.memory
-        if not count:
-            return []
-        with self.worker.lock:
-            client = self.worker.load_state(self.seed, self.state["clients"][0])
-            samples = self.method.memory_samples(self.state["server"], client, count)
-        if not samples:
-            return []
-        return [{**samples, "experiences": torch.full_like(samples["labels"], experience)}]
+    def task_accuracies(self, experience: int) -> list[float]:
+        """Accuracy of each task after an experience, of the first model that the method has."""
+        return self.evaluator.task_accuracies(self.state["scores"], experience)
 
     def accuracy(self, experience: int) -> float:
         """Mean accuracy over the tasks learnt so far, of the first model that the method has."""
         learnt = self.task_accuracies(experience)[: experience + 1]
         return sum(learnt) / len(learnt)
-
-    def task_accuracies(self, experience: int) -> list[float]:
-        """Accuracy of each task after an experience, of the first model that the method has."""
-        scores = self.state["scores"][self.models[0]]
-        a = scores[0, experience : experience + 1].double().numpy()  # [1, U, T]
-        return [float(each) for each in micro_average(a, self.tests.numpy())[0]]
 
     def save(self, evaluated: bool, flush: bool) -> None:
         """Write the checkpoint; if that fails, as on a full disk, warn and continue training."""
@@ -503,13 +326,13 @@ class Run:
         scores = {name: values.numpy() for name, values in state["scores"].items()}
         features = {}
         if state["features"]:
-            labels = runtime.dataset.y_test[self.feature_indices].numpy()
+            labels = runtime.dataset.y_test[self.evaluator.feature_indices].numpy()
             features = {"features": torch.stack(state["features"]).numpy(), "labels": labels}
         memory = {
             name: torch.cat([part[name] for part in state["memory"]]).numpy()
             for name in (state["memory"][0] if state["memory"] else ())
         }
-        tests = self.tests.numpy()
+        tests = self.evaluator.tests.numpy()
         return Record(about, state["history"], scores, tests, self.weights(), features, memory)
 
     def weights(self) -> dict[str, Any]:
@@ -518,7 +341,7 @@ class Run:
         As torch has them, on any device: a convolution's are O, I, H, W.
         """
         weights: dict[str, Any] = {}
-        if "global" not in self.models:
+        if "global" not in self.method.models:
             return weights
         module = self.worker.runtime.model.module
         for key, tensors in (
@@ -529,34 +352,3 @@ class Run:
             for name, value in zip(tensors, values, strict=True):
                 weights[name] = value.contiguous().numpy()
         return weights
-
-
-def summarise_training(replies: list[Reply]) -> dict[str, Any]:
-    """SGD steps, images encoded for a gradient, and the mean loss of those that were trained on."""
-    trained = [reply for reply in replies if reply.sgd_steps]
-    samples = sum(reply.samples for reply in trained)
-    total = sum(reply.loss * reply.samples for reply in trained)
-    return {
-        "sgd_steps": sum(reply.sgd_steps for reply in replies),
-        "images": sum(reply.log.images for reply in replies),
-        "loss": total / samples if samples else None,
-    }
-
-
-def state_bytes(kept: StateOrRef) -> int:
-    """The size of a client's state."""
-    return kept.bytes if isinstance(kept, Stored) else tree_bytes(kept)
-
-
-def mean_by_name(each: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each named number where it is defined; absent if it is defined nowhere."""
-    values: dict[str, list[float]] = {}
-    for name, value in (item for numbers in each for item in numbers.items()):
-        if not math.isnan(value):
-            values.setdefault(name, []).append(value)
-    return {name: sum(v) / len(v) for name, v in values.items()}
-
-
-def global_model(server: Mapping[str, Any]) -> Message:
-    """The global model as a message."""
-    return {name: server[name] for name in ("parameters", "buffers")}

@@ -17,9 +17,8 @@ from stamp_core.config.params import read_params
 from stamp_core.config.schema import Setting
 from stamp_core.core import paths
 from stamp_core.core.seeding import generator
-from stamp_core.engine import train as engine
-from stamp_core.engine.executor import ClientResult
 from stamp_core.engine.experiment import Experiment, load_experiment
+from stamp_core.engine.server import Server
 from stamp_core.matching.gram import Difference
 from stamp_core.matching.match import match
 from stamp_core.matching.sketch import sketch
@@ -48,19 +47,19 @@ def setting(preset: str) -> Setting:
 
 def compare_rounds(patch: pytest.MonkeyPatch) -> None:
     """In every round the server's state must be what single uploads give, bit for bit."""
-    gather, aggregate, plain = engine.Run.gather, engine.Run.aggregate, list[list[Reply]]()
+    gather, aggregate, plain = Server.gather, Server.aggregate, list[list[Reply]]()
 
-    def gathered(run: engine.Run, results: list[ClientResult], log: Log) -> list[Reply]:
-        plain.append([result.reply for result in results])
-        return gather(run, results, log)
+    def gathered(server: Server, state: State, replies: list[Reply], log: Log) -> list[Reply]:
+        plain.append(replies)
+        return gather(server, state, replies, log)
 
-    def aggregated(run: engine.Run, server: State, replies: list[Reply], *rest: Any) -> State:
-        found = aggregate(run, server, replies, *rest)
-        small.assert_equal_trees(found, run.method.aggregate(server, plain[-1], Log()))
+    def aggregated(server: Server, state: State, replies: list[Reply], *rest: Any) -> State:
+        found = aggregate(server, state, replies, *rest)
+        small.assert_equal_trees(found, server.method.aggregate(state, plain[-1], Log()))
         return found
 
-    patch.setattr(engine.Run, "gather", gathered)
-    patch.setattr(engine.Run, "aggregate", aggregated)
+    patch.setattr(Server, "gather", gathered)
+    patch.setattr(Server, "aggregate", aggregated)
 
 
 def outcome(preset: str) -> str:
