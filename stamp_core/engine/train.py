@@ -27,6 +27,7 @@ from stamp_core.engine.checkpoint import (
 )
 from stamp_core.engine.evaluate import Evaluator
 from stamp_core.engine.executor import (
+    ClientResult,
     Executor,
     SerialExecutor,
     Worker,
@@ -37,7 +38,7 @@ from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.history import round_angles, round_entry, state_bytes
 from stamp_core.engine.progress import Logger, Loggers, Progress, scalars
 from stamp_core.engine.server import Server
-from stamp_core.methods.base.method import DivergedError, Log
+from stamp_core.methods.base.method import DivergedError, Log, Message, Reply
 from stamp_core.models.flat import split_like
 from stamp_core.privacy.mechanism import refused
 from stamp_core.results.records import Record
@@ -213,39 +214,16 @@ class Run:
 
     def train_round(self, experience: int, round_: int) -> None:
         """One round: broadcast, train clients, aggregate, evaluate, record, save."""
-        state = self.state
+        state, before = self.state, self.state["server"]
         last = round_ == self.training.rounds - 1
-        selected, completing = self.select_clients(experience, round_)
-        if self.training.secure_sums and len(selected) < 2:
-            right = f"false for {self.experiment.method}, as a round has one client"
-            raise invalid("training.secure_sums", True, right)
-        start = time.perf_counter()
-        messages = {client: self.method.broadcast(state["server"], client) for client in selected}
-        results = self.executor.map(
-            partial(
-                Worker.train_client,
-                round_id=RoundId(self.seed, client, experience, round_, last),
-                state=state["clients"][client],
-                message=messages[client],
-            )
-            for client in completing
-        )
-        received = time.perf_counter()
-        before = state["server"]
         log = Log()
-        with self.worker.lock:  # one seed at a time uses this process's live model
-            replies = self.server.gather(before, [result.reply for result in results], log)
-            place = experience, round_
-            state["server"] = self.server.aggregate(before, replies, place, log)
-        for result in results:
-            state["clients"][result.reply.client] = result.state
-            self.disk[result.reply.client] = state_bytes(result.state)
+        start = time.perf_counter()
+        messages, results = self.train_clients(experience, round_, last)
+        received = time.perf_counter()
+        replies = self.aggregate(results, (experience, round_), log)
         aggregated = time.perf_counter()
-        if self.training.secure_sums:  # angles are the simulator's, for the record: it sees all
-            replies = [result.reply for result in results]
-        known = replies if "global" in self.method.models else []
-        angles = round_angles(before, state["server"], known, [each.angles for each in results])
-        del replies, known  # they may fill the device
+        angles = round_angles(before, state["server"], replies, [each.angles for each in results])
+        del replies  # they may fill the device
         if last:
             self.evaluator.evaluate(state, experience, results)
         evaluated = time.perf_counter()
@@ -264,9 +242,50 @@ class Run:
         logger.debug(
             "%s seed %d: experience %d round %d, %d of %d clients, loss %s, %.2f s",
             *(self.experiment.name, self.seed, experience, round_),
-            *(len(results), len(selected), entry["loss"], evaluated - start),
+            *(len(results), len(messages), entry["loss"], evaluated - start),
         )
         self.save(last, flush=evaluated - start > FSYNC_MIN_SECONDS)
+
+    def train_clients(
+        self, experience: int, round_: int, last: bool
+    ) -> tuple[dict[int, Message], list[ClientResult]]:
+        """What the selected clients are sent, and the results of those that complete the round."""
+        state = self.state
+        selected, completing = self.select_clients(experience, round_)
+        if self.training.secure_sums and len(selected) < 2:
+            right = f"false for {self.experiment.method}, as a round has one client"
+            raise invalid("training.secure_sums", True, right)
+        messages = {client: self.method.broadcast(state["server"], client) for client in selected}
+        results = self.executor.map(
+            partial(
+                Worker.train_client,
+                round_id=RoundId(self.seed, client, experience, round_, last),
+                state=state["clients"][client],
+                message=messages[client],
+            )
+            for client in completing
+        )
+        return messages, results
+
+    def aggregate(
+        self, results: list[ClientResult], place: tuple[int, int], log: Log
+    ) -> list[Reply]:
+        """Put the next states of server and clients into `state`.
+
+        The replies are returned whose angles are recorded: none where there is no global model.
+        """
+        state = self.state
+        replies = [result.reply for result in results]
+        with self.worker.lock:  # one seed at a time uses this process's live model
+            handed = self.server.gather(state["server"], replies, log)
+            state["server"] = self.server.aggregate(state["server"], handed, place, log)
+        for result in results:
+            state["clients"][result.reply.client] = result.state
+            self.disk[result.reply.client] = state_bytes(result.state)
+        if "global" not in self.method.models:
+            return []
+        # With secure sums angles are the simulator's, which sees all replies.
+        return replies if self.training.secure_sums else handed
 
     def select_clients(self, experience: int, round_: int) -> tuple[list[int], list[int]]:
         """The clients that receive the model in a round, and those of them that complete it."""
