@@ -16,7 +16,8 @@ from benchmarks import seconds
 from stamp_core.client.runtime import RoundId
 from stamp_core.core.paths import ROOT
 from stamp_core.core.seeding import generator
-from stamp_core.data.split import Plan, make_plan
+from stamp_core.data.plan import Plan
+from stamp_core.data.split import make_plan
 from stamp_core.engine.executor import Worker
 from stamp_core.engine.experiment import load_experiment
 from stamp_core.matching.match import match

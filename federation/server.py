@@ -21,7 +21,7 @@ from federation.node import identity
 from federation.shares import own_experiment, own_plan, read_share
 from stamp_core.config.decode import invalid, to_plain
 from stamp_core.config.params import parse_seeds
-from stamp_core.data.split import Plan
+from stamp_core.data.plan import Plan
 from stamp_core.engine.executor import Executor, Worker
 from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.engine.train import save_records, train

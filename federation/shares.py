@@ -22,7 +22,7 @@ from stamp_core import load_dataset, load_plans, read_setting
 from stamp_core.client.by_class import first_per_class
 from stamp_core.client.runtime import MEAN_IMAGES
 from stamp_core.data.dataset import ImageDataset
-from stamp_core.data.split import Plan
+from stamp_core.data.plan import Plan
 from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.trees import Tree, read_tree, write_tree
 

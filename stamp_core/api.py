@@ -9,8 +9,8 @@ with without_garbage_collection():
     from stamp_core.data.exchange import export_plan, import_plan
     from stamp_core.data.exchange.partitions import find_images, import_flwr, import_pfllib
     from stamp_core.data.loading import load_dataset
+    from stamp_core.data.plan import Plan
     from stamp_core.data.sources.npz import save_npz
-    from stamp_core.data.split import Plan
     from stamp_core.engine.experiment import Experiment, load_experiment
     from stamp_core.engine.train import save_records, train
     from stamp_core.methods.base.method import Method

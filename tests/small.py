@@ -22,7 +22,7 @@ from stamp_core.core.fingerprint import combined_fingerprint
 from stamp_core.data import loading as data
 from stamp_core.data import split
 from stamp_core.data.dataset import ImageDataset
-from stamp_core.data.split import Plan
+from stamp_core.data.plan import Plan
 from stamp_core.engine import experiment as experiments
 from stamp_core.engine import train as engine
 from stamp_core.engine.checkpoint import Checkpoint, checkpoint_folder

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stamp_core.client.runtime import ClientRuntime, RoundId
-from stamp_core.data.split import Plan
+from stamp_core.data.plan import Plan
 from stamp_core.matching.gram import Difference, gram
 
 

@@ -18,7 +18,7 @@ from stamp_core.config.schema import Setting
 from stamp_core.core.devices import set_deterministic, storage_device, weights_format
 from stamp_core.core.seeding import generator
 from stamp_core.data.dataset import ImageDataset
-from stamp_core.data.split import Plan
+from stamp_core.data.plan import Plan
 from stamp_core.models.encoders import Shape
 from stamp_core.models.flat import FlatModel, FlatSGD, layer_blocks, weighted_average
 from stamp_core.models.networks import Classifier, build_network, set_train_mode

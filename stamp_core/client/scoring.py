@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stamp_core.client.pixels import count_pixels, intersection_over_union, predict_pixels
 from stamp_core.client.runtime import ClientRuntime
-from stamp_core.data.split import Plan
+from stamp_core.data.plan import Plan
 from stamp_core.results.records import SCORINGS
 
 LOCAL_TESTS = 250  # test images of a task, at most, on which a local model is scored

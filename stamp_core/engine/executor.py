@@ -27,7 +27,7 @@ from stamp_core.config.decode import invalid, unknown_name
 from stamp_core.config.schema import Setting
 from stamp_core.core.devices import device_peak, reset_device_peak
 from stamp_core.core.processes import follow_parent
-from stamp_core.data.split import Plan
+from stamp_core.data.plan import Plan
 from stamp_core.engine.checkpoint import FSYNC_MIN_SECONDS, state_store
 from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.trees import Stored

@@ -27,7 +27,8 @@ from stamp_core.core.devices import weights_format
 from stamp_core.core.fingerprint import PACKAGE, combined_fingerprint
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.loading import load_dataset, source_options
-from stamp_core.data.split import Plan, make_plan
+from stamp_core.data.plan import Plan
+from stamp_core.data.split import make_plan
 from stamp_core.methods.base.method import Method
 from stamp_core.methods.base.registry import override, resolve_preset
 from stamp_core.models.pretrained import weights_digest

@@ -18,7 +18,7 @@ from stamp_core.config.decode import invalid
 from stamp_core.core.devices import device_name, resolve_device
 from stamp_core.core.processes import progress_form
 from stamp_core.core.seeding import generator
-from stamp_core.data.split import Plan
+from stamp_core.data.plan import Plan
 from stamp_core.engine.checkpoint import (
     FSYNC_MIN_SECONDS,
     Checkpoint,

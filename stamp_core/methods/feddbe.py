@@ -10,7 +10,7 @@ from torch import Tensor
 from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.runtime import RoundId
 from stamp_core.config.decode import invalid, require_at_least
-from stamp_core.data.split import Plan
+from stamp_core.data.plan import Plan
 from stamp_core.methods.base.method import (
     ClientRound,
     FedAvgParams,

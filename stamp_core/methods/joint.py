@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stamp_core.config.decode import require
 from stamp_core.config.schema import Training
-from stamp_core.data.split import Plan
+from stamp_core.data.plan import Plan
 from stamp_core.methods.base.method import FedAvgParams, Method, State
 
 

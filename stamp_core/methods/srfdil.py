@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_above, require_at_least
 from stamp_core.core.seeding import generator
-from stamp_core.data.split import Plan
+from stamp_core.data.plan import Plan
 from stamp_core.methods.base.exemplar_lists import ExemplarLists, empty_lists
 from stamp_core.methods.base.ledger import is_first
 from stamp_core.methods.base.method import ClientRound, InitialStates, Log, Message, Reply, State

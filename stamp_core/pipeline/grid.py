@@ -21,7 +21,8 @@ from stamp_core.core.atomic import atomic_write, quarantine
 from stamp_core.core.devices import resolve_device
 from stamp_core.core.paths import RESUME, ROOT
 from stamp_core.data.dataset import ImageDataset
-from stamp_core.data.split import Plan, make_plan
+from stamp_core.data.plan import Plan
+from stamp_core.data.split import make_plan
 from stamp_core.engine.checkpoint import remove_checkpoint
 from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.engine.train import SeedsDiverged, save_records, train

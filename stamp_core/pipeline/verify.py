@@ -13,7 +13,8 @@ import torch
 
 from stamp_core.client.scoring import score
 from stamp_core.data.exchange import import_plan
-from stamp_core.data.split import Plan, make_plan
+from stamp_core.data.plan import Plan
+from stamp_core.data.split import make_plan
 from stamp_core.engine.executor import Worker
 from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.results.records import Record, load_record

@@ -17,7 +17,7 @@ from stamp_core.client import runtime as runtimes
 from stamp_core.client.diagnostics import mean_pair_cosine, spatial_angles
 from stamp_core.client.runtime import RoundId
 from stamp_core.core.seeding import generator
-from stamp_core.data.split import Plan
+from stamp_core.data.plan import Plan
 from stamp_core.engine import train as engine
 from stamp_core.engine.executor import Worker
 from stamp_core.matching.gram import gram

@@ -12,7 +12,7 @@ from stamp_core.client import runtime as runtimes
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.client.scoring import score
 from stamp_core.config.schema import Network, Setting, Split, Training
-from stamp_core.data.split import Plan, Task
+from stamp_core.data.plan import Plan, Task
 from stamp_core.results.records import SCORINGS
 
 MLP = Network("mlp", features=16)

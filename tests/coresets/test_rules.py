@@ -32,7 +32,7 @@ from stamp_core.client.runtime import RoundId
 from stamp_core.config.decode import ParameterError
 from stamp_core.coresets.selection import base
 from stamp_core.coresets.selection.base import Proposal, TaskData
-from stamp_core.data.split import Plan
+from stamp_core.data.plan import Plan
 from stamp_core.engine import train as engine
 from stamp_core.engine.executor import SerialExecutor, Worker
 from stamp_core.methods.base.method import State

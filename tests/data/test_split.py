@@ -19,7 +19,8 @@ from stamp_core.config.decode import ParameterError
 from stamp_core.config.schema import Split
 from stamp_core.data import split as module
 from stamp_core.data.dataset import ImageDataset
-from stamp_core.data.split import Plan, make_plan
+from stamp_core.data.plan import LATER, Plan, _content
+from stamp_core.data.split import make_plan
 
 quick = settings(deadline=None, max_examples=40)
 seeds = st.integers(0, 2**31)
@@ -104,7 +105,7 @@ def test_the_hash_is_pinned(
     plan = make_plan(split, dataset, 7)
     assert plan.hash.startswith(digest)
     plan.save(tmp_path / "plan.json")
-    assert not set(module.LATER) & set(json.loads((tmp_path / "plan.json").read_text())["split"])
+    assert not set(LATER) & set(json.loads((tmp_path / "plan.json").read_text())["split"])
 
 
 @quick
@@ -518,7 +519,7 @@ def test_a_broken_file_is_refused(
 
 def forge(path: Path, plan: Plan, change: Callable[[dict], object]) -> None:
     """Write a changed plan with the hash that fits it."""
-    values = module._content(plan)
+    values = _content(plan)
     change(values)
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))
     path.write_text(json.dumps({"hash": hashlib.sha256(text.encode()).hexdigest(), **values}))

@@ -20,7 +20,7 @@ from small import BATCH_NORM, ROUNDS, plans, run, saved, tiny, whole
 
 from stamp_core.client.batches import StepContext
 from stamp_core.core.paths import ROOT
-from stamp_core.data.split import Plan
+from stamp_core.data.plan import Plan
 from stamp_core.engine import executor
 from stamp_core.engine import train as engine
 from stamp_core.engine.executor import ProcessExecutor

@@ -15,7 +15,7 @@ from stamp_core.config.schema import Split
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.exchange import export_plan, import_plan
 from stamp_core.data.exchange.partitions import find_images, import_flwr, import_pfllib
-from stamp_core.data.split import Plan
+from stamp_core.data.plan import Plan
 from stamp_core.engine.train import train
 
 # Each client has images of all six classes, so the classes of a client are cut as they were drawn.

@@ -30,7 +30,7 @@ from small import (
     with_train,
 )
 
-from stamp_core.data.split import Plan
+from stamp_core.data.plan import Plan
 from stamp_core.engine import executor
 from stamp_core.engine import train as engine
 from stamp_core.engine.checkpoint import locked

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from stamp_core.core.seeding import generator
-from stamp_core.data.split import Plan
+from stamp_core.data.plan import Plan
 from stamp_core.engine.experiment import Experiment
 from stamp_core.models.networks import build_network
 from stamp_core.results.records import Record

@@ -8,7 +8,7 @@ import numpy as np
 import small
 from reference import CLOSE, GROWING, Array, FedAvgReference, Visit, uneven
 
-from stamp_core.data.split import Plan
+from stamp_core.data.plan import Plan
 from stamp_core.results.records import Record
 
 

@@ -16,7 +16,7 @@ from small import plan, run, tiny
 from torch import Tensor
 from torch.func import functional_call
 
-from stamp_core.data.split import Plan
+from stamp_core.data.plan import Plan
 from stamp_core.engine.experiment import Experiment
 from stamp_core.models.networks import build_network
 from stamp_core.results.records import Record

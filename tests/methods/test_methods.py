@@ -15,7 +15,7 @@ from torch import nn
 
 from stamp_core.client.runtime import RoundId
 from stamp_core.config.schema import Network, Split
-from stamp_core.data.split import Plan, Task
+from stamp_core.data.plan import Plan, Task
 from stamp_core.engine.executor import ClientResult, Worker
 from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.trees import Store

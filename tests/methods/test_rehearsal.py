@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stamp_core.client.runtime import RoundId
 from stamp_core.coresets.selection.base import Proposal
-from stamp_core.data.split import Plan
+from stamp_core.data.plan import Plan
 from stamp_core.engine.experiment import Experiment
 from stamp_core.methods.base import rehearsal
 from stamp_core.methods.base.method import State

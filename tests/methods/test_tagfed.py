@@ -29,7 +29,7 @@ from torch import nn
 from stamp_core.client.runtime import RoundId
 from stamp_core.config.decode import ParameterError
 from stamp_core.core.seeding import address, generator
-from stamp_core.data.split import Plan
+from stamp_core.data.plan import Plan
 from stamp_core.methods.base.task_server import unpack_bits
 from stamp_core.methods.tagfed import TagFed
 from stamp_core.methods.tagfed.packed import FREE, PackedState, sub_model

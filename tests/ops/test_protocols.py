@@ -14,7 +14,8 @@ import torch
 from stamp_core.config.params import PAPER, PROTOCOLS, read_params, read_setting
 from stamp_core.config.schema import Setting
 from stamp_core.data.dataset import ImageDataset
-from stamp_core.data.split import Plan, make_plan
+from stamp_core.data.plan import Plan
+from stamp_core.data.split import make_plan
 from stamp_ops.synthetic import published_dataset
 
 # Rounds a task, epochs, batch size; clients in a round, by task; lr in a task's first round and at

@@ -8,7 +8,7 @@ from stamp_core.config.decode import ParameterError, build, invalid, unknown_nam
 from stamp_core.config.schema import Split
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.exchange.table import read_table, write_table
-from stamp_core.data.split import Plan, Task, check_hash, check_plan, read_json
+from stamp_core.data.plan import Plan, Task, check_hash, check_plan, read_json
 
 Read = Callable[[Path, ImageDataset], object]
 Write = Callable[[Plan, ImageDataset, Path], None]

@@ -21,8 +21,8 @@ from stamp_core.core.seeding import generator
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.exchange import check_owners, listed_plan
 from stamp_core.data.images import array_error
+from stamp_core.data.plan import Indices, Plan, Task, check_plan, read_json
 from stamp_core.data.sources.npz import READ_ERRORS
-from stamp_core.data.split import Indices, Plan, Task, check_plan, read_json
 
 Order = Literal["given", "independent"]  # of a client's classes: by number, or drawn by `seed`
 Key = tuple[int, bytes]  # the label of an image and the SHA-256 of its pixels [C, H, W]

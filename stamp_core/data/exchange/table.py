@@ -8,7 +8,7 @@ from pathlib import Path
 from stamp_core.config.decode import ParameterError, invalid, require, unknown_name
 from stamp_core.core.atomic import atomic_write
 from stamp_core.data.dataset import ImageDataset
-from stamp_core.data.split import Plan, Task
+from stamp_core.data.plan import Plan, Task
 
 COLUMNS = ("client", "task", "domain", "class", "image")
 Row = dict[str, int]  # the cells of a line that are not empty

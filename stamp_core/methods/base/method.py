@@ -16,7 +16,7 @@ from stamp_core.client.scoring import score
 from stamp_core.config.decode import invalid, require_above
 from stamp_core.config.schema import Setting, Training
 from stamp_core.core.devices import has_room
-from stamp_core.data.split import Plan
+from stamp_core.data.plan import Plan
 from stamp_core.models.flat import FlatModel
 from stamp_core.results.records import tree_bytes
 

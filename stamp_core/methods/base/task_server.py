@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stamp_core.client.batches import StepContext
-from stamp_core.data.split import Plan
+from stamp_core.data.plan import Plan
 from stamp_core.methods.base.method import (
     ClientRound,
     InitialStates,

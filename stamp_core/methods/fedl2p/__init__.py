@@ -16,7 +16,7 @@ from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.runtime import ClientRuntime, RoundId
 from stamp_core.config.decode import require_above, require_at_least, require_fraction
 from stamp_core.core.seeding import generator
-from stamp_core.data.split import Plan
+from stamp_core.data.plan import Plan
 from stamp_core.methods.base.method import (
     ClientRound,
     FedAvgParams,

@@ -15,7 +15,7 @@ from stamp_core.client.runtime import ClientRuntime
 from stamp_core.client.scoring import accuracies, indices_of_tests
 from stamp_core.config.decode import invalid, require_above, require_at_least
 from stamp_core.core.seeding import address, generator
-from stamp_core.data.split import Plan, Task
+from stamp_core.data.plan import Plan, Task
 from stamp_core.methods.base.distillation import softened_divergence
 from stamp_core.methods.base.ledger import is_first, recorded
 from stamp_core.methods.base.method import (

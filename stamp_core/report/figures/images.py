@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from stamp_core.data.dataset import ImageDataset
-from stamp_core.data.split import Plan
+from stamp_core.data.plan import Plan
 from stamp_core.report import frames
 from stamp_core.report.figures.style import (
     COLOURS,

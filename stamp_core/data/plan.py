@@ -1,0 +1,234 @@
+"""Which client learns which classes when: each client's task sequence, stored with its hash."""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stamp_core.config.decode import ParameterError, build, invalid, to_plain
+from stamp_core.config.schema import Split
+from stamp_core.core.atomic import atomic_write
+from stamp_core.data.dataset import ImageDataset
+
+Indices = NDArray[np.int64]
+
+# Fields that Split had not when the first plans were stored. At their defaults they are left out of
+# files and hashes, which so stay what they are.
+LATER = ("sizes", "joining", "old_share", "classes_per_client")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a client learns in one experience."""
+
+    classes: tuple[int, ...]  # sorted; none where the client has no part in the task
+    domain: int | None = None  # None: all domains
+    train: tuple[int, ...] | None = None  # sorted indices; None: all images of classes and domain
+
+
+NO_TASK = Task(())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The task sequences of all clients, each repeated `split.cycles` times."""
+
+    split: Split
+    seed: int
+    data_digest: str
+    clients: tuple[tuple[Task, ...], ...]  # [U][T]
+    classes: int  # number in the data set, learnt or not
+
+    @property
+    def tasks(self) -> int:
+        """The number of tasks T of each client."""
+        return self.split.tasks
+
+    @property
+    def experiences(self) -> int:
+        """The number of experiences of each client; experience e learns task e % T."""
+        return self.split.tasks * self.split.cycles
+
+    @cached_property
+    def hash(self) -> str:
+        """The SHA-256 of the plan's canonical JSON."""
+        text = json.dumps(_content(self), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def joined(self, experience: int) -> list[int]:
+        """The clients that have joined by an experience, ascending."""
+        clients = range(self.split.clients)
+        return [client for client in clients if joins(self.split, client) <= experience]
+
+    def seen(self, client: int, experience: int) -> tuple[int, ...]:
+        """The sorted classes of the experiences 0..experience of `client`; () for -1."""
+        tasks = self.clients[client][: experience + 1]  # a later cycle brings no new task
+        return tuple(sorted({label for task in tasks for label in task.classes}))
+
+    def train_indices(self, dataset: ImageDataset, client: int, task: int) -> torch.Tensor:
+        """The sorted indices, int64, of the training images of a client's task."""
+        found = self._task(dataset, client, task)
+        if found.train is not None:
+            return torch.tensor(found.train, dtype=torch.int64)
+        return torch.from_numpy(find_images(dataset.y_train, dataset.domain_train, found))
+
+    def test_indices(self, dataset: ImageDataset, client: int, task: int) -> torch.Tensor:
+        """The sorted indices, int64, of all test images of a task's classes and domain."""
+        found = self._task(dataset, client, task)
+        return torch.from_numpy(find_images(dataset.y_test, dataset.domain_test, found))
+
+    def save(self, path: Path) -> None:
+        """Write the plan and its hash as JSON; `path` is replaced atomically."""
+        text = json.dumps({"hash": self.hash, **_content(self)}, indent=1)
+        text = re.sub(r"(?<=\d,)\s+(?=\d)", " ", text)  # lists of numbers on one line
+        text = re.sub(r"(?<=\[)\s+(?=\d)|(?<=\d)\s+(?=\])", "", text)
+        with atomic_write(path) as part:
+            part.write_text(text + "\n")
+
+    @classmethod
+    def load(cls, path: Path, dataset: ImageDataset | None = None) -> "Plan":
+        """The plan in the file `path`; refused if damaged, altered or impossible with `dataset`.
+
+        A plan for other data than `dataset` comes back as it is.
+        """
+        try:
+            plan = _read_plan(path)
+            known = dataset is not None and dataset.digest == plan.data_digest
+            check_plan(f"{path}: plan", plan, dataset if known else None)
+        except ParameterError as error:
+            raise ParameterError(f"{error}; delete it to have the plan drawn again") from None
+        return plan
+
+    def _task(self, dataset: ImageDataset, client: int, task: int) -> Task:
+        """A client's task, if the plan was made for this data set."""
+        if dataset.digest != self.data_digest:
+            expected = f"the plan's, {self.data_digest}"
+            raise invalid("the digest of the data", dataset.digest, expected)
+        return self.clients[client][task]
+
+
+def _content(plan: Plan) -> dict[str, Any]:
+    """The plan as plain values, without later fields of its split that are at their defaults."""
+    content: dict[str, Any] = to_plain(plan)
+    unset = {each.name: each.default for each in fields(Split) if each.name in LATER}
+    split = content["split"].items()
+    return {**content, "split": {k: v for k, v in split if k not in unset or v != unset[k]}}
+
+
+def read_json(path: Path) -> object:
+    """The content of a JSON file; ParameterError if it is damaged."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:  # not JSON, or not even UTF-8
+        raise ParameterError(f"{path} is damaged: {error}") from None
+
+
+def _read_plan(path: Path) -> Plan:
+    """The plan in the file `path`, of the right types and with its own hash."""
+    values = read_json(path)
+    if not isinstance(values, dict) or "hash" not in values:
+        raise ParameterError(f"{path} is not a plan: it has no hash")
+    stored = values.pop("hash")
+    plan = build(Plan, values, f"{path}: plan")
+    check_hash(path, plan, stored)
+    return plan
+
+
+def check_hash(path: Path, plan: Plan, stored: object) -> None:
+    """Validate that a plan has the hash that its file says."""
+    if plan.hash != stored:
+        raise ParameterError(f"{path} was altered: it says hash {stored}, it has {plan.hash}")
+
+
+def check_plan(where: str, plan: Plan, dataset: ImageDataset | None) -> None:
+    """Validate a plan by its split and, if there is one, by its data set."""
+    for name, least in (("seed", 0), ("classes", 1)):
+        if getattr(plan, name) < least:
+            raise invalid(f"{where}.{name}", getattr(plan, name), f"at least {least}")
+    if dataset is not None and plan.classes != len(dataset.classes):
+        raise invalid(f"{where}.classes", plan.classes, f"{len(dataset.classes)}, as in the data")
+    clients, tasks = plan.split.clients, plan.split.tasks
+    _check_length(f"{where}.clients", plan.clients, clients, clients)
+    for client, own in enumerate(plan.clients):
+        _check_length(f"{where}.clients[{client}]", own, tasks, tasks)
+        first = joins(plan.split, client)
+        for t, task in enumerate(own):
+            place = f"{where}.clients[{client}][{t}]"
+            if t >= first and not (t > first and plan.split.old_share and not task.classes):
+                _check_task(place, task, plan, dataset)
+            elif task != NO_TASK:
+                raise ParameterError(f"{place} must be without classes, domain and images")
+
+
+def _check_task(where: str, task: Task, plan: Plan, dataset: ImageDataset | None) -> None:
+    """Validate a task by the split of its plan and, if there is one, by the data set."""
+    split, listed = plan.split, plan.split.kind == "file"
+    size = split.classes_per_client or split.classes_per_task or plan.classes
+    count = split.images_per_class
+    sizes = (1, math.inf) if listed else (size, size)
+    _check_numbers(f"{where}.classes", task.classes, plan.classes, *sizes)
+    domains = math.inf if dataset is None else len(dataset.domains)
+    if split.kind == "classes" and task.domain is not None:
+        raise invalid(f"{where}.domain", task.domain, "absent, as kind is 'classes'")
+    needed = split.kind == "domains" or task.domain is not None
+    if needed and (task.domain is None or not 0 <= task.domain < domains):
+        right = f"a number from 0 and below {domains}, as kind is {split.kind!r}"
+        raise invalid(f"{where}.domain", task.domain, right)
+    if not listed and (task.train is None) == (count is not None or split.alpha is not None):
+        right = "a list of indices" if task.train is None else "absent"
+        raise ParameterError(f"{where}.train must be {right}, by alpha and images_per_class")
+    if task.train is None:
+        return
+    images = math.inf if dataset is None else len(dataset.y_train)
+    lengths = (split.min_samples, math.inf) if count is None else (count * size, count * size)
+    _check_numbers(f"{where}.train", task.train, images, *lengths)
+    if dataset is not None:
+        train = np.array(task.train, np.int64)
+        own = _fits(dataset.y_train[train], dataset.domain_train[train], task)
+        for k in np.flatnonzero(~own)[:1]:
+            right = "an image of the task's classes and domain"
+            raise invalid(f"{where}.train[{k}]", task.train[k], right)
+
+
+def _check_length(where: str, values: Sequence[object], least: int, most: float) -> None:
+    """Validate the length of a list."""
+    if not least <= len(values) <= most:
+        right = f"{least}" if least == most else f"at least {least}"
+        raise ParameterError(f"{where} is a list of {len(values)}; it must be of {right}")
+
+
+def _check_numbers(where: str, values: Sequence[int], end: float, least: int, most: float) -> None:
+    """Validate that a list has its length, and that its numbers rise from 0 to below `end`."""
+    _check_length(where, values, least, most)
+    for k, (low, value) in enumerate(pairwise((-1, *values))):
+        if not low < value < end:
+            raise invalid(f"{where}[{k}]", value, f"above {low} and below {end}")
+
+
+def joins(split: Split, client: int) -> int:
+    """The task with which a client joins: the last ones join last."""
+    late = client - (split.clients - split.joining * (split.tasks - 1))
+    return 0 if late < 0 else late // split.joining + 1
+
+
+def _fits(labels: torch.Tensor, domains: torch.Tensor, task: Task) -> NDArray[np.bool_]:
+    """Which images are of the task's classes and domain.  # [N]"""
+    matches = np.isin(np.asarray(labels), task.classes)
+    if task.domain is not None:
+        matches &= np.asarray(domains) == task.domain
+    return matches
+
+
+def find_images(labels: torch.Tensor, domains: torch.Tensor, task: Task) -> Indices:
+    """The sorted indices of the images of the task's classes and domain."""
+    return np.flatnonzero(_fits(labels, domains, task))
