@@ -12,9 +12,10 @@ import torch
 from benchmarks import Row, seconds, section, spread
 from stamp_core.core.paths import ROOT
 from stamp_core.data.split import make_plan
-from stamp_core.engine.executor import peak_memory, start_executor
+from stamp_core.engine.executor import start_executor
 from stamp_core.engine.experiment import load_experiment
 from stamp_core.engine.train import Run
+from stamp_core.engine.worker import peak_memory
 
 REFERENCE = 100  # clients
 COUNTS = (10, REFERENCE, 1_000, 10_000)

@@ -15,9 +15,10 @@ import torch
 from benchmarks import Row, section
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.split import make_plan
-from stamp_core.engine.executor import Call, Worker, _dumps
+from stamp_core.engine.executor import _dumps
 from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.engine.train import Run
+from stamp_core.engine.worker import Call, Worker
 from stamp_ops.synthetic import published_dataset, synthetic_data
 
 MB = 1e6

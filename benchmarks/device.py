@@ -28,8 +28,8 @@ from stamp_core.core.paths import ROOT
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.plan import Plan
 from stamp_core.data.split import make_plan
-from stamp_core.engine.executor import peak_memory
 from stamp_core.engine.experiment import load_experiment
+from stamp_core.engine.worker import peak_memory
 from stamp_core.methods.base.method import Reply, State
 
 SETTING = "cifar100_c2"  # whose training and presets are timed

@@ -18,8 +18,8 @@ from stamp_core.core.paths import ROOT
 from stamp_core.core.seeding import generator
 from stamp_core.data.plan import Plan
 from stamp_core.data.split import make_plan
-from stamp_core.engine.executor import Worker
 from stamp_core.engine.experiment import load_experiment
+from stamp_core.engine.worker import Worker
 from stamp_core.matching.match import match
 from stamp_core.matching.sketch import sketch
 from stamp_core.methods.base.method import Log

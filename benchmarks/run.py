@@ -29,9 +29,10 @@ from benchmarks import (
 from stamp_core.client.runtime import RoundId
 from stamp_core.core.paths import ROOT
 from stamp_core.data.split import make_plan
-from stamp_core.engine.executor import Executor, peak_memory, start_executor
+from stamp_core.engine.executor import Executor, start_executor
 from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.engine.train import Run
+from stamp_core.engine.worker import peak_memory
 
 REPEATS = 7
 

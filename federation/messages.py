@@ -6,8 +6,8 @@ from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-from stamp_core.engine.executor import ClientResult
 from stamp_core.engine.trees import Stored, Tree, flatten, unflatten
+from stamp_core.engine.worker import ClientResult
 from stamp_core.methods.base.method import Log, Reply
 
 MOST = 2**31 - 1  # bytes that Flower accepts

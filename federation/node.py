@@ -24,9 +24,9 @@ from stamp_core.config.decode import build
 from stamp_core.config.schema import Setting
 from stamp_core.core.fingerprint import code_digest
 from stamp_core.data.plan import Plan
-from stamp_core.engine.executor import Worker
 from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.trees import UNUSABLE, Store, Stored, Tree, flatten, tree_digest
+from stamp_core.engine.worker import Worker
 from stamp_core.methods.base.method import State
 from stamp_core.methods.base.registry import get_method
 

@@ -22,10 +22,11 @@ from federation.shares import own_experiment, own_plan, read_share
 from stamp_core.config.decode import invalid, to_plain
 from stamp_core.config.params import parse_seeds
 from stamp_core.data.plan import Plan
-from stamp_core.engine.executor import Executor, Worker
+from stamp_core.engine.executor import Executor
 from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.engine.train import save_records, train
 from stamp_core.engine.trees import Store, Stored, Tree, flatten, tree_digest
+from stamp_core.engine.worker import Worker
 from stamp_core.results.records import Record, tree_bytes
 
 REMOTE = {Worker.train_client, Worker.evaluate_client}  # all other calls run at the server

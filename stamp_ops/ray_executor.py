@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from stamp_core.engine.executor import Call, Worker, _dumps
+from stamp_core.engine.executor import _dumps
+from stamp_core.engine.worker import Call, Worker
 
 try:
     import ray

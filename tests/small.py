@@ -26,9 +26,9 @@ from stamp_core.data.plan import Plan
 from stamp_core.engine import experiment as experiments
 from stamp_core.engine import train as engine
 from stamp_core.engine.checkpoint import Checkpoint, checkpoint_folder
-from stamp_core.engine.executor import Worker
 from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.trees import flatten, read_tree
+from stamp_core.engine.worker import Worker
 from stamp_core.methods.base import registry
 from stamp_core.methods.base.method import ClientRound
 from stamp_core.models import networks as models

@@ -12,9 +12,10 @@ from stamp_core.config.decode import invalid
 from stamp_core.config.schema import Privacy
 from stamp_core.core.seeding import generator
 from stamp_core.data.split import make_plan
-from stamp_core.engine.executor import SerialExecutor, Worker
+from stamp_core.engine.executor import SerialExecutor
 from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.train import Run
+from stamp_core.engine.worker import Worker
 from stamp_core.methods.base.method import Message, Method, State
 from stamp_core.methods.stamp import StampContext
 from stamp_core.methods.stamp.temporal import batch_groups

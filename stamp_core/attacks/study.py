@@ -25,9 +25,9 @@ from stamp_core.attacks.outcomes import (
 from stamp_core.client.runtime import RoundId
 from stamp_core.config.params import Params
 from stamp_core.core.seeding import generator
-from stamp_core.engine.executor import Worker
 from stamp_core.engine.experiment import load_experiment
 from stamp_core.engine.train import Run
+from stamp_core.engine.worker import Worker
 
 TRAINED = "stamp"  # the preset whose run is attacked
 METHODS = ("fedavg", "replay", "stamp")

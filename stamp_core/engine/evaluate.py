@@ -11,7 +11,8 @@ from stamp_core.client.by_class import first_per_class
 from stamp_core.client.runtime import RoundId
 from stamp_core.client.scoring import Part, count_tests, to_accuracies
 from stamp_core.data.plan import Plan
-from stamp_core.engine.executor import ClientResult, Executor, StateOrRef, Worker
+from stamp_core.engine.executor import Executor
+from stamp_core.engine.worker import ClientResult, StateOrRef, Worker
 from stamp_core.methods.base.method import Message, State
 from stamp_core.results.metrics import micro_average
 

@@ -6,201 +6,22 @@ import io
 import multiprocessing
 import os
 import pickle
-import resource
 import signal
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from stamp_core.client.diagnostics import temporal_angles
-from stamp_core.client.runtime import ClientRuntime, RoundId
-from stamp_core.client.scoring import Part, count_correct, local_scores, mask_scores, score
 from stamp_core.config.decode import invalid, unknown_name
-from stamp_core.config.schema import Setting
-from stamp_core.core.devices import device_peak, reset_device_peak
 from stamp_core.core.processes import follow_parent
 from stamp_core.data.plan import Plan
-from stamp_core.engine.checkpoint import FSYNC_MIN_SECONDS, state_store
 from stamp_core.engine.experiment import Experiment
-from stamp_core.engine.trees import Stored
-from stamp_core.methods.base.method import LocalModel, Message, Reply, State
-from stamp_core.privacy.mechanism import protect_upload
+from stamp_core.engine.worker import Call, Worker
 
 _T = TypeVar("_T")
-StateOrRef = State | Stored  # a client's state, or its name in a store
-OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "ALLOC_FAILED")  # in torch's errors
-
-
-@dataclass(frozen=True)
-class ClientResult:
-    """A client's reply with what its round cost and, after a last round, its model's scores."""
-
-    reply: Reply  # without its state if that is stored, and without the local model
-    state: StateOrRef
-    scores: Tensor | None  # [scorings, 1, T] of the model after local training
-    angles: dict[str, float]  # between the gradients of the client's tasks, if recorded
-    seconds: float
-    memory: int  # bytes, peak of this process so far
-    gpu: int  # bytes, peak of the client round on the GPU
-
-
-class Worker:
-    """One process's workspace with the method and the plans of all seeds; it has no other state.
-
-    With a folder `resume` it keeps the clients' states there, and passes on where they are.
-    """
-
-    def __init__(
-        self,
-        experiment: Experiment,
-        plans: Mapping[int, Plan],
-        device: str,
-        resume: Path | None = None,
-    ) -> None:
-        self.runtime = ClientRuntime(experiment.setting, experiment.dataset(), device)
-        self.method = experiment.kind(experiment.params, self.runtime)
-        self.plans = plans
-        self.stores = {seed: state_store(resume, experiment.name, seed) for seed in plans if resume}
-        self.lock = threading.Lock()
-
-    def run(self, call: "Call[_T]") -> _T:
-        """The result of a call; an error for lack of memory names the parameter to lower."""
-        try:
-            return call(self)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise MemoryError(memory_advice(self.runtime.setting)) from error
-
-    def initial_states(self, seed: int) -> tuple[State, list[StateOrRef], int, int]:
-        """The first states of the server and of every client, and the bytes sent down and up."""
-        self.runtime.start_round(0)
-        server, clients, down, up = self.method.initial_states(self.plans[seed])
-        return server, [self.keep_state(seed, each, flush=False) for each in clients], down, up
-
-    def load_state(self, seed: int, kept: StateOrRef) -> State:
-        """A client's state, from the disk if it is there."""
-        return self.stores[seed].get(kept.digest) if isinstance(kept, Stored) else kept
-
-    def keep_state(self, seed: int, state: State, flush: bool) -> StateOrRef:
-        """A client's state, on the disk where there is a folder that is not full."""
-        try:
-            return self.stores[seed].put(state, flush) if seed in self.stores else state
-        except OSError:  # the checkpoint tries once more, and warns
-            return state
-
-    def train_client(self, round_id: RoundId, state: StateOrRef, message: Message) -> ClientResult:
-        """One client round, with the scores and angles of its local model after a last round."""
-        seed = round_id.seed
-        loaded = self.load_state(seed, state)
-        client_round = self.method.client_round(round_id, self.plans[seed], loaded, message)
-        self.runtime.start_round(round_id.round)
-        reset_device_peak(self.runtime.device)
-        start = time.perf_counter()
-        reply = self.method.train_client(client_round)
-        require_on_cpu(reply.message)
-        if (privacy := self.runtime.setting.privacy) is not None:
-            reply = protect_upload(self.method, privacy, client_round, reply)
-        seconds = time.perf_counter() - start
-        peak = device_peak(self.runtime.device)
-        scores, angles = self.diagnose(round_id, reply.local) if reply.local else (None, {})
-        kept = self.keep_state(seed, reply.state, seconds > FSYNC_MIN_SECONDS)
-        own = {} if isinstance(kept, Stored) else reply.state
-        reply = replace(reply, state=own, local=None)
-        return ClientResult(reply, kept, scores, angles, seconds, peak_memory(), peak)
-
-    def diagnose(
-        self, round_id: RoundId, local: LocalModel
-    ) -> tuple[Tensor | None, dict[str, float]]:
-        """Scores and angles of the model after local training, where the method has them."""
-        plan = self.plans[round_id.seed]
-        models = self.method.models
-        recorded = self.runtime.setting.diagnostics
-        scores = None
-        self.runtime.model.load(*local)
-        if "local" in models:
-            scores = local_scores(self.runtime, plan, round_id.client, round_id.experience)
-        if not recorded.angles or models == ("global",):  # joint training: no client has tasks
-            return scores, {}
-        return scores, temporal_angles(self.runtime, plan, round_id, recorded.displacements)
-
-    def evaluate(self, seed: int, experience: int, message: Message, part: Part) -> Tensor:
-        """Correct predictions of a model among a part of all clients' test images.
-
-        With masks, whose scores are no counts, the scores.  # [scorings, U, T]
-        """
-        plan = self.plans[seed]
-        self.runtime.model.load(message["parameters"], message["buffers"])
-        clients = list(range(len(plan.clients)))
-        if self.runtime.dataset.masks:
-            return mask_scores(self.runtime, plan, clients, experience)
-        return count_correct(self.runtime, plan, clients, experience, True, part)
-
-    def extract_features(self, message: Message, indices: Tensor) -> Tensor:
-        """Features of some test images under the model in `message`.  # float16 [n, D]"""
-        self.runtime.model.load(message["parameters"], message["buffers"])
-        images = self.runtime.test_images(indices)
-        return self.runtime.outputs(images, self.runtime.classifier.encode).half()
-
-    def evaluate_client(
-        self,
-        round_id: RoundId,
-        state: StateOrRef,
-        message: Message,
-        personal: bool,
-        nearest_mean: bool = True,
-    ) -> Tensor:
-        """Scores of a client's personal model, or of the global one with the client's buffers.
-
-        # [scorings, 1, T]
-        """
-        plan = self.plans[round_id.seed]
-        loaded = self.load_state(round_id.seed, state)
-        self.runtime.start_round(round_id.round)
-        if personal:
-            client_round = self.method.client_round(round_id, plan, loaded, message)
-            return self.method.personal_scores(client_round)
-        self.runtime.load_received(message, loaded)
-        clients = [round_id.client]
-        return score(self.runtime, plan, clients, round_id.experience, nearest_mean)
-
-
-def require_on_cpu(message: Message) -> None:
-    """Refuse a message that is on a device: in another process there is no such tensor."""
-    for name, tensor in message.items():
-        if tensor.device.type != "cpu":
-            raise TypeError(f"message.{name} is on {tensor.device}; it must be on the CPU: .cpu()")
-
-
-Call = Callable[[Worker], _T]  # partial(Worker.evaluate, seed=0, ...): checked by mypy
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an error is torch's for lack of memory; on the CPU it has no class of its own."""
-    text = str(error)
-    return isinstance(error, torch.OutOfMemoryError) or any(word in text for word in OUT_OF_MEMORY)
-
-
-def memory_advice(setting: Setting) -> str:
-    """The message for lack of memory, which names the parameter to lower."""
-    network, batch_size = setting.network, setting.training.batch_size
-    key, least = f"{setting.name}.network.micro_batch_size", 2 if network.norm == "batch" else 1
-    now = min(network.micro_batch_size or batch_size, batch_size)
-    advice = f"lower it, to {max(least, now // 2)}, and fewer images pass the network at a time"
-    if now <= least:
-        advice = "take a smaller network or smaller images, or fewer workers (STAMP_WORKERS=1)"
-    return (
-        f"params/settings.yaml: {key} is {network.micro_batch_size}; there is not enough memory "
-        f"for a batch of {batch_size}: {advice}; finished rounds are kept"
-    )
 
 
 class SerialExecutor:
@@ -304,17 +125,6 @@ def resolve_workers(workers: int, device: str) -> int:
         return workers or 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return cores or 1
-
-
-def peak_memory() -> int:
-    """The peak memory of this process in bytes.
-
-    Not by getrusage on Linux: there a process inherits the peak of the one that started it.
-    """
-    if sys.platform == "darwin":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM:")))
 
 
 class _Pickler(pickle.Pickler):

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from stamp_core.client.diagnostics import spatial_angles
-from stamp_core.engine.executor import ClientResult, StateOrRef, peak_memory
 from stamp_core.engine.trees import Stored
+from stamp_core.engine.worker import ClientResult, StateOrRef, peak_memory
 from stamp_core.methods.base.method import Log, Message, Reply, State
 from stamp_core.results.records import tree_bytes
 

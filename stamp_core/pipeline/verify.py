@@ -15,8 +15,8 @@ from stamp_core.client.scoring import score
 from stamp_core.data.exchange import import_plan
 from stamp_core.data.plan import Plan
 from stamp_core.data.split import make_plan
-from stamp_core.engine.executor import Worker
 from stamp_core.engine.experiment import Experiment, load_experiment
+from stamp_core.engine.worker import Worker
 from stamp_core.results.records import Record, load_record
 
 ROUNDING = 0.01  # share of test images that another kind of processor may predict otherwise

@@ -19,7 +19,7 @@ from stamp_core.client.runtime import RoundId
 from stamp_core.core.seeding import generator
 from stamp_core.data.plan import Plan
 from stamp_core.engine import train as engine
-from stamp_core.engine.executor import Worker
+from stamp_core.engine.worker import Worker
 from stamp_core.matching.gram import gram
 from stamp_core.models import networks as models
 
@@ -160,7 +160,7 @@ def test_angles_are_means_over_the_clients(monkeypatch: pytest.MonkeyPatch) -> N
         each.append(temporal_angles(*arguments))
         return each[-1]
 
-    monkeypatch.setattr("stamp_core.engine.executor.temporal_angles", noted)
+    monkeypatch.setattr("stamp_core.engine.worker.temporal_angles", noted)
     split = {"tasks": 2, "images_per_class": 20}
     angles = run(tiny(split=split, diagnostics=ANGLES)).history[-1]["angles"]
     assert len(each) == 8

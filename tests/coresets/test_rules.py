@@ -34,7 +34,8 @@ from stamp_core.coresets.selection import base
 from stamp_core.coresets.selection.base import Proposal, TaskData
 from stamp_core.data.plan import Plan
 from stamp_core.engine import train as engine
-from stamp_core.engine.executor import SerialExecutor, Worker
+from stamp_core.engine.executor import SerialExecutor
+from stamp_core.engine.worker import Worker
 from stamp_core.methods.base.method import State
 
 RULES = base.selection_rules()

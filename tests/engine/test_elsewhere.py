@@ -10,8 +10,9 @@ import small
 from small import plans, whole
 
 from stamp_core.engine import train as engine
-from stamp_core.engine.executor import SerialExecutor, Worker, start_executor
+from stamp_core.engine.executor import SerialExecutor, start_executor
 from stamp_core.engine.trees import Store
+from stamp_core.engine.worker import Worker
 
 LOST = 1, 2  # this client's rounds of this experience are not finished
 

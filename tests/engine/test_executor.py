@@ -21,7 +21,7 @@ from small import BATCH_NORM, ROUNDS, plans, run, saved, tiny, whole
 from stamp_core.client.batches import StepContext
 from stamp_core.core.paths import ROOT
 from stamp_core.data.plan import Plan
-from stamp_core.engine import executor
+from stamp_core.engine import executor, worker
 from stamp_core.engine import train as engine
 from stamp_core.engine.executor import ProcessExecutor
 from stamp_core.engine.experiment import Experiment
@@ -226,7 +226,7 @@ def test_other_errors_come_through_as_they_are(workers: int) -> None:
     ],
 )
 def test_which_errors_are_for_lack_of_memory(error: RuntimeError, lacking: bool) -> None:
-    assert executor.is_out_of_memory(error) == lacking
+    assert worker.is_out_of_memory(error) == lacking
 
 
 @pytest.mark.parametrize(
@@ -246,9 +246,7 @@ def test_what_is_lowered_is_never_below_what_there_can_be(
     norm: str, batch_size: int, micro_batch_size: int | None, advice: str
 ) -> None:
     network = {**BATCH_NORM, "norm": norm, "micro_batch_size": micro_batch_size}
-    text = executor.memory_advice(
-        tiny(network=network, training={"batch_size": batch_size}).setting
-    )
+    text = worker.memory_advice(tiny(network=network, training={"batch_size": batch_size}).setting)
     assert text.startswith(
         f"params/settings.yaml: tiny.network.micro_batch_size is {micro_batch_size}; "
     )
@@ -304,7 +302,7 @@ def test_workers_keep_states_on_disk_and_pass_on_where_they_are(
 
         def measured(item: object, resume: Path | None = resume) -> bytes:
             packed = dumps(item)
-            if isinstance(item, partial) and item.func is executor.Worker.train_client:
+            if isinstance(item, partial) and item.func is worker.Worker.train_client:
                 own = len(packed) - tree_bytes(item.keywords["message"])
                 carried[resume] = max(carried[resume], own)
             return packed
@@ -315,7 +313,7 @@ def test_workers_keep_states_on_disk_and_pass_on_where_they_are(
     small.assert_same(records[None], records[tmp_path])
 
 
-SMALL = "from stamp_core.engine.executor import peak_memory; print(peak_memory())"
+SMALL = "from stamp_core.engine.worker import peak_memory; print(peak_memory())"
 
 
 @pytest.mark.skipif(
@@ -326,4 +324,4 @@ def test_the_peak_of_memory_is_that_of_the_process_itself() -> None:
     held = torch.ones(200_000_000)
     command = [sys.executable, "-c", SMALL]
     done = subprocess.run(command, capture_output=True, check=True, cwd=ROOT)
-    assert 50e6 < int(done.stdout) < held.nbytes < executor.peak_memory()
+    assert 50e6 < int(done.stdout) < held.nbytes < worker.peak_memory()

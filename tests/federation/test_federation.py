@@ -20,8 +20,8 @@ from federation.messages import pack, unpack
 from federation.shares import read_share, write_shares
 from stamp_core.config.decode import ParameterError
 from stamp_core.engine import train as engine
-from stamp_core.engine.executor import Worker
 from stamp_core.engine.trees import Store, Tree
+from stamp_core.engine.worker import Worker
 from stamp_core.methods.base.registry import method_names
 from stamp_core.results.records import SCORINGS
 

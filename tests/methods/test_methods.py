@@ -16,9 +16,9 @@ from torch import nn
 from stamp_core.client.runtime import RoundId
 from stamp_core.config.schema import Network, Split
 from stamp_core.data.plan import Plan, Task
-from stamp_core.engine.executor import ClientResult, Worker
 from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.trees import Store
+from stamp_core.engine.worker import ClientResult, Worker
 from stamp_core.methods.base import registry
 from stamp_core.methods.base.method import ClientRound, Log, State
 from stamp_core.models import networks as models

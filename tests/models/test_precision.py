@@ -194,7 +194,7 @@ def test_dropout_is_the_same_when_a_micro_batch_is_computed_again() -> None:
 SCRIPT = """
 import torch
 from stamp_core.config.schema import Network
-from stamp_core.engine.executor import peak_memory
+from stamp_core.engine.worker import peak_memory
 from stamp_core.models.networks import build_network
 torch.set_num_threads(1)
 images = torch.randn(64, 3, 48, 48)
