@@ -95,7 +95,8 @@ def _run_kernel(command: list[str], environment: dict[str, str], folder: str) ->
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    options = ["--log-level=ERROR", f"--IPKernelApp.parent_handle={os.getppid()}"]
+    # At ERROR a kernel that is told to end says that it was interrupted; papermill reports errors.
+    options = ["--log-level=CRITICAL", f"--IPKernelApp.parent_handle={os.getppid()}"]
     IPKernelApp.launch_instance(argv=[*command[command.index("-f") :], *options])
 
 
