@@ -149,7 +149,9 @@ def tune(
         if each.sweep
     ]
     elsewhere = set() if profile == DEFAULT else default_candidates(tuning)
-    write_tuning(records, tried, ROOT / FOLDERS[profile], known, elsewhere)
+    write_tuning(
+        records, tried, parse_seeds(tuning.seeds), ROOT / FOLDERS[profile], known, elsewhere
+    )
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def write_pages(folder: Path) -> None:
             records = made_records.candidates(methods)
             runs = [(*each.sweep, *each.run[:2]) for each in records]
             tried = [(kind, method, value, at) for kind, value, at, method in dict.fromkeys(runs)]
-            tables.write_tuning(records, tried, folder, known)
+            tables.write_tuning(records, tried, [0, 1], folder, known)
         privacy = made_records.noisy(), *made_records.projected(), made_records.SPENT
         tables.write_privacy(*privacy, made_records.inverted(), folder)
         page.write_parts(folder / "matching.md", [page.markdown(tables.matching_table(compared))])

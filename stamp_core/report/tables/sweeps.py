@@ -281,6 +281,7 @@ def tuning_frame(records: Sequence[Record], tried: Sequence[Tried]) -> pd.DataFr
 def write_tuning(
     records: Sequence[Record],
     tried: Sequence[Tried],
+    seeds: Sequence[int],
     folder: Path,
     known: Collection[tuple[str, str]],
     elsewhere: Collection[tuple[str, str]] = (),
@@ -299,12 +300,16 @@ def write_tuning(
         stay = earlier[[key in known and key not in new for key in keys]]
         frame = pd.concat([stay, frame], ignore_index=True)
     shown = _as_text(frame)
-    seeds = ", ".join(map(str, sorted({record.run[2] for record in records}))) or DASH
     tuned, explored = (shown[shown.kind == kind].drop(columns="kind") for kind in KINDS)
     if elsewhere:
         pairs = zip(tuned.method, tuned.candidate, strict=True)
         tuned["on drawn images"] = ["yes" if pair in elsewhere else "" for pair in pairs]
-    parts = ["# Tuning", page.definitions("Tuning"), f"Seeds: {seeds}.", page.markdown(tuned)]
+    parts = [
+        "# Tuning",
+        page.definitions("Tuning"),
+        f"Seeds: {', '.join(map(str, seeds))}.",
+        page.markdown(tuned),
+    ]
     if len(explored):
         parts += ["## Explored", page.definitions("Explored")]
         parts += [page.markdown(explored.drop(columns="chosen"))]
