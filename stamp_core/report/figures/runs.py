@@ -163,7 +163,10 @@ def _draw_matrices(axes: Sequence[Axes], methods: Sequence[pd.DataFrame]) -> Non
     for axis, own in zip(axes, methods, strict=False):
         mean = 100 * np.mean([*own.matrix], axis=0)
         numbers = range(1, len(mean) + 1)
-        options = {**_HEAT, "annot": len(mean) <= _ANNOTATED, "annot_kws": {"fontsize": 6}}
+        few = len(mean) <= _ANNOTATED
+        ticks = True if few else "auto"  # seaborn thins them by their size before it is lowered
+        options = {**_HEAT, "annot": few, "annot_kws": {"fontsize": 6}}
+        options |= {"xticklabels": ticks, "yticklabels": ticks}
         style.draw_table(axis, pd.DataFrame(mean, numbers, numbers), **options)
         axis.tick_params(labelsize=6, pad=1)
         axis.set_facecolor("0.7")

@@ -70,8 +70,8 @@ _PLACES = {method: place for place, method in enumerate(_OTHERS.split())}
 # Dark colours that no highlighted method has, for those that are drawn as lines beside them.
 _DARK = ("#332288", "#882255", "#999933", "#661100")
 _OWN_COLOURS = dict(zip(("stamp_code", "keep_all", "gradma", "stamp_mean"), _DARK, strict=True))
-# On no figure beside stamp_code and keep_all.
-_OWN_COLOURS |= {"feddbe": _DARK[0], "sam_tam_pcs": _DARK[1]}
+# On no figure beside stamp_code, keep_all and gradma.
+_OWN_COLOURS |= {"feddbe": _DARK[0], "sam_tam_pcs": _DARK[1], "mean_pcs": _DARK[2]}
 _PLAIN = "0.45"  # of methods that their row names, so that no colour stands for two of them
 
 
