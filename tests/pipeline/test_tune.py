@@ -202,4 +202,4 @@ def test_methods_that_keep_images_keep_as_many_on_photographs(setting: str) -> N
         if per_class or total:  # without a memory, or with all past images, as stamp_code
             assert (per_class, total) in ((20, 0), (0, every)), method
             kept.add(method)
-    assert {"replay", "stamp", "gem", "glfc", "refed"} <= kept
+    assert {"replay", "stamp", "glfc"} <= kept
