@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -131,9 +131,14 @@ def load_runs(runs: Iterable[tuple[str, str, str]], profile: str) -> list[Record
     """The records of settings with methods and seeds; missing ones as in `load_grid`."""
     params = read_params(profile)
     records: list[Record] = []
+    plans = dict[tuple[str, str], dict[int, Plan]]()  # read once for all methods of a setting
     for setting, method, seeds in runs:
         experiment = load_experiment(setting, method, params)
-        loaded = load_records(experiment, seeds, profile, outdated=profile != QUICK)
+        if (setting, seeds) not in plans:
+            chosen = experiment.setting, experiment.dataset(), seeds, profile
+            plans[setting, seeds] = load_plans(*chosen)
+        own = plans[setting, seeds]
+        loaded = load_records(experiment, seeds, profile, profile != QUICK, own)
         if not loaded and profile == DEFAULT:
             name = f"{experiment.name}-{seeds}"
             raise ParameterError(f"no records of {name}; make them with `make repro`")
@@ -159,14 +164,20 @@ def load_sound_record(folder: Path) -> Record | None:
 
 
 def load_records(
-    experiment: Experiment, seeds: str, profile: str, outdated: bool = True
+    experiment: Experiment,
+    seeds: str,
+    profile: str,
+    outdated: bool = True,
+    plans: Mapping[int, Plan] | None = None,
 ) -> list[Record]:
     """The records of an experiment; none if one is missing or damaged, but for diverged seeds.
 
     Records of other code or parameters cause a warning, or count as missing if not `outdated`.
+    `plans` are those of the seeds; without them they are read.
     """
     folder = run_folder(experiment, seeds, profile)
-    plans = load_plans(experiment.setting, experiment.dataset(), seeds, profile)
+    if plans is None:
+        plans = load_plans(experiment.setting, experiment.dataset(), seeds, profile)
     found = {seed: load_sound_record(folder / str(seed)) for seed in plans}
     records = [record for record in found.values() if record]
     diverged = {int(seed) for record in records for seed in record.about.get("diverged", {})}
