@@ -1,5 +1,6 @@
 """Tuning: as many candidates for every method, on seeds that no other table shows."""
 
+import shutil
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +10,11 @@ import pandas as pd
 import pytest
 
 from stamp_core.config.decode import ParameterError
-from stamp_core.config.params import at_setting, read_params, read_setting
+from stamp_core.config.params import at_setting, parse_seeds, read_params, read_setting
 from stamp_core.core.paths import ROOT
 from stamp_core.methods.base.registry import override, resolve_preset
 from stamp_core.pipeline import tune
+from stamp_core.report.tables.sweeps import KINDS, write_tuning
 from stamp_core.report.text import DASH
 
 TUNING: dict[str, Any] = {
@@ -186,6 +188,17 @@ def test_presets_have_the_chosen_values(profile: str) -> None:
                 resolve_preset(method, each) for each in (params, override(params, method, values))
             )
             assert found == right, (method, setting)
+
+
+@pytest.mark.parametrize("profile", tune.FILES)
+def test_the_page_of_tuning_is_what_its_file_makes(profile: str, tmp_path: Path) -> None:
+    tuning, folder = tune.read_tuning(profile), ROOT / tune.FOLDERS[profile]
+    shutil.copy(folder / "tuning.csv", tmp_path)
+    known = {(kind, method) for kind in KINDS for method in tuning.methods(kind)}
+    elsewhere = tune.default_candidates(tuning) if profile != "default" else set()
+    write_tuning([], [], parse_seeds(tuning.seeds), tmp_path, known, elsewhere)
+    for name in ("tuning.csv", "tuning.md"):
+        assert (tmp_path / name).read_text() == (folder / name).read_text(), name
 
 
 @pytest.mark.parametrize("setting", ["cifar100_c2_small", "cifar100_c20_small"])

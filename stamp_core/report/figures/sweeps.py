@@ -41,7 +41,8 @@ def coresets(records: Sequence[Record]) -> Figure:
     rules = [*(-centred).groupby(most.selection).mean().sort_values(kind="stable").index]
     rules += [rule for rule in limited.selection.unique() if rule not in rules]
     numbers = sorted(limited.exemplars.unique(), reverse=True)
-    figure, panels = style.setting_panels(rows, 0.36 * len(rules) + 1.2, "", sharey=True)
+    height = max(0.36, 0.12 * len(numbers)) * len(rules) + 1.2
+    figure, panels = style.setting_panels(rows, height, "", sharey=True)
     for axis, title, part in panels:
         for name, own in frames.reference_memories(part).items():
             title += f"\n{name}: {own.accuracy.mean():.1f} %" if len(own) else ""
@@ -58,8 +59,9 @@ def _draw_rules(
     axis: Axes, rows: pd.DataFrame, rules: Sequence[str], numbers: Sequence[int]
 ) -> None:
     """A row per rule, in it a line per number of exemplars: seeds and their mean."""
+    step = 0.6 / max(2, len(numbers) - 1)  # so that a row's lines stay apart from the next row's
     for line, number in enumerate(numbers):
-        shift = 0.3 * (line - (len(numbers) - 1) / 2)
+        shift = step * (line - (len(numbers) - 1) / 2)
         colour, marker = style.COLOURS[line % 8], "oDs^"[line % 4]
         own = rows[rows.exemplars == number]
         places = own.selection.map(rules.index) + shift

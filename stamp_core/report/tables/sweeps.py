@@ -292,7 +292,7 @@ def write_tuning(
     which none was tried stay as they are in an earlier tuning.csv. `elsewhere` are methods with
     their candidates that are chosen on drawn images.
     """
-    frame = tuning_frame(records, tried)
+    frame = tuning_frame(records, tried).round(4)  # as the file keeps them
     if (folder / "tuning.csv").exists():
         earlier = pd.read_csv(folder / "tuning.csv")
         keys = list(zip(earlier.kind, earlier.method, strict=True))
@@ -315,7 +315,7 @@ def write_tuning(
         parts += [page.markdown(explored.drop(columns="chosen"))]
     return [
         page.write_parts(folder / "tuning.md", parts),
-        page.write_parts(folder / "tuning.csv", [frame.round(4).to_csv(index=False)]),
+        page.write_parts(folder / "tuning.csv", [frame.to_csv(index=False)]),
     ]
 
 
