@@ -227,3 +227,23 @@ def test_accuracies_by_parameter_are_those_of_their_page() -> None:
     for label, cells in rows:
         pairs = re.findall(r"(\d+\.\d ± \d+\.\d) \((.+?)\)", cells)
         assert {value: text for text, value in pairs} == found[label.lower()], label
+
+
+def rows_after(text: str, title: str) -> dict[str, list[float]]:
+    """Of the first table after `title` all numbers with a decimal, by the name of their row."""
+    lines = text.split(title, 1)[1].split("\n\n")[1 if title.endswith(":") else 0].split("\n")
+    cells = [line.strip("| ").split(" | ", 1) for line in lines if line.startswith("| ")]
+    return {name: [number(each) for each in re.findall(NUMBER, rest)] for name, rest in cells}
+
+
+def test_selection_rules_on_photographs_are_those_of_their_page() -> None:
+    page = (ROOT / "figures/cifar100/coresets/coresets.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/results.md").read_text(encoding="utf-8").split("(exemplars)=")[1]
+    heads = {
+        "| selection |": "| selection |",
+        "| difference from random |": "Difference from random:",
+    }
+    for shown, title in heads.items():
+        found, right = rows_after(text, shown), rows_after(page, title)
+        right = {name: numbers for name, numbers in right.items() if numbers}
+        assert found == right and len(found) > 5, shown

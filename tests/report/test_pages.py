@@ -5,7 +5,7 @@ from pathlib import Path
 import made_records
 import pytest
 
-from stamp_core.report import tables
+from stamp_core.report import frames, tables
 from stamp_core.report.tables import page
 from stamp_core.report.text import DASH
 
@@ -84,6 +84,14 @@ def test_without_records_the_papers_page_has_its_numbers_alone(tmp_path: Path) -
     assert "Settings without a printed table" not in text and "nan" not in text.lower()
     row = ["fedavg", DASH, DASH, "31.7 ± 1.7", DASH, DASH, "25.2 ± 1.3", DASH, DASH, DASH]
     assert f"| {' | '.join(row)} |" in text
+
+
+def test_a_row_says_of_how_many_seeds_its_numbers_are() -> None:
+    few, more = (0.5,), (0.5, 0.6, 0.7)
+    rules = [*made_records.selected("uniform", 5, more), *made_records.selected("uniform", 2, few)]
+    rows = frames.coreset_frame([*made_records.selected(None, 0, more), *rules])
+    table = tables.coreset_accuracies(rows).set_index("selection")
+    assert table.n.to_dict() == {"no memory": "3", "random": "1 to 3"}
 
 
 if __name__ == "__main__":

@@ -106,7 +106,8 @@ def accuracy_table(rows: pd.DataFrame, keys: Sequence[str], by: str, heading: st
     """The keys, n, and accuracy at each value of `by`, as text: one row per first key."""
     table = []
     for _, group in rows.groupby(keys[0], sort=False):
-        labels = {key: group[key].iloc[0] for key in keys} | {"n": str(group.seed.nunique())}
+        counts = count_range(group.groupby(by).seed.nunique())
+        labels = {key: group[key].iloc[0] for key in keys} | {"n": counts}
         for value in sorted(rows[by].unique()):
             labels[heading.format(value)] = mean_std(group[group[by] == value].main_accuracy)
         table.append(labels)
