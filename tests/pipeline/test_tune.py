@@ -201,6 +201,19 @@ def test_the_page_of_tuning_is_what_its_file_makes(profile: str, tmp_path: Path)
         assert (tmp_path / name).read_text() == (folder / name).read_text(), name
 
 
+def test_options_of_csrel_on_photographs_are_the_best_that_were_explored() -> None:
+    table = pd.read_csv(ROOT / tune.FOLDERS["cifar100"] / "tuning.csv")
+    rows = table[table.method == "keep_csrel"].set_index("candidate")["mean"]
+    explored = tune.read_tuning("cifar100").explored["keep_csrel"]
+    best = max(explored, key=lambda values: rows[tune.candidate_name(values)])
+    params = read_params("cifar100")
+    chosen, again = (
+        resolve_preset("keep_csrel", each)
+        for each in (params, override(params, "keep_csrel", best))
+    )
+    assert chosen == again and len(rows) == len(explored) == 3
+
+
 @pytest.mark.parametrize("setting", ["cifar100_c2_small", "cifar100_c20_small"])
 def test_methods_that_keep_images_keep_as_many_on_photographs(setting: str) -> None:
     """Twenty of each class, or as many for all classes of a client together."""
