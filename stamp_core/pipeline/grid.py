@@ -7,15 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from stamp_core.config.decode import ParameterError
-from stamp_core.config.params import (
-    DEFAULT,
-    PAPER,
-    QUICK,
-    STUDIES,
-    expand_grid,
-    parse_seeds,
-    read_params,
-)
+from stamp_core.config.params import DEFAULT, QUICK, STUDIES, expand_grid, parse_seeds, read_params
 from stamp_core.config.schema import Setting
 from stamp_core.core.atomic import atomic_write, quarantine
 from stamp_core.core.devices import resolve_device
@@ -138,7 +130,7 @@ def load_runs(runs: Iterable[tuple[str, str, str]], profile: str) -> list[Record
             chosen = experiment.setting, experiment.dataset(), seeds, profile
             plans[setting, seeds] = load_plans(*chosen)
         own = plans[setting, seeds]
-        loaded = load_records(experiment, seeds, profile, profile != QUICK, own)
+        loaded = load_planned(experiment, own, seeds, profile, outdated=profile != QUICK)
         if not loaded and profile == DEFAULT:
             name = f"{experiment.name}-{seeds}"
             raise ParameterError(f"no records of {name}; make them with `make repro`")
@@ -164,34 +156,48 @@ def load_sound_record(folder: Path) -> Record | None:
 
 
 def load_records(
-    experiment: Experiment,
-    seeds: str,
-    profile: str,
-    outdated: bool = True,
-    plans: Mapping[int, Plan] | None = None,
+    experiment: Experiment, seeds: str, profile: str, outdated: bool = True
 ) -> list[Record]:
     """The records of an experiment; none if one is missing or damaged, but for diverged seeds.
 
     Records of other code or parameters cause a warning, or count as missing if not `outdated`.
-    `plans` are those of the seeds; without them they are read.
     """
+    plans = load_plans(experiment.setting, experiment.dataset(), seeds, profile)
+    return load_planned(experiment, plans, seeds, profile, outdated)
+
+
+def load_planned(
+    experiment: Experiment, plans: Mapping[int, Plan], seeds: str, profile: str, outdated: bool
+) -> list[Record]:
+    """`load_records` of seeds whose plans are at hand."""
     folder = run_folder(experiment, seeds, profile)
-    if plans is None:
-        plans = load_plans(experiment.setting, experiment.dataset(), seeds, profile)
-    found = {seed: load_sound_record(folder / str(seed)) for seed in plans}
+    records = complete_records(folder, plans)
+    changes = changed_parts(experiment, plans, records)
+    if changes and not outdated:
+        return []
+    if changes:
+        command = f"make {'repro' if profile == DEFAULT else profile}"
+        made = f"{folder.name} was made with other {', '.join(sorted(changes))}"
+        warnings.warn(f"{made}: run `{command}`", stacklevel=2)
+    return records
+
+
+def complete_records(folder: Path, seeds: Iterable[int]) -> list[Record]:
+    """The records of some seeds; none if one is missing or damaged that did not diverge."""
+    found = {seed: load_sound_record(folder / str(seed)) for seed in seeds}
     records = [record for record in found.values() if record]
     diverged = {int(seed) for record in records for seed in record.about.get("diverged", {})}
-    if any(record is None and seed not in diverged for seed, record in found.items()):
-        return []
+    missing = {seed for seed, record in found.items() if record is None}
+    return records if missing <= diverged else []
+
+
+def changed_parts(
+    experiment: Experiment, plans: Mapping[int, Plan], records: Iterable[Record]
+) -> set[str]:
+    """The parts of an experiment's identity that are not those of its records."""
     changes = set[str]()
     for record in records:
         now = experiment.identity(plans[record.about["seed"]], resolve_device("auto"))
         then = record.about["identity"]
         changes |= {key for key in now if key not in NOT_COMPARED and then.get(key) != now[key]}
-    if changes and not outdated:
-        return []
-    if changes:
-        parts = ", ".join(sorted(changes))
-        command = "make paper" if profile == PAPER else "dvc repro"
-        warnings.warn(f"{folder.name} was made with other {parts}: run `{command}`", stacklevel=2)
-    return records
+    return changes

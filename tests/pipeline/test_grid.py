@@ -24,8 +24,11 @@ def test_outdated_records_are_named_or_count_as_missing(params: dict[str, Any]) 
     params["settings"]["tiny"]["training"]["lr"] = 0.05
     other = load_experiment("tiny", "fedavg", params)
     assert grid.load_records(other, "0to1", "default", outdated=False) == []
-    with pytest.warns(UserWarning, match=r"tiny-fedavg-0to1 was made with other parameters: run"):
-        assert len(grid.load_records(other, "0to1", "default")) == 2
+    for profile, command in (("default", "make repro"), ("cifar100", "make cifar100")):
+        text = f"tiny-fedavg-0to1 was made with other parameters: run `{command}`"
+        grid.train_and_save(experiment, "0to1", profile, device="cpu")
+        with pytest.warns(UserWarning, match=f"^{text}$"):
+            assert len(grid.load_records(other, "0to1", profile)) == 2
     shutil.rmtree(grid.run_folder(experiment, "0to1", "default") / "1")
     assert grid.load_records(experiment, "0to1", "default") == []  # one seed is missing
 
