@@ -175,6 +175,22 @@ def test_the_seeds_that_tested_the_parts_of_stamp_are_those_after_the_first_six(
     assert [*map(number, shown)] == [round(found[key], 1) for key in ("mean", "low", "high")]
 
 
+def test_differences_of_gaps_are_those_of_the_records() -> None:
+    text = re.sub(r"\s+", " ", (ROOT / "docs/results.md").read_text(encoding="utf-8"))
+    pattern = r"gap of `(\w+)` is (\d.{,40}) than that of `(\w+)` on (\w+)"
+    claims = re.findall(pattern, text)
+    assert len(claims) == 2
+    for one, shown, other, setting in claims:
+        rows = pd.read_csv(ROOT / "figures/cifar100" / setting / "accuracy.csv")
+        last = rows[(rows.experience == rows.experience.max()) & (rows.model == "global")]
+        gaps = {name: 100 * part.set_index("seed").gap for name, part in last.groupby("method")}
+        found = metrics.paired_difference(gaps[one].to_dict(), gaps[other].to_dict())
+        word = "larger" if found["mean"] > 0 else "smaller"
+        low, high = sorted(abs(found[key]) for key in ("low", "high"))
+        assert found["low"] * found["high"] > 0, (one, other)
+        assert shown == f"{abs(found['mean']):.1f} points ({low:.1f} to {high:.1f}) {word}"
+
+
 @pytest.mark.parametrize("page", PAGES[:2])
 def test_the_papers_order_is_compared_as_the_pages_say(page: str) -> None:
     """By the global models, and by personal ones where a method has them."""
