@@ -29,7 +29,7 @@ from stamp_core.methods.base.registry import override, resolve_preset
 from stamp_core.pipeline.grid import load_records, train_and_save
 from stamp_core.pipeline.sweeps import light_experiment
 from stamp_core.report.frames import CHOOSING
-from stamp_core.report.tables.sweeps import KINDS, write_tuning
+from stamp_core.report.tables.sweeps import ALL, KINDS, write_tuning
 from stamp_core.results.records import Record
 
 FILES = {DEFAULT: "params/tuning.yaml", CIFAR100: "params/tuning_cifar100.yaml"}
@@ -125,7 +125,7 @@ def tune(
     """Train what is missing, and write tuning.md and tuning.csv.
 
     With `only` some methods are tuned, and the results of the others stay. With `setting` they are
-    tuned for this setting alone.
+    tuned for this setting alone, and what they were tuned for another one stays.
     """
     tuning = read_tuning(profile)
     records: list[Record] = []
@@ -150,7 +150,13 @@ def tune(
     ]
     elsewhere = set() if profile == DEFAULT else default_candidates(tuning)
     write_tuning(
-        records, tried, parse_seeds(tuning.seeds), ROOT / FOLDERS[profile], known, elsewhere
+        records,
+        tried,
+        parse_seeds(tuning.seeds),
+        ROOT / FOLDERS[profile],
+        known,
+        elsewhere,
+        setting or ALL,
     )
 
 

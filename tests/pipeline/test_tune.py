@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from pandas.testing import assert_frame_equal
 
 from stamp_core.config.decode import ParameterError
 from stamp_core.config.params import at_setting, parse_seeds, read_params, read_setting
@@ -113,19 +114,40 @@ def test_one_method_is_tuned_and_the_results_of_the_others_stay(
 def test_a_method_is_tuned_for_one_setting_alone(
     params: dict[str, Any], tuning: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The table has no value for the other, and the best there is chosen."""
+    """The table has no value for the other, and the best there is chosen; then for the other."""
     params["settings"]["other"] = deepcopy(params["settings"]["tiny"])
     tuning["setting"] = ["tiny", "other"]
+    file = tmp_path / "figures" / "tuning.csv"
     tune.tune(jobs=1)
+    together = pd.read_csv(file)
     tune.tune(jobs=1, only=["near"], setting="other")
-    table = pd.read_csv(tmp_path / "figures" / "tuning.csv")
-    near = table[table.method == "near"]
-    assert near.tiny.isna().all() and table[table.method == "kept"].tiny.notna().any()
+    table = pd.read_csv(file)
+    near, kept = (table[table.method == method] for method in ("near", "kept"))
+    assert near.tiny.isna().all() and kept.tiny.notna().any()
     assert near.chosen.tolist() == (near.other == near.other.max()).tolist()
-    lines = (tmp_path / "figures" / "tuning.md").read_text().split("\n")
-    assert all(f" | {DASH} | " in line for line in lines if line.startswith("| near |"))
+    assert all(f" | {DASH} | " in line for line in page_lines(tmp_path, "near"))
+    tune.tune(jobs=1, only=["near"], setting="tiny")
+    alone = pd.read_csv(file)
+    alone = alone[alone.method == "near"]
+    assert alone.setting.tolist() == ["other"] * 2 + ["tiny"] * 2
+    assert alone[alone.setting == "other"].equals(near.set_index(alone.index[:2]))
+    best = [f"| {DASH} | other, tiny |" in line for line in page_lines(tmp_path, "near")]
+    assert best == near.chosen.tolist()  # both settings are the same
+    tune.tune(jobs=1, only=["near"])  # together again: the rows for one setting go
+    assert_frame_equal(sorted_rows(pd.read_csv(file)), sorted_rows(together))
     with pytest.raises(ParameterError, match="setting 'tniy' is unknown; did you mean 'tiny'"):
         tune.tune(jobs=1, setting="tniy")
+
+
+def page_lines(folder: Path, method: str) -> list[str]:
+    """The lines of a method in tuning.md."""
+    lines = (folder / "figures" / "tuning.md").read_text().split("\n")
+    return [line for line in lines if line.startswith(f"| {method} |")]
+
+
+def sorted_rows(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of tuning.csv in an order of their own."""
+    return table.sort_values(["kind", "method", "candidate"], ignore_index=True)
 
 
 def test_the_candidate_that_is_chosen_on_drawn_images_is_marked(
@@ -172,7 +194,7 @@ def test_presets_have_the_chosen_values(profile: str) -> None:
     """Those of tuning.csv, which `make tune` writes; on the settings that it was tuned on."""
     tuning = tune.read_tuning(profile)
     table = pd.read_csv(ROOT / tune.FOLDERS[profile] / "tuning.csv")
-    chosen = table[table.chosen].drop_duplicates("method")
+    chosen = table[table.chosen].drop_duplicates(["method", "setting"])
     if profile == "default":  # on photographs not all are tuned yet
         assert set(chosen.method) == set(tuning.candidates)
     for row in chosen.to_dict("records"):

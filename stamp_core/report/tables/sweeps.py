@@ -257,13 +257,17 @@ def write_related(records: Mapping[str, Sequence[Record]], folder: Path) -> Path
 # --- tuning
 
 KINDS = ("tuning", "explored")
+ALL = "all"  # settings together
 Tried = tuple[str, str, str, str]  # kind, method, candidate, setting
 
 
-def tuning_frame(records: Sequence[Record], tried: Sequence[Tried]) -> pd.DataFrame:
+def tuning_frame(
+    records: Sequence[Record], tried: Sequence[Tried], setting: str = ALL
+) -> pd.DataFrame:
     """One row a method and candidate: mean accuracy by setting, over settings, and if it is best.
 
-    The accuracy is that of the personal models where there are any, and undefined without records.
+    `setting` is what the candidates were tuned for: one, or all together. The accuracy is that of
+    the personal models where there are any, and undefined without records.
     """
     keys = ["kind", "method", "candidate", "setting"]
     rows = pd.DataFrame(columns=[*keys, "score"])  # if every candidate diverges
@@ -275,6 +279,7 @@ def tuning_frame(records: Sequence[Record], tried: Sequence[Tried]) -> pd.DataFr
     table["mean"] = table.mean(axis=1, skipna=False)  # a setting on which it diverges counts
     best = table["mean"].groupby(["kind", "method"]).transform("max")
     table = table.assign(chosen=table["mean"] == best).reset_index()
+    table.insert(2, "setting", setting)
     return table.assign(chosen=table.chosen & (table.kind == "tuning"))
 
 
@@ -285,19 +290,19 @@ def write_tuning(
     folder: Path,
     known: Collection[tuple[str, str]],
     elsewhere: Collection[tuple[str, str]] = (),
+    setting: str = ALL,
 ) -> list[Path]:
     """The files written: tuning.md to read, tuning.csv for the test of the presets.
 
     A candidate that was `tried` and has no records diverged. Rows of `known` kinds and methods of
-    which none was tried stay as they are in an earlier tuning.csv. `elsewhere` are methods with
-    their candidates that are chosen on drawn images.
+    which none was tried stay as they are in an earlier tuning.csv, and so do those of a method that
+    were tuned for another `setting`. `elsewhere` are methods with their candidates that are chosen
+    on drawn images.
     """
-    frame = tuning_frame(records, tried).round(4)  # as the file keeps them
+    frame = tuning_frame(records, tried, setting).round(4)  # as the file keeps them
     if (folder / "tuning.csv").exists():
         earlier = pd.read_csv(folder / "tuning.csv")
-        keys = list(zip(earlier.kind, earlier.method, strict=True))
-        new = set(zip(frame.kind, frame.method, strict=True))
-        stay = earlier[[key in known and key not in new for key in keys]]
+        stay = _staying_rows(earlier, frame, known, setting)
         frame = pd.concat([stay, frame], ignore_index=True)
     shown = _as_text(frame)
     tuned, explored = (shown[shown.kind == kind].drop(columns="kind") for kind in KINDS)
@@ -319,12 +324,33 @@ def write_tuning(
     ]
 
 
+def _staying_rows(
+    earlier: pd.DataFrame, new: pd.DataFrame, known: Collection[tuple[str, str]], setting: str
+) -> pd.DataFrame:
+    """The rows of `known` kinds and methods that were not tuned again, or for another setting."""
+    keys, again = (pd.MultiIndex.from_frame(frame[["kind", "method"]]) for frame in (earlier, new))
+    replaced = keys.isin(again)
+    if setting != ALL:
+        replaced &= earlier.setting.isin([setting, ALL])
+    return earlier[keys.isin(list(known)) & ~replaced]
+
+
 def _as_text(frame: pd.DataFrame) -> pd.DataFrame:
-    """A tuning frame as a page shows it; a dash where a method was not tuned on a setting."""
-    shown = frame.assign(chosen=["yes" if chosen else "" for chosen in frame.chosen])
-    undefined = frame["mean"].isna()
-    for name in frame.columns[3:-1]:
-        tuned = frame[name].notna().groupby([frame.kind, frame.method]).transform("any")
+    """A tuning frame as a page shows it, one row a candidate.
+
+    A dash where a method was not tuned on a setting, and for the mean where it was tuned for each.
+    """
+    alone = frame.setting != ALL
+    shown = frame.assign(chosen=frame.setting.where(alone, "yes").where(frame.chosen, ""))
+    for name in frame.columns[4:-1]:
         shown[name] = [mean_std([value]) for value in frame[name]]
-        shown.loc[undefined & frame[name].isna() & (tuned | (name == "mean")), name] = "diverges"
-    return shown
+        tuned = frame.setting.isin([ALL, name]) | (name == "mean")
+        shown.loc[frame["mean"].isna() & frame[name].isna() & tuned, name] = "diverges"
+    shown.loc[alone, "mean"] = DASH
+    texts = shown.drop(columns="setting").groupby(["kind", "method", "candidate"], sort=False)
+    return texts.agg(_joined).reset_index()
+
+
+def _joined(cells: pd.Series) -> str:
+    """The cells of a candidate that was tuned for several settings, one at a time."""
+    return ", ".join(cell for cell in cells if cell not in ("", DASH)) or cells.iloc[0]
