@@ -1,16 +1,18 @@
 """Upper bound: joint training of one learner on the images of all clients and tasks."""
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from stamp_core.client.batches import Batch
 from stamp_core.config.decode import require
 from stamp_core.config.schema import Training
 from stamp_core.data.plan import Plan
-from stamp_core.methods.base.method import FedAvgParams, Method, State
+from stamp_core.methods.base.method import ClientRound, FedAvgParams, Method, State
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,8 @@ class JointParams(FedAvgParams):
     """The learner's own batch and step; None: the setting's.
 
     A federated step averages the batches of all clients. On one client's batch alone the learner
-    can end in its own noise, below methods that it is to bound.
+    can end in its own noise, below methods that it is to bound; so it can after a last batch of a
+    few images, which a learner with a batch of its own leaves out.
     """
 
     batch_size: int | None = None
@@ -55,6 +58,14 @@ class Joint(Method):
         parts = [plan.train_indices(self.runtime.dataset, *pair) for pair in pairs]
         union: Tensor = torch.cat(parts).unique()
         return union
+
+    def batches(self, client_round: ClientRound, context: Any) -> Iterator[Batch]:
+        """The epochs, of full batches only if their size is the learner's own."""
+        batches = super().batches(client_round, context)
+        size = self.params.batch_size
+        if size is None or len(client_round.indices) < size:
+            return batches
+        return (batch for batch in batches if len(batch) == size)
 
     def shares_buffers(self) -> bool:
         """Whether buffers are sent: also local ones, as the learner is client and server in one."""

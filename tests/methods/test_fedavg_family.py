@@ -58,13 +58,26 @@ def test_whole_runs_are_those_of_the_reference(
 
 
 def test_joint_training_with_its_own_batch_and_step_is_that_of_a_setting_with_them() -> None:
+    """Here a third of all images, so that every batch is full."""
     params = read_params("quick")
     other = deepcopy(params)
-    params["methods"]["joint"] = {"batch_size": 40, "lr": 0.2}
-    other["settings"]["tiny"]["training"] |= {"batch_size": 40, "lr": 0.2}
+    params["methods"]["joint"] = {"batch_size": 449, "lr": 0.2}
+    other["settings"]["tiny"]["training"] |= {"batch_size": 449, "lr": 0.2}
     own, same = (load_experiment("tiny", "joint", each) for each in (params, other))
     assert load_experiment("tiny", "fedavg", params).setting.training != own.setting.training
-    small.assert_same_weights(run(own), run(same))
+    small.assert_same_weights(record := run(own), run(same))
+    assert record.history[0]["images"] == 3 * 449
+
+
+@pytest.mark.parametrize(("size", "steps", "images"), [(40, 33, 1320), (2000, 1, 1347)])
+def test_joint_training_leaves_out_a_batch_that_is_not_full(
+    size: int, steps: int, images: int
+) -> None:
+    """Of 1347 images with a batch of its own, unless that is larger than all of them."""
+    params = read_params("quick")
+    params["methods"]["joint"] = {"batch_size": size}
+    for entry in run(load_experiment("tiny", "joint", params)).history:
+        assert (entry["sgd_steps"], entry["images"]) == (steps, images)
 
 
 @pytest.mark.parametrize("bad", [{"batch_size": 0}, {"lr": 0.0}])
