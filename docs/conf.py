@@ -42,6 +42,7 @@ EXECUTED = {
     "10_studies": ("studies",),
     "11_inversion": ("privacy-attack-0",),
     "12_privacy": ("privacy",),
+    "13_normalisation": ("cifar100-normalisation",),
 }
 
 

@@ -48,7 +48,7 @@ COMPARED = (PAPER, CIFAR100, PROTOCOLS)  # profiles with a page for each setting
 MORE = {PRIVACY: tuple(f"attack@{client}" for client in range(6))}
 LAST = {
     PAPER: ("tables",),
-    CIFAR100: ("heterogeneity", "coresets", "ablation", "analyses"),
+    CIFAR100: ("heterogeneity", "normalisation", "coresets", "ablation", "analyses"),
     PRIVACY: ("privacy",),
     STUDIES: ("drawn", "studies"),
 }

@@ -37,6 +37,7 @@ SweptFigure = Literal[
     "sensitivity",
     "coresets",
     "heterogeneity",
+    "normalisation",
     "overlap",
     "protection",
     "returning",

@@ -259,6 +259,19 @@ def heterogeneous() -> list[Record]:
     return records + swept("a", 1.0, "local", (0.1, 0.1), personal_only=True, **other)
 
 
+def normalised() -> list[Record]:
+    """Three methods without and with normalisation, which changes the order."""
+    means = {
+        ("fedavg", "none"): (0.1, 0.2, 0.3),
+        ("replay", "none"): (0.4, 0.5, 0.6),
+        ("stamp", "none"): (0.5, 0.6, 0.7),
+        ("fedavg", "batch"): (0.2, 0.3, 0.4),
+        ("replay", "batch"): (0.6, 0.7, 0.8),
+        ("stamp", "batch"): (0.5, 0.6, 0.7),
+    }
+    return [r for (method, value), each in means.items() for r in swept("a", value, method, each)]
+
+
 def overlapping() -> list[Record]:
     """Two settings, of which one has half of its classes in common; seeds 0 and 1 choose."""
     records = []

@@ -27,6 +27,7 @@ def write_pages(folder: Path) -> None:
         tables.write_sensitivity(made_records.sensitive(), captions, folder)
         tables.write_coresets(made_records.selections(), folder)
         tables.write_heterogeneity(made_records.heterogeneous(), folder)
+        tables.write_normalisation(made_records.normalised(), folder)
         tables.write_overlap(made_records.overlapping(), folder)
         tables.write_related(made_records.related(), folder)
         tables.write_paper(made_records.printed_runs(), folder)
@@ -52,6 +53,7 @@ NAMES = ("results.md", "accuracy.csv", "summary.json", "ablation.md", "ablation.
 NAMES += (
     "sensitivity.md",
     "heterogeneity.md",
+    "normalisation.md",
     "overlap.md",
     "related.md",
     "paper.md",

@@ -1,5 +1,6 @@
 """Tables from run records, as data frames and as pages in Markdown: results, ablation, sweeps
-(sensitivity, coresets, heterogeneity, related work, tuning), and the paper's beside our runs."""
+(sensitivity, coresets, heterogeneity, normalisation, related work, tuning), and the paper's beside
+our runs."""
 
 from ..frames import coreset_frame, overlap_frame, run_frame
 from .ablation import ablation_findings, ablation_table, write_ablation
@@ -25,11 +26,13 @@ from .sweeps import (
     coreset_differences,
     coreset_findings,
     masks_table,
+    normalisation_findings,
     protection_table,
     related_findings,
     returning_table,
     write_coresets,
     write_heterogeneity,
+    write_normalisation,
     write_related,
     write_sensitivity,
     write_tuning,

@@ -21,7 +21,8 @@ from stamp_core.report.text import DASH, MB, marked, mean_std, significant
 from stamp_core.results.records import Record
 
 _BASES = ("fedavg", "replay")  # that pages compare methods with, where they were run
-_ALPHA_BASES = (*_BASES, "stamp_mean")
+_CONTROLS = (*_BASES, "stamp_mean")
+_ALPHA, _NORM = "α = {:g}", "normalisation {}"  # headings of columns
 _RANDOM = RULES["uniform"]
 
 
@@ -115,22 +116,25 @@ def write_coresets(records: Sequence[Record], folder: Path) -> Path:
     return page.write_page(folder / "coresets.md", "Coresets", records, section)
 
 
-# --- data heterogeneity
+# --- data heterogeneity, normalisation of the network
 
 
 def alpha_accuracies(rows: pd.DataFrame) -> pd.DataFrame:
     """One row a method of one setting, as text: accuracy by α."""
-    return page.accuracy_table(rows, ["method", "model"], "alpha", "α = {:g}")
+    return page.accuracy_table(rows, ["method", "model"], "alpha", _ALPHA)
 
 
 def alpha_differences(rows: pd.DataFrame) -> pd.DataFrame:
     """One row a setting, method and α: its paired difference from fedavg."""
-    return _alpha_differences(rows, _BASES[:1]).drop(columns="base")
+    return _method_differences(rows, "alpha", _BASES[:1]).drop(columns="base")
 
 
-def _alpha_differences(rows: pd.DataFrame, bases: Sequence[str] = _ALPHA_BASES) -> pd.DataFrame:
-    rows = rows.sort_values("alpha", kind="stable")
-    return page.paired_differences(rows, "method", bases, ["setting", "alpha"])
+def _method_differences(
+    rows: pd.DataFrame, by: str, bases: Sequence[str] = _CONTROLS
+) -> pd.DataFrame:
+    """One row a base, setting, method and value of `by`."""
+    rows = rows.sort_values(by, kind="stable")
+    return page.paired_differences(rows, "method", bases, ["setting", by])
 
 
 def alpha_findings(rows: pd.DataFrame) -> str:
@@ -138,12 +142,21 @@ def alpha_findings(rows: pd.DataFrame) -> str:
     least = rows.alpha.min()
     ends = rows[rows.alpha.isin([least, rows.alpha.max()])]
     trend = page.paired_differences(ends, "alpha", [least], ["setting", "method"])
-    heading = "{setting}, accuracy at α = {alpha:g} compared with α = {base:g}"
-    trends = page.difference_findings(trend, "method", ["setting"], heading)
-    heading = "{setting}, accuracy compared with {base} at α = {alpha:g}"
-    pairs = _alpha_differences(rows)
-    others = page.difference_findings(pairs, "method", ["setting", "alpha"], heading)
-    return "\n".join(filter(None, [trends, others]))
+    return _findings_by(trend, _method_differences(rows, "alpha"), "alpha", _ALPHA)
+
+
+def _findings_by(changes: pd.DataFrame, pairs: pd.DataFrame, by: str, heading: str) -> str:
+    """List items: whose accuracy changes with `by`; who is above the controls at each value."""
+    value, base = (heading.replace("{", f"{{{name}") for name in (by, "base"))
+    comparisons = (
+        (changes, f"{{setting}}, accuracy at {value} compared with {base}"),
+        (pairs, f"{{setting}}, accuracy compared with {{base}} at {value}"),
+    )
+    items = (
+        page.difference_findings(each, "method", ["setting", by], text)
+        for each, text in comparisons
+    )
+    return "\n".join(filter(None, items))
 
 
 def write_heterogeneity(records: Sequence[Record], folder: Path) -> Path:
@@ -151,11 +164,36 @@ def write_heterogeneity(records: Sequence[Record], folder: Path) -> Path:
 
     def section(own: Sequence[Record]) -> list[str]:
         rows = run_frame(own)
-        pairs = _alpha_differences(rows)
-        sections = page.difference_sections(pairs, ["method"], "alpha", "α = {:g}")
+        pairs = _method_differences(rows, "alpha")
+        sections = page.difference_sections(pairs, ["method"], "alpha", _ALPHA)
         return [alpha_findings(rows), page.markdown(alpha_accuracies(rows)), *sections]
 
     return page.write_page(folder / "heterogeneity.md", "Data heterogeneity", records, section)
+
+
+def _normalisation_differences(rows: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Of each method from itself at the sweep's first value, and from the controls at each."""
+    changes = page.paired_differences(rows, "value", rows.value[:1], ["setting", "method"])
+    return changes, _method_differences(rows, "value")
+
+
+def normalisation_findings(records: Sequence[Record]) -> str:
+    """List items: whose accuracy normalisation changes; who is above the controls with each."""
+    return _findings_by(*_normalisation_differences(run_frame(records)), "value", _NORM)
+
+
+def write_normalisation(records: Sequence[Record], folder: Path) -> Path:
+    """The file written: normalisation.md; the first value of the sweep is the setting's."""
+
+    def section(own: Sequence[Record]) -> list[str]:
+        rows = run_frame(own)
+        table = page.accuracy_table(rows, ["method", "model"], "value", _NORM)
+        parts = [normalisation_findings(own), page.markdown(table)]
+        for pairs in _normalisation_differences(rows):
+            parts += page.difference_sections(pairs, ["method"], "value", _NORM)
+        return parts
+
+    return page.write_page(folder / "normalisation.md", "Normalisation", records, section)
 
 
 # --- related work
