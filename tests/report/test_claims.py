@@ -253,6 +253,19 @@ def rows_after(text: str, title: str) -> dict[str, list[float]]:
     return {name: [number(each) for each in re.findall(NUMBER, rest)] for name, rest in cells}
 
 
+def test_accuracies_by_normalisation_are_those_of_their_page() -> None:
+    shown = (ROOT / "figures/cifar100/normalisation/normalisation.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/results.md").read_text(encoding="utf-8").split("### Normalisation")[1]
+    accuracies = rows_after(shown, "| method | model |")
+    changes = rows_after(shown, "Difference from none:")
+    rows = rows_after(text, "| method | batch normalisation | none |")
+    assert len(rows) == 4
+    assert rows == {name: accuracies[name] + changes[name] for name in rows}
+    beside = rows_after(shown, "Difference from replay:")["stamp"]
+    sentence = text.split("With either network")[1].split("TARGET")[0]
+    assert [number(each) for each in re.findall(NUMBER, sentence)] == beside
+
+
 def test_selection_rules_on_photographs_are_those_of_their_page() -> None:
     page = (ROOT / "figures/cifar100/coresets/coresets.md").read_text(encoding="utf-8")
     text = (ROOT / "docs/results.md").read_text(encoding="utf-8").split("(exemplars)=")[1]
