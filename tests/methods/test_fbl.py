@@ -225,7 +225,8 @@ def assert_logged(record: Record, naive: FBLReference) -> None:
 @pytest.mark.parametrize(
     "params",
     [
-        {"memory": MEMORY, "relation": 2.0, "leak": 0.3},
+        # at leak 0.3 a pseudo label depends on rounding on some kinds of CPU
+        {"memory": MEMORY, "relation": 2.0, "leak": 0.4},
         {"weights": "old", "relation": 3.0, "leak": 0.5},
         {"memory": MEMORY, "weights": "none", "pseudo": False},
     ],
