@@ -21,6 +21,7 @@ from stamp_core.engine.experiment import Experiment
 from stamp_core.models.networks import build_network
 from stamp_core.results.records import Record
 
+ROUNDING = 1e-12  # a quantile may be a sample's own entropy, computed here in another batch
 MEMORY = {"selection": "uniform", "merge": "reservoir", "exemplars_per_class": 4}
 
 
@@ -142,7 +143,7 @@ class FBLReference(RehearsalReference):
             hidden = np.isin(y, self.background)
             hidden[len(y) - len(past) :] = True
             for n in np.flatnonzero(hidden) if self.params.pseudo else ():
-                sure = entropy[n] <= state["limits"][epoch].get(predicted[n], 0.001)
+                sure = entropy[n] <= state["limits"][epoch].get(predicted[n], 0.001) + ROUNDING
                 y[n] = predicted[n] if sure else -1
             loss = self.loss(visit, logits, q, y)
         loss.backward()
@@ -225,8 +226,7 @@ def assert_logged(record: Record, naive: FBLReference) -> None:
 @pytest.mark.parametrize(
     "params",
     [
-        # at leak 0.3 a pseudo label depends on rounding on some kinds of CPU
-        {"memory": MEMORY, "relation": 2.0, "leak": 0.4},
+        {"memory": MEMORY, "relation": 2.0, "leak": 0.3},
         {"weights": "old", "relation": 3.0, "leak": 0.5},
         {"memory": MEMORY, "weights": "none", "pseudo": False},
     ],
