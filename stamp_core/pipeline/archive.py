@@ -4,8 +4,6 @@ Pages are drawn from it without training, with the rows of methods that were tra
 """
 
 import argparse
-import io
-import lzma
 import tarfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from stamp_core.config.params import OWN
-from stamp_core.core.atomic import atomic_folder, atomic_write
+from stamp_core.core.atomic import atomic_write
 from stamp_core.core.paths import ROOT
 from stamp_core.pipeline.grid import data_folder
 from stamp_core.results.records import load_record
@@ -29,8 +27,11 @@ def pack(folders: Sequence[Path], path: Path) -> None:
 
     Equal records give equal bytes.
     """
-    content = io.BytesIO()
-    with tarfile.open(fileobj=content, mode="w") as tar, TemporaryDirectory() as scratch:
+    with (
+        TemporaryDirectory() as scratch,
+        atomic_write(path) as part,
+        tarfile.open(part, "w:xz", preset=9) as tar,
+    ):
         for folder in sorted(record.parent for runs in folders for record in runs.glob("*/digest")):
             light = replace(load_record(folder), weights={}, features={}, memory={})
             name = f"{folder.parent.name}/{folder.name}"
@@ -38,9 +39,8 @@ def pack(folders: Sequence[Path], path: Path) -> None:
             for file in sorted((Path(scratch) / name).iterdir()):
                 member = tarfile.TarInfo(f"{name}/{file.name}")  # of no owner and no time
                 member.size = file.stat().st_size
-                tar.addfile(member, io.BytesIO(file.read_bytes()))
-    with atomic_write(path) as part:
-        part.write_bytes(lzma.compress(content.getvalue(), preset=9))
+                with file.open("rb") as content:
+                    tar.addfile(member, content)
 
 
 def unpack(path: Path, runs: Path) -> tuple[int, int]:
@@ -53,9 +53,7 @@ def unpack(path: Path, runs: Path) -> tuple[int, int]:
             if folder.exists():  # whole, with weights
                 kept += 1
                 continue
-            with atomic_folder(folder) as part:
-                for file in digest.parent.iterdir():
-                    file.rename(part / file.name)
+            load_record(digest.parent).save(folder)  # the scratch folder may be on another disk
             new += 1
     return new, kept
 
