@@ -20,7 +20,7 @@ PAGES = {"compare", "ablation", "analyses", "coresets"}  # which need every run
 OTHER_PAGES = {"tour"}
 BROKEN = "train@tiny-broken-0to1"
 OF_REPLAY = {"train@tiny-replay-0to1"}
-OF_STAMP = {"train@tiny-stamp-0to1", "sweep@kappa"}
+OF_STAMP = {"train@tiny-stamp-0to1", "sweep@kappa", "sweep@norm_tiny"}
 OF_STAMP_ELSEWHERE = {"sweep@alpha_tiny"}
 
 CODE = """
