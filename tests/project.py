@@ -17,7 +17,10 @@ PAPER: dict[str, Any] = {
     "ablation": {"baselines": ["fedavg"], "method": []},
     "sweeps": {},
 }
-OTHERS = ("overlap", "protection", "returning", "masks", "noise", "projection")  # of own pipelines
+OTHERS = (  # of pipelines of their own
+    *("normalisation", "overlap", "protection", "returning"),
+    *("masks", "noise", "projection"),
+)
 NEEDED = {".dvc", ".dvcignore", ".gitignore"}  # of the names that begin with a point
 
 
