@@ -27,7 +27,7 @@ _NAMED = 8  # methods in a figure whose lines have names
 _MATRICES = 9  # in a line of panels
 _HEIGHT = 1.12  # inches of a line of matrices
 _ANNOTATED = 6  # tasks in a heat map whose numbers can be read
-_HEAT: dict[str, Any] = {"cmap": "viridis", "fmt": ".0f", "vmin": 0, "vmax": 100}
+_HEAT: dict[str, Any] = {"cmap": "viridis", "fmt": ".0f", "vmin": 0}
 _UNIT = "fedavg"  # whose costs are 1
 
 
@@ -109,12 +109,14 @@ def accuracy_all(records: Sequence[Record]) -> Figure:
     rows = _accuracies(frames.shared_seeds(records))
     names = _ordered_names(rows[rows.experience == _last_experience(rows)], "percent")
     figure, panels = style.setting_panels(rows, 0.19 * len(names) + 0.9, "", sharey=True)
-    for axis, _, part in panels:
-        table = part.groupby(["method", "experience"]).percent.mean().unstack().reindex([*names])
+    means = rows.groupby(["setting", "method", "experience"]).percent.mean()
+    top = _scale_end(means)
+    for axis, setting, _ in panels:
+        table = means[setting].unstack().reindex([*names])
         table.index = pd.Index([*names.values()])
-        style.draw_table(axis, table, annot=table.shape[1] <= _ANNOTATED, **_HEAT)
+        style.draw_table(axis, table, annot=table.shape[1] <= _ANNOTATED, vmax=top, **_HEAT)
         axis.set(xlabel="tasks learnt", facecolor="0.93")
-    _add_colour_bar(figure, [axis for axis, *_ in panels])
+    _add_colour_bar(figure, [axis for axis, *_ in panels], top)
     caption = f"means, grey: not run; {style.seed_caption(rows)}"
     style.add_caption(figure, "Accuracy over the tasks learnt so far, %", caption)
     return figure
@@ -126,9 +128,15 @@ def _last_experience(rows: pd.DataFrame) -> pd.Series:
     return last
 
 
-def _add_colour_bar(figure: Figure | SubFigure, axes: Sequence[Axes]) -> None:
-    """One scale of 0 to 100 % for the heat maps of `axes`."""
-    scale = ScalarMappable(Normalize(_HEAT["vmin"], _HEAT["vmax"]), _HEAT["cmap"])
+def _scale_end(percent: pd.Series | style.Values) -> float:
+    """The first multiple of ten that no value exceeds."""
+    highest: float = np.fmax.reduce(np.ravel(percent), initial=1)
+    return 10 * math.ceil(highest / 10)
+
+
+def _add_colour_bar(figure: Figure | SubFigure, axes: Sequence[Axes], top: float) -> None:
+    """One scale of 0 to `top` % for the heat maps of `axes`."""
+    scale = ScalarMappable(Normalize(_HEAT["vmin"], top), _HEAT["cmap"])
     figure.colorbar(scale, ax=axes, label="accuracy, %", shrink=0.8, aspect=30, pad=0.01)
 
 
@@ -139,6 +147,8 @@ def matrices(records: Sequence[Record]) -> Figure:
     """
     records = frames.shared_seeds(records)
     rows = frames.run_frame(records).assign(matrix=[_last_matrix(record) for record in records])
+    maps = rows.groupby(["setting", "method"]).matrix.apply(lambda own: np.mean([*own], axis=0))
+    top = _scale_end(np.concatenate([100 * mean.ravel() for mean in maps]))
     names = _ordered_names(rows, "main_accuracy")
     groups = rows.groupby("setting", sort=False)
     widest = int(groups.method.nunique().max())
@@ -151,21 +161,21 @@ def matrices(records: Sequence[Record]) -> Figure:
         methods = [part[part.method == name] for name in names if name in set(part.method)]
         axes = np.ravel(block.subplots(count, columns, squeeze=False)).tolist()
         block.suptitle(str(setting), fontsize=11, fontweight="bold")
-        _draw_matrices(axes, methods)
-        _add_colour_bar(block, axes[: len(methods)])
+        _draw_matrices(axes, methods, top)
+        _add_colour_bar(block, axes[: len(methods)], top)
     caption = f"means, grey: undefined; {style.seed_caption(rows)}"
     style.add_caption(figure, "Accuracy on each task (column) after each task (row), %", caption)
     return figure
 
 
-def _draw_matrices(axes: Sequence[Axes], methods: Sequence[pd.DataFrame]) -> None:
+def _draw_matrices(axes: Sequence[Axes], methods: Sequence[pd.DataFrame], top: float) -> None:
     """A heat map per method; panels without one are removed."""
     for axis, own in zip(axes, methods, strict=False):
         mean = 100 * np.mean([*own.matrix], axis=0)
         numbers = range(1, len(mean) + 1)
         few = len(mean) <= _ANNOTATED
         ticks = True if few else "auto"  # seaborn thins them by their size before it is lowered
-        options = {**_HEAT, "annot": few, "annot_kws": {"fontsize": 6}}
+        options = {**_HEAT, "vmax": top, "annot": few, "annot_kws": {"fontsize": 6}}
         options |= {"xticklabels": ticks, "yticklabels": ticks}
         style.draw_table(axis, pd.DataFrame(mean, numbers, numbers), **options)
         axis.tick_params(labelsize=6, pad=1)
