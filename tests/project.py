@@ -17,10 +17,8 @@ PAPER: dict[str, Any] = {
     "ablation": {"baselines": ["fedavg"], "method": []},
     "sweeps": {},
 }
-OTHERS = (  # of pipelines of their own
-    *("normalisation", "overlap", "protection", "returning"),
-    *("masks", "noise", "projection"),
-)
+# Of pipelines of their own:
+OTHERS = ("normalisation", "overlap", "protection", "returning", "masks", "noise", "projection")
 NEEDED = {".dvc", ".dvcignore", ".gitignore"}  # of the names that begin with a point
 
 

@@ -147,31 +147,37 @@ def matrices(records: Sequence[Record]) -> Figure:
     """
     records = frames.shared_seeds(records)
     rows = frames.run_frame(records).assign(matrix=[_last_matrix(record) for record in records])
-    maps = rows.groupby(["setting", "method"]).matrix.apply(lambda own: np.mean([*own], axis=0))
-    top = _scale_end(np.concatenate([100 * mean.ravel() for mean in maps]))
     names = _ordered_names(rows, "main_accuracy")
-    groups = rows.groupby("setting", sort=False)
-    widest = int(groups.method.nunique().max())
+    maps = {
+        str(setting): _mean_matrices(part, names)
+        for setting, part in rows.groupby("setting", sort=False)
+    }
+    top = _scale_end(np.concatenate([m.ravel() for own in maps.values() for m in own.values()]))
+    widest = max(map(len, maps.values()))
     columns = math.ceil(widest / math.ceil(widest / _MATRICES))
-    lines = [math.ceil(part.method.nunique() / columns) for _, part in groups]
+    lines = [math.ceil(len(own) / columns) for own in maps.values()]
     figure = plt.figure(figsize=(style.WIDTH, sum(lines) * _HEIGHT + 1), layout="constrained")
     heights = [count + 0.25 for count in lines]  # with the name of the setting
     blocks: Any = figure.subfigures(len(lines), squeeze=False, height_ratios=heights)
-    for block, count, (setting, part) in zip(blocks.ravel(), lines, groups, strict=True):
-        methods = [part[part.method == name] for name in names if name in set(part.method)]
+    for block, count, (setting, own) in zip(blocks.ravel(), lines, maps.items(), strict=True):
         axes = np.ravel(block.subplots(count, columns, squeeze=False)).tolist()
-        block.suptitle(str(setting), fontsize=11, fontweight="bold")
-        _draw_matrices(axes, methods, top)
-        _add_colour_bar(block, axes[: len(methods)], top)
+        block.suptitle(setting, fontsize=11, fontweight="bold")
+        _draw_matrices(axes, own, top)
+        _add_colour_bar(block, axes[: len(own)], top)
     caption = f"means, grey: undefined; {style.seed_caption(rows)}"
     style.add_caption(figure, "Accuracy on each task (column) after each task (row), %", caption)
     return figure
 
 
-def _draw_matrices(axes: Sequence[Axes], methods: Sequence[pd.DataFrame], top: float) -> None:
+def _mean_matrices(rows: pd.DataFrame, names: Iterable[str]) -> dict[str, style.Values]:
+    """Mean matrices of a setting in %, by the label of a method.  # [T, T]"""
+    methods = [rows[rows.method == name] for name in names if name in set(rows.method)]
+    return {style.method_label(own): 100 * np.mean([*own.matrix], axis=0) for own in methods}
+
+
+def _draw_matrices(axes: Sequence[Axes], means: dict[str, style.Values], top: float) -> None:
     """A heat map per method; panels without one are removed."""
-    for axis, own in zip(axes, methods, strict=False):
-        mean = 100 * np.mean([*own.matrix], axis=0)
+    for axis, (label, mean) in zip(axes, means.items(), strict=False):
         numbers = range(1, len(mean) + 1)
         few = len(mean) <= _ANNOTATED
         ticks = True if few else "auto"  # seaborn thins them by their size before it is lowered
@@ -180,10 +186,9 @@ def _draw_matrices(axes: Sequence[Axes], methods: Sequence[pd.DataFrame], top: f
         style.draw_table(axis, pd.DataFrame(mean, numbers, numbers), **options)
         axis.tick_params(labelsize=6, pad=1)
         axis.set_facecolor("0.7")
-        axis.set_title(
-            textwrap.fill(style.method_label(own), 14, break_long_words=False), fontsize=7, pad=2
-        )
-    for axis in axes[len(methods) :]:
+        title = textwrap.fill(label, 14, break_long_words=False)
+        axis.set_title(title, fontsize=7, pad=2)
+    for axis in axes[len(means) :]:
         axis.remove()
 
 
