@@ -57,16 +57,24 @@ def test_whole_runs_are_those_of_the_reference(
     reference.compare(kind, configuration, naive, **params)
 
 
-def test_joint_training_with_its_own_batch_and_step_is_that_of_a_setting_with_them() -> None:
-    """Here a third of all images, so that every batch is full."""
+@pytest.mark.parametrize(
+    ("method", "values"),
+    [("joint", {"batch_size": 449, "lr": 0.2}), ("fedweit", {"lr": 0.02})],
+    ids=["joint", "fedweit"],
+)
+def test_training_with_its_own_batch_and_step_is_that_of_a_setting_with_them(
+    method: str, values: dict[str, float]
+) -> None:
+    """The batch is a third of all images, so that every batch is full."""
     params = read_params("quick")
     other = deepcopy(params)
-    params["methods"]["joint"] = {"batch_size": 449, "lr": 0.2}
-    other["settings"]["tiny"]["training"] |= {"batch_size": 449, "lr": 0.2}
-    own, same = (load_experiment("tiny", "joint", each) for each in (params, other))
+    params["methods"][method] = {**params["methods"].get(method, {}), **values}
+    other["settings"]["tiny"]["training"] |= values
+    own, same = (load_experiment("tiny", method, each) for each in (params, other))
     assert load_experiment("tiny", "fedavg", params).setting.training != own.setting.training
     small.assert_same_weights(record := run(own), run(same))
-    assert record.history[0]["images"] == 3 * 449
+    if "batch_size" in values:
+        assert record.history[0]["images"] == 3 * values["batch_size"]
 
 
 @pytest.mark.parametrize(("size", "steps", "images"), [(40, 33, 1320), (2000, 1, 1347)])
@@ -80,10 +88,13 @@ def test_joint_training_leaves_out_a_batch_that_is_not_full(
         assert (entry["sgd_steps"], entry["images"]) == (steps, images)
 
 
-@pytest.mark.parametrize("bad", [{"batch_size": 0}, {"lr": 0.0}])
-def test_a_joint_batch_or_step_of_nothing_is_refused(bad: dict[str, float]) -> None:
-    with pytest.raises(ParameterError, match=f"joint.{next(iter(bad))}"):
-        load_experiment("tiny", "joint", {**read_params("quick"), "methods": {"joint": bad}})
+@pytest.mark.parametrize(
+    ("method", "bad"),
+    [("joint", {"batch_size": 0}), ("joint", {"lr": 0.0}), ("fedweit", {"lr": 0.0})],
+)
+def test_a_batch_or_step_of_nothing_is_refused(method: str, bad: dict[str, float]) -> None:
+    with pytest.raises(ParameterError, match=f"{method}.{next(iter(bad))}"):
+        load_experiment("tiny", method, {**read_params("quick"), "methods": {method: bad}})
 
 
 class TunedReference(FedAvgReference):

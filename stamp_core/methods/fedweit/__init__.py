@@ -1,6 +1,6 @@
 """FedWeIT (Yoon et al., 2021): federated base weights, sparse weights of each task, attention."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal, NotRequired, TypedDict
 
@@ -11,7 +11,8 @@ from torch import Tensor
 from stamp_core.client.batches import Batch
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.client.scoring import score
-from stamp_core.config.decode import require_at_least, require_fraction
+from stamp_core.config.decode import require, require_at_least, require_fraction
+from stamp_core.config.schema import Training
 from stamp_core.methods.base.ledger import is_first, recorded
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Log, Message, Reply, State
 from stamp_core.methods.base.task_server import (
@@ -37,6 +38,7 @@ from stamp_core.results.records import SCORINGS
 class FedWeITParams(FedAvgParams):
     """How weights are decomposed, what is sent of them, and what holds those of past tasks."""
 
+    lr: float | None = None  # of all parts, which move the weights together; null: the setting's
     adaptive: float | None = 1 / 3  # A starts at this share of B; null: nothing is decomposed
     sparsity: float = 0.3  # share of each tensor's channels that is not uploaded
     lambda1: float = 1e-3  # weight of |A|; elements of A up to this size are neither sent nor used
@@ -49,6 +51,7 @@ class FedWeITParams(FedAvgParams):
     def __post_init__(self) -> None:
         """Validate weights and shares: a sparsity of 1 would leave no channel to compare with."""
         super().__post_init__()
+        require(self, "lr", self.lr is None or self.lr > 0, "above 0")
         require_fraction(self, "sparsity")
         require_at_least(self, 0, "lambda1", "lambda2", "weight_decay")
         if self.adaptive is not None:
@@ -99,7 +102,8 @@ class FedWeIT(TaskServer):
 
     Decomposed are the encoder's weights of at least two axes. Of B a client sends the channels with
     the largest |m|; after a task it sends A, and with the next task it receives the last A of every
-    client as the knowledge base KB. All parts are trained by the setting's SGD.
+    client as the knowledge base KB. All parts are trained by the setting's SGD, at
+    its learning rate or one of their own: B and A move together, so weights move further in a step.
 
     The global model is B (mask 1, no A) with the averaged rest. The personal model of a task has
     the task's own m, A, alpha KB and rest: which one is used is known from the task, in every
@@ -111,6 +115,11 @@ class FedWeIT(TaskServer):
     models: tuple[str, ...] = ("global", "personal", "local")
     fedavg_equivalent: ClassVar = {"adaptive": None}
     group = "continual"
+
+    @classmethod
+    def adapt(cls, training: Training, params: FedWeITParams) -> Training:
+        """The setting's training with the step of these weights."""
+        return replace(training, lr=params.lr or training.lr)
 
     def __init__(self, params: FedWeITParams, runtime: ClientRuntime) -> None:
         super().__init__(params, runtime)
