@@ -143,7 +143,7 @@ def test_a_driver_that_was_stopped_finds_its_stage_again(
 SLURM = {
     "sbatch": """
 cp "$1" "$PRETENDED/script"
-SLURM_JOB_ID=7 setsid sh "$1" > /dev/null 2>&1 &
+SLURM_JOB_ID=7 setsid sh "$PRETENDED/script" > /dev/null 2>&1 &
 echo $! > "$PRETENDED/group"
 echo Submitted batch job 7
 """,
