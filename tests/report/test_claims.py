@@ -195,21 +195,23 @@ def test_differences_of_gaps_are_those_of_the_records() -> None:
 def test_the_papers_order_is_compared_as_the_pages_say(
     page: str, setting: str, column: str
 ) -> None:
-    """By the global models, by personal ones where a method has them, and without FedAS."""
+    """By the global models, by personal ones where a method has them, and without FedAS.
+
+    FedL2P has personal models alone.
+    """
     summary = ROOT / "figures/cifar100" / setting / "summary.json"
     rows = json.loads(summary.read_text(encoding="utf-8"))[setting]
     paper = printed.rows(PAPER[column], "CIFAR-100").accuracy
     both = [name for name in paper.index if name in rows]
     text = re.sub(r"\s+", " ", (ROOT / page).read_text(encoding="utf-8"))
     others = [name for name in both if name != "fedas"]
-    assert "nine methods" in text.lower() and len(both) == 9
-    for names, own in ((both, False), (both, True), (others, False)):
-        means = [
-            (rows[m]["personal_accuracy"]["mean"] if own else 0) or rows[m]["accuracy"]["mean"]
-            for m in names
-        ]
+    assert "eleven methods" in text.lower() and len(both) == 11
+    kinds = ("accuracy", "personal_accuracy")
+    final = {name: [rows[name][kind]["mean"] for kind in kinds] for name in both}
+    for names, order in ((both, 1), (both, -1), (others, 1)):
+        means = [next(filter(None, final[name][::order])) for name in names]
         found = ranks.rank_correlation(means, paper[names].astype(float))
-        numbers = [f"{found[key]:.2f}" for key in ("rho", "low", "high")]
+        numbers = [f"{round(found[key], 2) + 0.0:.2f}" for key in ("rho", "low", "high")]
         pattern = r"{}\D{{1,30}}{} to {}".format(
             *(re.escape(n.replace("-", MINUS)) for n in numbers)
         )
