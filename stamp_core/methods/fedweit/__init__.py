@@ -1,7 +1,6 @@
 """FedWeIT (Yoon et al., 2021): federated base weights, sparse weights of each task, attention."""
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar, Literal, NotRequired, TypedDict
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from stamp_core.client.batches import Batch
 from stamp_core.client.runtime import ClientRuntime
-from stamp_core.client.scoring import score
+from stamp_core.client.scoring import accuracies, predict, score, tests_of_tasks
 from stamp_core.config.decode import require, require_at_least, require_fraction
 from stamp_core.config.schema import Training
 from stamp_core.methods.base.ledger import is_first, recorded
@@ -380,18 +379,29 @@ class FedWeIT(TaskServer):
         state: FedWeITState = client_round.state
         base = self.merged_base(client_round)
         self.load_base(client_round, state)
-        clients = [client_round.client]
-        measure = partial(score, self.runtime, client_round.plan, clients, client_round.experience)
-        scores = measure()
+        tasks = range(client_round.plan.tasks)
+        scores = self.scores_on(client_round, [t for t in tasks if str(t) not in state["tasks"]])
         for name, own in state["tasks"].items():
             gate = self.channels.expand(own["mask"].sigmoid())
             adaptive = F.hardshrink(own["adaptive"], self.params.lambda1)
             theta = base * gate + adaptive + own["foreign"]
             self.model.load(self.channels.join(theta, own["rest"]), own["buffers"])
             task = [int(name)]
-            scores[:, :, task] = measure()[:, :, task]
+            scores[:, :, task] = self.scores_on(client_round, task)[:, :, task]
         scores[: SCORINGS.index("task")] = torch.nan
         return scores
+
+    def scores_on(self, client_round: ClientRound, tasks: list[int]) -> Tensor:
+        """The live model's scores of some tasks; those of other tasks mean nothing.
+
+        # [scorings, 1, T]
+        """
+        about = client_round.plan, [client_round.client], client_round.experience
+        if self.runtime.dataset.masks:
+            return score(self.runtime, *about)
+        sets = tests_of_tasks(self.runtime, *about, tasks)
+        logits = predict(self.runtime, sets, nearest_mean=False).logits
+        return accuracies(self.runtime, *about, logits)
 
 
 def _past_tasks(client_round: ClientRound) -> dict[str, LearntTask]:
