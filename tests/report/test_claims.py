@@ -211,6 +211,7 @@ def test_the_papers_order_is_compared_as_the_pages_say(
     for names, order in ((both, 1), (both, -1), (others, 1)):
         means = [next(filter(None, final[name][::order])) for name in names]
         found = ranks.rank_correlation(means, paper[names].astype(float))
+        # Plus 0.0, as a sum that rounds to 0 may be negative.
         numbers = [f"{round(found[key], 2) + 0.0:.2f}" for key in ("rho", "low", "high")]
         pattern = r"{}\D{{1,30}}{} to {}".format(
             *(re.escape(n.replace("-", MINUS)) for n in numbers)
