@@ -63,6 +63,7 @@ class Needs:
     methods: dict[str, float | None]  # hours of each; None without a ratio
     memory: int  # bytes
     disk: int
+    largest: str  # the preset whose clients keep most
 
 
 class SyntheticExperiment(Experiment):
@@ -154,9 +155,11 @@ def compute_needs(
     hours = (steps + tests) * cost.seconds / workers / 3600
     ratios = relative_seconds()
     methods = {e.method: multiply(hours, ratios, e) for e in experiments}
-    state = max(state_bytes(experiment, plan, dataset, cost) for experiment in experiments)
-    memory = workers * cost.memory + state
-    return Needs(steps, hours, methods, memory, disk=3 * state)  # checkpoints old and new, records
+    states = {e.method: state_bytes(e, plan, dataset, cost) for e in experiments}
+    largest = max(states, key=states.__getitem__)
+    memory = workers * cost.memory + states[largest]
+    disk = 3 * states[largest]  # checkpoints old and new, records
+    return Needs(steps, hours, methods, memory, disk, largest)
 
 
 def multiply(hours: float, ratios: Mapping[str, float], experiment: Experiment) -> float | None:
@@ -252,13 +255,14 @@ def _of_task(task: Task) -> tuple[int | slice, list[int]]:
 
 
 def state_bytes(experiment: Experiment, plan: Plan, dataset: ImageDataset, cost: StepCost) -> int:
-    """Bytes that clients keep between rounds: exemplars, or a model each."""
+    """Bytes that clients keep between rounds: exemplars, of their own images, or a model each."""
     memory = getattr(experiment.params, "memory", None)
     if memory is None:
         return len(plan.clients) * 2 * 4 * cost.parameters
     classes = [len(plan.seen(client, plan.experiences)) for client in range(len(plan.clients))]
-    count: int = memory.exemplars_per_class * sum(classes)
-    return count * dataset.x_train[0].numel()
+    images = count_images(plan, dataset).sum(1)  # [U]
+    count = np.minimum(memory.exemplars_per_class * np.array(classes), images).sum()
+    return int(count) * dataset.x_train[0].numel()
 
 
 def require_resources(needs: Needs, name: str) -> None:
@@ -267,13 +271,14 @@ def require_resources(needs: Needs, name: str) -> None:
     if needs.memory > memory:
         raise ParameterError(
             f"{name} needs about {needs.memory / GB:.1f} GB of memory, {memory / GB:.1f} GB are "
-            f"free: lower {name}.network.micro_batch_size in params/settings.yaml, the methods' "
-            "memory.exemplars_per_class in params/methods.yaml or STAMP_WORKERS"
+            f"free: lower {name}.network.micro_batch_size in params/settings.yaml, STAMP_WORKERS, "
+            f"or what clients keep, most of all with {needs.largest}, in params/methods.yaml"
         )
     disk = shutil.disk_usage(DATA).free
     if needs.disk > disk:
         raise OSError(
-            f"{name} needs about {needs.disk / GB:.1f} GB in {DATA}, {disk / GB:.1f} GB are free"
+            f"{name} needs about {needs.disk / GB:.1f} GB in {DATA} for {needs.largest}, "
+            f"{disk / GB:.1f} GB are free"
         )
 
 

@@ -10,16 +10,23 @@ import pytest
 import small
 
 from stamp_core.config.decode import ParameterError
-from stamp_core.config.params import PAPER, read_params
+from stamp_core.config.params import DEFAULT, OWN, PAPER, QUICK, expand_grid, read_params
 from stamp_core.core import paths
 from stamp_core.data import split
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.images import Counts
 from stamp_core.data.sources import digits
+from stamp_core.engine.experiment import load_experiment
+from stamp_core.models.networks import build_network
 from stamp_ops import estimate, synthetic
 from stamp_ops.estimate import Needs, StepCost
 
 SETTINGS = tuple(read_params(PAPER)["grid"]["setting"])
+ESTIMATED = [
+    (profile, setting)
+    for profile in (DEFAULT, QUICK, PAPER, *OWN)
+    for setting in read_params(profile)["grid"]["setting"]
+]
 
 
 def published(real: ImageDataset, monkeypatch: pytest.MonkeyPatch) -> ImageDataset:
@@ -154,6 +161,7 @@ def test_what_is_needed_is_counted_by_hand() -> None:
     kept = [e.params.memory.exemplars_per_class for e in experiments[1:]]
     images = max(kept) * sum(len(plan.seen(u, 3)) for u in range(4)) * 64
     held = max(4 * 2 * 4 * small.P, images)
+    assert found.largest == "fedavg" and held > images  # two of its models
     assert found.memory == 2 * 10**9 + held and found.disk == 3 * held
 
 
@@ -184,11 +192,38 @@ def test_a_setting_is_estimated_without_its_data(
     assert f"\n6 runs of sweeps: about {few(6 * 2.5 * needs.hours)} hours\n" in text
 
 
+def test_a_client_keeps_no_more_exemplars_than_it_has_images() -> None:
+    """Of `keep_all` with a million per class: each image of the client's tasks once."""
+    every = small.tiny("replay", memory=small.kept(10**6))
+    plan, dataset = small.plan(every), every.dataset()
+    own = sum(len(plan.train_indices(dataset, *place)) for place in small.everywhere(plan))
+    assert estimate.state_bytes(every, plan, dataset, StepCost(1.0, 1, 1)) == own * 64
+
+
+@pytest.mark.parametrize(("profile", "setting"), ESTIMATED)
+def test_every_setting_of_every_command_fits_a_machine_of_24_gb(profile: str, setting: str) -> None:
+    """What clients keep, without their data; a step of two processes has a share of 2 GB each."""
+    params = read_params(profile)
+    names = dict.fromkeys(method for _, method, _ in expand_grid(f"grid.{setting}", params))
+    experiments = [load_experiment(setting, method, params) for method in names]
+    dataset = synthetic.published_dataset(experiments[0].setting.data)
+    plan = split.make_plan(experiments[0].setting.split, dataset, seed=0)
+    network = build_network(
+        replace(experiments[0].setting.network, pretrained=None),
+        dataset.shape,
+        len(dataset.classes) + dataset.masks,
+        seed=0,
+    )
+    cost = StepCost(1.0, 2 * 10**9, sum(p.numel() for p in network.parameters()))
+    needs = estimate.compute_needs(experiments, plan, dataset, cost, workers=2)
+    assert needs.memory < 24 * 10**9, needs.largest
+
+
 def test_too_little_memory_or_disk_is_refused_before_anything_runs() -> None:
-    needs = Needs(steps=10, hours=1.0, methods={}, memory=1, disk=1)
+    needs = Needs(steps=10, hours=1.0, methods={}, memory=1, disk=1, largest="keep_all")
     estimate.require_resources(needs, "one")
-    message = r"one needs about 4,?000.0 GB of memory, .* are free: lower one.network.micro"
+    message = r"one needs about 4,?000.0 GB of memory, .* lower one.network.micro.* keep_all, in "
     with pytest.raises(ParameterError, match=message):
         estimate.require_resources(replace(needs, memory=4 * 10**12), "one")
-    with pytest.raises(OSError, match=r"one needs about 3000000000\.0 GB in"):
+    with pytest.raises(OSError, match=r"one needs about 3000000000\.0 GB in .* for keep_all"):
         estimate.require_resources(replace(needs, disk=3 * 10**18), "one")
