@@ -1,19 +1,36 @@
-"""Which code a number depends on: the files that a file imports, and a hash of what they do."""
+"""Which code a number depends on: the modules that a file imports, and a hash of what they do.
+
+Where a module is does not count, only its name and its code: one that moves to another folder or
+package, with the imports of it, outdates no record.
+"""
 
 import ast
 import hashlib
 import json
 from collections.abc import Iterator
 from functools import cache
-from importlib.util import resolve_name
+from importlib.util import find_spec, resolve_name
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_Import = ast.Import | ast.ImportFrom
+
+
+def find_package(name: str) -> Path | None:
+    """The folder of a package, which is not imported; None if it is not installed."""
+    spec = find_spec(name)
+    return Path(spec.origin).resolve().parent if spec and spec.origin else None
+
+
+# The project's packages, whose code counts.
+PACKAGES = {"stamp_core": PACKAGE}
+if _beside := find_package("workbench"):
+    PACKAGES["workbench"] = _beside
 
 
 def find_imports(path: Path | str) -> set[Path]:
-    """The files of stamp_core that the file at `path` imports, inside functions too."""
+    """The project's files that the file at `path` imports, inside functions too."""
     path = Path(path).resolve()
     return set(_imported_files(path, path.read_bytes()))
 
@@ -38,7 +55,7 @@ def _is_bare_package(path: Path) -> bool:
 
 
 def code_digest(path: Path | str) -> str:
-    """The sha256 of the code at `path`, without layout, comments and docstrings."""
+    """The sha256 of the code at `path`, without layout, comments, docstrings and packages."""
     return _digest(Path(path).read_bytes())
 
 
@@ -53,51 +70,74 @@ def _file_digest(path: Path, changed: int, size: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def fingerprint_files(*paths: Path | str) -> dict[str, str]:
-    """The digest of every file in the closure of `paths`, by its path from the project's root."""
-    root = PACKAGE.parent
-    return {file.relative_to(root).as_posix(): code_digest(file) for file in import_closure(*paths)}
+def fingerprint_files(*paths: Path | str) -> dict[str, list[str]]:
+    """The digests of all modules in the closure of `paths`, by their names without packages."""
+    found: dict[str, list[str]] = {}
+    for file in import_closure(*paths):
+        name = file.parent.name if file.name == "__init__.py" else file.stem
+        found.setdefault(name, []).append(code_digest(file))
+    return {name: sorted(found[name]) for name in sorted(found)}
 
 
 def combined_fingerprint(*paths: Path | str) -> str:
-    """One sha256 over the digests of all files in the closure of `paths`."""
+    """One sha256 over the digests of all modules in the closure of `paths`."""
     return hashlib.sha256(json.dumps(fingerprint_files(*paths)).encode()).hexdigest()
 
 
 @cache
 def _digest(code: bytes) -> str:
-    """The sha256 of the syntax tree of `code` without docstrings."""
+    """The sha256 of the syntax tree of `code` without docstrings, the project's imports first."""
     tree = ast.parse(code)
     for node in ast.walk(tree):
         if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
             del node.body[0]
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
+        if isinstance(node, _Import):
+            _drop_packages(node)
+    imports = [node for node in tree.body if isinstance(node, _Import)]
+    others = [ast.dump(node) for node in tree.body if not isinstance(node, _Import)]
+    return hashlib.sha256(
+        "\n".join([*sorted(map(ast.dump, imports)), *others]).encode()
+    ).hexdigest()
+
+
+def _drop_packages(node: _Import) -> None:
+    """Leave of the project's modules in an import the last part of their names."""
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            if alias.name.partition(".")[0] in PACKAGES:
+                alias.name = alias.name.rpartition(".")[2]
+        return
+    package, _, rest = (node.module or "").partition(".")
+    if node.level:
+        rest = node.module or ""
+    if node.level or package in PACKAGES:
+        node.module, node.level = rest.rpartition(".")[2], 0
 
 
 @cache
 def _imported_files(path: Path, code: bytes) -> frozenset[Path]:
-    """The files of stamp_core that `code`, in the file at `path`, imports."""
+    """The project's files that `code`, in the file at `path`, imports."""
     names = {name for node in _imports(code) for name in _module_names(node, path)}
     return frozenset(file for name in names for file in _resolve(name)) - {path}
 
 
 @cache
-def _imports(code: bytes) -> tuple[ast.Import | ast.ImportFrom, ...]:
+def _imports(code: bytes) -> tuple[_Import, ...]:
     """All import statements in `code`."""
-    nodes = ast.walk(ast.parse(code))
-    return tuple(node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
+    return tuple(node for node in ast.walk(ast.parse(code)) if isinstance(node, _Import))
 
 
-def _module_names(node: ast.Import | ast.ImportFrom, path: Path) -> Iterator[str]:
+def _module_names(node: _Import, path: Path) -> Iterator[str]:
     """The dotted names that an import in the file at `path` may refer to."""
     if isinstance(node, ast.Import):
         for alias in node.names:
             # A bare `import stamp_core` may use all names of api.py.
-            yield f"{alias.name}.*" if alias.name == PACKAGE.name else alias.name
+            yield f"{alias.name}.*" if alias.name in PACKAGES else alias.name
         return
     module = node.module or ""
     if node.level:
-        package = ".".join(path.parent.relative_to(PACKAGE.parent).parts)
+        (root,) = (root for root in PACKAGES.values() if path.is_relative_to(root))
+        package = ".".join(path.parent.relative_to(root.parent).parts)
         module = resolve_name("." * node.level + module, package)
     yield from (f"{module}.{alias.name}" for alias in node.names)
 
@@ -105,7 +145,7 @@ def _module_names(node: ast.Import | ast.ImportFrom, path: Path) -> Iterator[str
 def _resolve(name: str) -> set[Path]:
     """The files of the modules and packages in a dotted name.
 
-    api.py never counts, as it re-exports names of every module: a name that the package has from
+    api.py never counts, as it re-exports names of every module: a name that a package has from
     there is resolved to the module it comes from.
     """
     return _find_files(name) or {file for origin in _origins(name) for file in _find_files(origin)}
@@ -114,18 +154,18 @@ def _resolve(name: str) -> set[Path]:
 def _find_files(name: str) -> set[Path]:
     """The existing files of the modules and sub-packages along a dotted name."""
     package, *parts = name.split(".")
-    if package != PACKAGE.name:
+    if package not in PACKAGES:
         return set()
-    folders = [PACKAGE.joinpath(*parts[: end + 1]) for end in range(len(parts))]
+    root = PACKAGES[package]
+    folders = [root.joinpath(*parts[: end + 1]) for end in range(len(parts))]
     files = [file for path in folders for file in (path.with_suffix(".py"), path / "__init__.py")]
-    return {file for file in files if file.is_file() and file != PACKAGE / "api.py"}
+    return {file for file in files if file.is_file() and file != root / "api.py"}
 
 
 def _origins(name: str) -> set[str]:
     """The dotted names behind a name of api.py (`stamp_core.*`: behind all of them)."""
-    top = PACKAGE / "api.py"
     package, _, exported = name.partition(".")
-    if package != PACKAGE.name or not top.is_file():
+    if package not in PACKAGES or not (top := PACKAGES[package] / "api.py").is_file():
         return set()
     return {
         origin

@@ -26,7 +26,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (root / "methods").mkdir(parents=True)
     for name, code in FILES.items():
         (root / name).write_text(code)
-    monkeypatch.setattr(fingerprint, "PACKAGE", root)
+    monkeypatch.setattr(fingerprint, "PACKAGES", {"stamp_core": root})
     return root
 
 
@@ -120,22 +120,38 @@ def test_the_fingerprint_changes_with_indirect_imports_only(package: Path) -> No
     assert fingerprint.fingerprint_files(late) == before
     (package / "base.py").write_text("STEP = 2")
     changed = fingerprint.fingerprint_files(late)
-    assert {name for name in changed if changed[name] != before[name]} == {"stamp_core/base.py"}
+    assert {name for name in changed if changed[name] != before[name]} == {"base"}
     assert fingerprint.combined_fingerprint(late) != short
     assert len(short) == 64
 
 
-def test_the_name_of_a_file_counts(package: Path) -> None:
+def test_the_name_of_a_module_counts(package: Path) -> None:
     (package / "other.py").write_text(FILES["base.py"])
     other, base = (fingerprint.combined_fingerprint(package / f"{n}.py") for n in ("other", "base"))
     assert other != base
 
 
+def test_where_a_module_is_does_not_count(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`base` moves to a folder of another package, which an importing file names below others."""
+    importing = package / "importing.py"
+    importing.write_text("from stamp_core.base import STEP\nfrom stamp_core.lonely import x\nSTEP")
+    before = fingerprint.combined_fingerprint(importing)
+    parts = package.parent / "workbench" / "parts"
+    parts.mkdir(parents=True)
+    monkeypatch.setitem(fingerprint.PACKAGES, "workbench", parts.parent)
+    (package / "base.py").rename(parts / "base.py")
+    importing.write_text(
+        "from stamp_core.lonely import x\nfrom workbench.parts.base import STEP\nSTEP"
+    )
+    assert fingerprint.find_imports(importing) == {package / "lonely.py", parts / "base.py"}
+    assert fingerprint.combined_fingerprint(importing) == before
+    (parts / "base.py").write_text("STEP = 2")
+    assert fingerprint.combined_fingerprint(importing) != before
+
+
 def test_the_closure_in_the_real_package() -> None:
     source = fingerprint.PACKAGE / "data" / "sources" / "glyphs.py"
     names = fingerprint.fingerprint_files(source).keys()
-    modules = {"config/decode.py", "data/images.py", "data/store/cache.py"}
-    assert {f"stamp_core/{module}" for module in modules} <= names
-    assert "stamp_core/data/sources/digits.py" not in names
-    assert "stamp_core/__init__.py" not in names
-    assert "stamp_core/data/__init__.py" not in names  # it has a docstring alone
+    assert {"decode", "images", "cache"} <= names
+    assert not {"digits", "stamp_core"} & names
+    assert "data" not in names  # its file has a docstring alone

@@ -72,7 +72,7 @@ def test_values_of_one_setting_count_in_any_order(params: dict[str, Any]) -> Non
 
 
 def test_a_fingerprint_has_the_selection_rule_which_no_import_names(params: dict[str, Any]) -> None:
-    file = "stamp_core/coresets/selection/k_centre.py"
+    file = "k_centre"
     assert file not in json.loads(written()["code/train-near"])["code"]
     sweeps.set_value(params, ["methods", "near", "memory", "selection"], "k_centre")
     assert file in json.loads(written()["code/train-near"])["code"]
