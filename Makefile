@@ -14,13 +14,13 @@ unexport PYTHONDONTWRITEBYTECODE  # with it every process compiles the package a
 .PHONY: tour repro cifar100 protocols privacy studies tune test test-device test-end-to-end test-cluster test-federation test-privacy federation paper cancel estimate lab notebooks docs lint bench profile faults clean help
 
 tour: $(READY) .dvc/config.local  ## two minutes: a first table and figures, in figures/tour
-	$(VENV)/bin/python -m stamp_core.pipeline.repro --tour
+	$(VENV)/bin/python -m workbench.workflow.repro --tour
 
 repro: $(READY) .dvc/config.local  ## regenerate what is out of date (JOBS=n at a time; RAY=address, SLURM=partition)
-	$(VENV)/bin/python -m stamp_core.pipeline.repro
+	$(VENV)/bin/python -m workbench.workflow.repro
 
 tune: $(READY)  ## the candidates on choosing seeds, of all methods or METHOD='a b' (PROFILE=cifar100, SETTING=one)
-	STAMP_PROGRESS=none $(VENV)/bin/python -m stamp_core.pipeline.tune $(METHOD) $(if $(PROFILE),--profile $(PROFILE)) $(if $(SETTING),--setting $(SETTING))
+	STAMP_PROGRESS=none $(VENV)/bin/python -m workbench.workflow.tune $(METHOD) $(if $(PROFILE),--profile $(PROFILE)) $(if $(SETTING),--setting $(SETTING))
 
 # Four processes even on two cores: tests of notebooks wait for other processes. One thread
 # in each: threads of several processes would compete for the cores.
@@ -47,34 +47,34 @@ test-privacy: $(READY) $(PRIVACY)/.ready  ## differential privacy, with the acco
 	PYTHONPATH=$(CURDIR)/$(PRIVACY) OMP_NUM_THREADS=1 $(VENV)/bin/pytest tests/privacy
 
 federation: $(FLOWER)/.ready  ## STAMP on three nodes with TLS, compared with the simulation
-	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(FLOWER)/bin/python -m federation.local
+	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(FLOWER)/bin/python -m workbench.federation.local
 
 paper: $(READY) .dvc/config.local  ## one of the paper's settings: SETTING=cifar100_c2; estimates first
-	$(VENV)/bin/python -m stamp_core.pipeline.repro paper $(SETTING)
+	$(VENV)/bin/python -m workbench.workflow.repro paper $(SETTING)
 
 cifar100: $(READY) .dvc/config.local  ## the paper's CIFAR-100 settings in miniature; estimates first
-	$(VENV)/bin/python -m stamp_core.pipeline.repro cifar100 $(SETTING)
+	$(VENV)/bin/python -m workbench.workflow.repro cifar100 $(SETTING)
 
 protocols: $(READY) .dvc/config.local  ## published protocols in miniature; estimates first
-	$(VENV)/bin/python -m stamp_core.pipeline.repro protocols $(SETTING)
+	$(VENV)/bin/python -m workbench.workflow.repro protocols $(SETTING)
 
 privacy: $(READY) $(PRIVACY)/.ready .dvc/config.local  ## what privacy costs and what uploads give away: an hour
-	PYTHONPATH=$(CURDIR)/$(PRIVACY) $(VENV)/bin/python -m stamp_core.pipeline.repro privacy
+	PYTHONPATH=$(CURDIR)/$(PRIVACY) $(VENV)/bin/python -m workbench.workflow.repro privacy
 
 studies: repro  ## more seeds and questions beyond the paper's comparison: two hours
-	$(VENV)/bin/python -m stamp_core.pipeline.repro studies
+	$(VENV)/bin/python -m workbench.workflow.repro studies
 
 cancel: $(READY)  ## end the stages that run on a cluster (RAY=address or SLURM=partition)
-	$(VENV)/bin/python -m stamp_ops.submit
+	$(VENV)/bin/python -m workbench.workflow.submit
 
 estimate: $(READY)  ## what `make paper SETTING=...` takes on this machine
-	$(VENV)/bin/python -m stamp_ops.estimate $(SETTING)
+	$(VENV)/bin/python -m workbench.workflow.estimate $(SETTING)
 
 lab: $(READY)  ## explore in JupyterLab
 	$(VENV)/bin/jupyter lab --LabApp.default_url=/lab/tree/notebooks
 
 notebooks: $(READY)  ## run every notebook at its defaults and store its outputs
-	STAMP_PROGRESS=none $(VENV)/bin/python -m stamp_core.pipeline.notebooks
+	STAMP_PROGRESS=none $(VENV)/bin/python -m workbench.workflow.notebooks
 
 docs: $(DOCS)/.ready  ## build the site in docs/_build/html; broken links fail
 	$(DOCS)/bin/sphinx-build -W --keep-going -q docs docs/_build/html

@@ -19,7 +19,7 @@ from stamp_core.engine.executor import _dumps
 from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.engine.train import Run
 from stamp_core.engine.worker import Call, Worker
-from stamp_ops.synthetic import published_dataset, synthetic_data
+from workbench.workflow.synthetic import published_dataset, synthetic_data
 
 MB = 1e6
 

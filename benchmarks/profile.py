@@ -4,7 +4,8 @@ import cProfile
 import pstats
 import sys
 
-from stamp_core import load_experiment, load_plans, train
+from stamp_core import load_experiment, train
+from workbench import load_plans
 
 ROWS = 25  # functions that are printed
 

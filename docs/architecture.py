@@ -14,7 +14,7 @@ from matplotlib.patches import FancyBboxPatch
 
 from stamp_core.core.paths import ROOT
 from stamp_core.matching.match import MatchingParams, match
-from stamp_core.report.figures.style import COLOURS, WIDTH, Values, draw_arrow, save
+from workbench.report.figures.style import COLOURS, WIDTH, Values, draw_arrow, save
 
 _Box = tuple[float, float, float, float]  # left, bottom, width, height in inches
 

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from stamp_core.pipeline.repro import find_driver
+from workbench.workflow.repro import find_driver
 
-# `make test-cluster`, `make test-federation`, and a copy of the project without its operations
-NEEDED = {"cluster": "ray", "federation": "flwr", "ops": "stamp_ops"}
+# `make test-cluster` and `make test-federation`
+NEEDED = {"cluster": "ray", "federation": "flwr"}
 collect_ignore = [folder for folder, package in NEEDED.items() if not find_spec(package)]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Serve warm kernels, as `make repro` does, from the process that starts the others.
 
-    Without stamp_ops they are Jupyter's own.
+    Without workbench.workflow they are Jupyter's own.
     A shell's `&` has interrupts ignored, also by children: those that tests interrupt would go on.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -91,7 +91,7 @@ class Project:
 
     def outdated(self) -> set[str]:
         """The stages that `dvc repro` would run, after `source`."""
-        self.run("python", "-m", "stamp_core.pipeline.source")
+        self.run("python", "-m", "workbench.workflow.source")
         return set(json.loads(self.run("dvc", "status", "--json", "dvc.yaml"))) - {"source"}
 
     def replace(self, file: str, old: str, new: str) -> None:

@@ -8,16 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from stamp_core import ROOT, load_experiment, load_plans, read_params, run_folder, train
+from stamp_core import ROOT, load_experiment, read_params, train
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.params import QUICK, parse_seeds
 from stamp_core.core.vision import load_torchvision
 from stamp_core.data.loading import load_dataset
 from stamp_core.data.sources.torchvision_sets import provide_files
-from stamp_core.pipeline.grid import load_records, save_plans, train_and_save
-from stamp_core.pipeline.source import write_source
-from stamp_core.pipeline.sweeps import sweep_experiments
 from stamp_core.results.records import Record, load_record
+from workbench import load_plans, run_folder
+from workbench.workflow.grid import load_records, save_plans, train_and_save
+from workbench.workflow.source import write_source
+from workbench.workflow.sweeps import sweep_experiments
 
 VOLATILE = ("seconds", "memory")  # of a history: they differ between two unbroken runs
 

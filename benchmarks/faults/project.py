@@ -22,7 +22,7 @@ from benchmarks.faults import Outcome, judge_error
 from stamp_core.core.paths import ROOT
 
 COPIED = (
-    *("stamp_core", "stamp_ops", "benchmarks", "notebooks", "params", "pipelines"),
+    *("stamp_core", "workbench.workflow", "benchmarks", "notebooks", "params", "pipelines"),
     *(".dvc", ".dvcignore", ".gitignore", "dvc.yaml", "pyproject.toml"),
 )
 PAPER = {  # the paper's images are on few machines
@@ -46,7 +46,7 @@ MEASURED = re.compile(
 PATIENCE = 120  # seconds until a call counts as hanging
 QUIET = 75  # seconds without a line of output until a pipeline counts as hanging
 HANGS = "the call hangs"
-DRIVER = (sys.executable, "-m", "stamp_core.pipeline.repro")  # what `make repro` runs
+DRIVER = (sys.executable, "-m", "workbench.workflow.repro")  # what `make repro` runs
 
 
 def copy_project(root: Path, rounds: int = 2) -> None:

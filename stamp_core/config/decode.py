@@ -55,14 +55,14 @@ def require_between(holder: object, low: float, high: float, *names: str) -> Non
         require(holder, name, low <= getattr(holder, name) <= high, f"between {low} and {high}")
 
 
-def unknown_name(key: str, name: object, known: Iterable[str]) -> ParameterError:
+def unknown_name(key: str, name: object, known: Iterable[str], more: str = "") -> ParameterError:
     """The error for an unknown name, with its new name or the nearest known one."""
     names = sorted(map(str, known))
     near = difflib.get_close_matches(str(name), names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     if RENAMED.get(str(name)) in names:
         hint = f"it is now {RENAMED[str(name)]!r}; "
-    return ParameterError(f"{key} {name!r} is unknown; {hint}known: {', '.join(names)}")
+    return ParameterError(f"{key} {name!r} is unknown; {hint}known: {', '.join(names)}{more}")
 
 
 def build(cls: type[_T], values: object, where: str) -> _T:

@@ -9,8 +9,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-import psutil
-
 
 @contextmanager
 def atomic_write(path: Path, flush: bool = True) -> Iterator[Path]:
@@ -44,6 +42,17 @@ def add_path_to_errors(path: Path) -> Iterator[None]:
         raise
 
 
+def is_running(pid: int) -> bool:
+    """Whether there is a process with a number."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # of another user
+        return True
+    return True
+
+
 def open_lock(path: Path) -> TextIO:
     """The empty file `path`, open for `fcntl.flock`."""
     try:
@@ -56,7 +65,7 @@ def open_lock(path: Path) -> TextIO:
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """A scratch folder beside `folder` that takes its place when the context ends without error."""
     for left in folder.parent.glob(f"{folder.name}.*.part"):
-        if not psutil.pid_exists(int(left.name.split(".")[-3])):  # it was killed
+        if not is_running(int(left.name.split(".")[-3])):  # it was killed
             shutil.rmtree(left)
     part = _scratch(folder)
     try:

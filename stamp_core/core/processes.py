@@ -1,5 +1,6 @@
 """Processes: whether somebody watches this one, and an end together with its parent."""
 
+import importlib.util
 import multiprocessing
 import os
 import sys
@@ -11,13 +12,14 @@ FORMS = ("bar", "lines", "none")  # of progress
 def progress_form() -> str:
     """How progress is shown: a `bar`, `lines` or `none`, as STAMP_PROGRESS says.
 
-    Without it a bar in JupyterLab and in a terminal, lines in a DVC stage and in logs.
+    Without it a bar in JupyterLab and in a terminal if tqdm is installed, else lines.
     """
     if (form := os.environ.get("STAMP_PROGRESS")) is not None:
         if form not in FORMS:
             raise ValueError(f"STAMP_PROGRESS is {form!r}: it must be one of {', '.join(FORMS)}")
         return form
     interactive = "ipykernel" in sys.modules or sys.stdout.isatty()
+    interactive &= importlib.util.find_spec("tqdm") is not None
     return "bar" if interactive and "DVC_STAGE" not in os.environ else "lines"
 
 

@@ -4,16 +4,13 @@ How to write a source: stamp_core/data/sources/__init__.py.
 """
 
 import hashlib
-import importlib
 import inspect
 import json
-import pkgutil
-import re
 import shutil
 import warnings
 from collections.abc import Mapping
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ import torch
 from stamp_core.config.decode import ParameterError, build, to_plain, unknown_name
 from stamp_core.core import fingerprint, paths
 from stamp_core.core.atomic import add_path_to_errors
+from stamp_core.core.plugins import SOURCES, find_modules, load_module, more_elsewhere
 from stamp_core.data import sources
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.images import ImageArrays, array_error
@@ -62,12 +60,11 @@ def find_source(spec: Mapping[str, Any], where: str = "params.yaml: data") -> tu
     if "source" not in spec:
         raise ParameterError(f"{where}.source is missing")
     name = spec["source"]
-    files = (file.name for file in pkgutil.iter_modules(sources.__path__) if not file.ispkg)
-    plain = [file for file in files if re.fullmatch("[A-Za-z0-9_]+", file)]
-    known = {file: file for file in plain if file not in sources.SETS.values()} | sources.SETS
+    files = find_modules(SOURCES)
+    known = {file: file for file in files if file not in sources.SETS.values()} | sources.SETS
     if not isinstance(name, str) or name not in known:
-        raise unknown_name(f"{where}.source", name, known)
-    source: Any = importlib.import_module(f"{sources.__name__}.{known[name]}")
+        raise unknown_name(f"{where}.source", name, known, more_elsewhere())
+    source: Any = load_module(SOURCES, known[name])
     if name in sources.SETS:
         source = source.SETS[name]
     rest = {key: value for key, value in spec.items() if key != "source"}
@@ -82,11 +79,20 @@ def source_options(spec: Mapping[str, Any], where: str = "params.yaml: data") ->
 def _make_key(source: Any, options: object) -> str:
     """A hash of all that decides the arrays: options, code, packages, input files."""
     file = inspect.getfile(source if inspect.ismodule(source) else type(source))
-    packages = {name: version(name) for name in source.PACKAGES}
+    packages = {name: _version(name, file) for name in source.PACKAGES}
     parts = [to_plain(options), fingerprint.combined_fingerprint(file), packages]
     if hasattr(source, "inputs"):
         parts += [_file_key(path) for path in source.inputs(options)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _version(package: str, file: str) -> str:
+    """The version of a package that a source needs."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        what = f"the source {Path(file).stem} needs {package}"
+        raise ImportError(f"{what}, which is not installed: pip install {package}") from None
 
 
 def _file_key(path: Path) -> object:

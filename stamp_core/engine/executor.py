@@ -1,7 +1,7 @@
 """Where clients run: in this process or in worker processes of one thread each; same results."""
 
 import concurrent.futures
-import importlib.util
+import importlib
 import io
 import multiprocessing
 import os
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from stamp_core.config.decode import invalid, unknown_name
+from stamp_core.core.plugins import EXECUTORS, find_modules, more_elsewhere
 from stamp_core.core.processes import follow_parent
 from stamp_core.data.plan import Plan
 from stamp_core.engine.experiment import Experiment
@@ -94,21 +95,17 @@ def start_executor(
 ) -> tuple[Worker, Executor]:
     """This process's own worker and where the clients run: worker processes if `workers` > 1.
 
-    $STAMP_EXECUTOR names a module of stamp_ops, which distributes the calls elsewhere.
+    $STAMP_EXECUTOR names a module of workbench.workflow, which distributes the calls elsewhere.
     """
     torch.set_num_threads(1)  # sums are split by threads: their number would change last digits
     of_worker = experiment, plans, device, resume
     worker, name = Worker(*of_worker), os.environ.get("STAMP_EXECUTOR", "")
     if name:  # by name: its code changes no result, so no run's identity depends on it
-        package = importlib.util.find_spec("stamp_ops")
-        if package is None:
-            raise RuntimeError(f"STAMP_EXECUTOR={name} needs stamp_ops: run `pip install -e .`")
-        folders = package.submodule_search_locations or ()
-        modules = [path for folder in folders for path in Path(folder).glob("*_executor.py")]
-        known = [path.stem.removesuffix("_executor") for path in modules]
+        modules = find_modules(EXECUTORS).items()
+        known = {n.removesuffix("_executor"): m for n, m in modules if n.endswith("_executor")}
         if name not in known:
-            raise unknown_name("$STAMP_EXECUTOR", name, known)
-        module = importlib.import_module(f"stamp_ops.{name}_executor")
+            raise unknown_name("$STAMP_EXECUTOR", name, known, more_elsewhere())
+        module = importlib.import_module(known[name])
         elsewhere: Executor = module.start(workers, *of_worker)
         return worker, elsewhere
     if workers == 1:

@@ -1,6 +1,7 @@
 """Experiments: a setting with a method, resolved and checked, and what identifies its runs."""
 
 import hashlib
+import inspect
 import json
 import platform
 import re
@@ -25,6 +26,7 @@ from stamp_core.config.params import (
 from stamp_core.config.schema import Setting
 from stamp_core.core.devices import weights_format
 from stamp_core.core.fingerprint import PACKAGE, combined_fingerprint
+from stamp_core.coresets.selection.base import load_rule
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.loading import load_dataset, source_options
 from stamp_core.data.plan import Plan
@@ -93,12 +95,9 @@ class Experiment:
 
     def files(self) -> list[Path]:
         """The files that, with all their imports, determine the results of this experiment."""
-        kind = self.kind.__module__.rpartition(".")[2]
-        package = PACKAGE / "methods" / kind
-        method = package / "__init__.py" if package.is_dir() else package.with_suffix(".py")
-        found = [PACKAGE / "engine" / "train.py", method]
+        found = [PACKAGE / "engine" / "train.py", Path(inspect.getfile(self.kind))]
         if hasattr(self.params, "memory"):  # its rule is loaded by name, not by an import
-            found.append(PACKAGE / "coresets" / "selection" / f"{self.params.memory.selection}.py")
+            found.append(Path(inspect.getfile(load_rule(self.params.memory.selection))))
         return found
 
     def __repr__(self) -> str:

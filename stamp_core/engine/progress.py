@@ -6,8 +6,6 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from tqdm.auto import tqdm
-
 
 class Logger(Protocol):
     """What a training tells while it runs; stamp_core/results/loggers.py has some.
@@ -51,8 +49,11 @@ class Progress:
         self.lock = threading.Lock()
         self.form = form  # as progress_form has it
         self.name = name
-        bar = form == "bar"
-        self.bar = tqdm(desc=name, total=rounds, initial=done, unit="round") if bar else None
+        self.bar: Any = None
+        if form == "bar":
+            from tqdm.auto import tqdm  # which the other forms do not need
+
+            self.bar = tqdm(desc=name, total=rounds, initial=done, unit="round")
         self.left = rounds - done
         self.counted = 0
         self.started = time.perf_counter()

@@ -2,11 +2,11 @@
 
 from stamp_core.config.decode import invalid
 from stamp_core.core.seeding import generator
+from stamp_core.engine.privacy import PURPOSE, refused, share_mean, share_noisy_mean, with_model
 from stamp_core.engine.trees import flatten, tree_digest
 from stamp_core.methods.base.method import Log, Method, Reply, State
 from stamp_core.methods.base.secure_sums import seal_replies
 from stamp_core.models.sealed import SingleUploadError
-from stamp_core.privacy.mechanism import PURPOSE, refused, share_mean, share_noisy_mean, with_model
 
 
 class Server:

@@ -29,12 +29,12 @@ from stamp_core.engine.evaluate import Evaluator
 from stamp_core.engine.executor import Executor, SerialExecutor, resolve_workers, start_executor
 from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.history import round_angles, round_entry, state_bytes
+from stamp_core.engine.privacy import refused
 from stamp_core.engine.progress import Logger, Loggers, Progress, scalars
 from stamp_core.engine.server import Server
 from stamp_core.engine.worker import ClientResult, Worker
 from stamp_core.methods.base.method import DivergedError, Log, Message, Reply
 from stamp_core.models.flat import split_like
-from stamp_core.privacy.mechanism import refused
 from stamp_core.results.records import Record
 
 logger = logging.getLogger("stamp_core.engine")

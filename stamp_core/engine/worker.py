@@ -20,9 +20,9 @@ from stamp_core.core.devices import device_peak, reset_device_peak
 from stamp_core.data.plan import Plan
 from stamp_core.engine.checkpoint import FSYNC_MIN_SECONDS, state_store
 from stamp_core.engine.experiment import Experiment
+from stamp_core.engine.privacy import protect_upload
 from stamp_core.engine.trees import Stored
 from stamp_core.methods.base.method import LocalModel, Message, Reply, State
-from stamp_core.privacy.mechanism import protect_upload
 
 _T = TypeVar("_T")
 StateOrRef = State | Stored  # a client's state, or its name in a store

@@ -11,18 +11,18 @@ from small import tiny
 from test_capture import EXPERIMENTS, reached, uploaded
 from torch import Tensor
 
-from stamp_core.attacks.capture import Upload, distinct
-from stamp_core.attacks.files import load_attacks, save_attacks
-from stamp_core.attacks.inversion import Attack, Target, inversion_loss, total_variation
-from stamp_core.attacks.labels import label_accuracy, recover_counts, round_to_sum
-from stamp_core.attacks.outcomes import attack_uploads, pixels
-from stamp_core.attacks.returning import returning
-from stamp_core.attacks.scores import psnr
-from stamp_core.attacks.study import SCORES, Case, grid, plan_attack, study
-from stamp_core.attacks.summaries import contrast, contrasts, gains_of_rounds
 from stamp_core.engine.train import Run
 from stamp_core.models.flat import split_like
 from stamp_core.models.networks import Classifier, build_network
+from workbench.studies.attacks.capture import Upload, distinct
+from workbench.studies.attacks.files import load_attacks, save_attacks
+from workbench.studies.attacks.inversion import Attack, Target, inversion_loss, total_variation
+from workbench.studies.attacks.labels import label_accuracy, recover_counts, round_to_sum
+from workbench.studies.attacks.outcomes import attack_uploads, pixels
+from workbench.studies.attacks.returning import returning
+from workbench.studies.attacks.scores import psnr
+from workbench.studies.attacks.study import SCORES, Case, grid, plan_attack, study
+from workbench.studies.attacks.summaries import contrast, contrasts, gains_of_rounds
 
 CNN: Any = {"kind": "cnn", "channels": [4], "features": 16}
 

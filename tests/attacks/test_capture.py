@@ -6,11 +6,18 @@ import pytest
 import torch
 from small import BATCH_NORM, tiny
 
-from stamp_core.attacks.capture import Images, Upload, capture, distinct, start_run, train_until
 from stamp_core.client.runtime import RoundId
 from stamp_core.config.decode import ParameterError
 from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.train import Run
+from workbench.studies.attacks.capture import (
+    Images,
+    Upload,
+    capture,
+    distinct,
+    start_run,
+    train_until,
+)
 
 MEMORY: Any = {"memory": {"exemplars_per_class": 3}, "ratio": 0.5}
 MATCHED: Any = {**MEMORY, "temporal": {"every": 1, "past": "gradient", "lr": 1.5}}

@@ -5,7 +5,15 @@ import pytest
 import torch
 from small import tiny
 
-from stamp_core.attacks.scores import WINDOW, identified, other_images, pair, psnr, ssim, strangers
+from workbench.studies.attacks.scores import (
+    WINDOW,
+    identified,
+    other_images,
+    pair,
+    psnr,
+    ssim,
+    strangers,
+)
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:

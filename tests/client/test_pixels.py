@@ -214,7 +214,7 @@ def test_what_does_not_fit_masks_is_refused(options: dict[str, Any], message: st
 
 
 def test_masks_with_unknown_classes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stamp_core.data.sources import scenes as source
+    from workbench.sources import scenes as source
 
     made = source.make(source.Options(3, 12, 4, 16))
     made.x_test[0, 1, 0, 0] = 4

@@ -15,7 +15,7 @@ from stamp_core.engine import train as engine
 from stamp_core.engine.executor import resolve_workers
 from stamp_core.engine.trees import read_tree
 from stamp_core.methods.base.method import DivergedError
-from stamp_ops import ray_executor
+from workbench.workflow import ray_executor
 
 SEEDS = (0, 1)
 

@@ -23,9 +23,9 @@ from project import Project
 from ray.cluster_utils import Cluster
 
 from stamp_core.results.records import load_record
-from stamp_ops.clusters import Cluster as AnyCluster
-from stamp_ops.clusters import ClusterError, RayCluster, SlurmCluster
-from stamp_ops.submit import wait_for_job
+from workbench.workflow.clusters import Cluster as AnyCluster
+from workbench.workflow.clusters import ClusterError, RayCluster, SlurmCluster
+from workbench.workflow.submit import wait_for_job
 
 PAPER = "pipelines/paper/dvc.yaml:"
 SPLIT = f"{PAPER}split@tiny-0"
@@ -36,7 +36,7 @@ FEDAVG, BROKEN = f"{PAPER}train@tiny-fedavg-0", f"{PAPER}train@tiny-broken-0"
 COMMAND = (
     sys.executable,
     "-m",
-    "stamp_core.pipeline.repro",
+    "workbench.workflow.repro",
     "paper",
     "tiny",
 )  # what `make paper` runs

@@ -15,7 +15,7 @@ from stamp_core.config.decode import ParameterError
 from stamp_core.config.params import expand_grid, parse_seeds
 from stamp_core.engine.experiment import check_params
 from stamp_core.methods.base.registry import get_method, method_names
-from stamp_core.pipeline.sweeps import sweep_experiments
+from workbench.workflow.sweeps import sweep_experiments
 
 VALID: dict[str, Any] = {
     "file": "params.yaml",

@@ -49,7 +49,7 @@ def test_objects_created_inside_are_never_collected_and_later_ones_are() -> None
 
 
 COUNTS = """
-import gc, stamp_core.report.figures, stamp_core.api
+import gc, workbench.report.figures, stamp_core.api
 print(gc.isenabled(), len(gc.get_objects()), gc.get_freeze_count())
 """
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from stamp_core.config.schema import Network
 from stamp_core.coresets.learner import Learner
 from stamp_core.coresets.memory import class_prototype
-from stamp_core.coresets.selection import bcsr, csrel, ocs, sre2l
 from stamp_core.coresets.selection.base import Candidates, Proposal, TaskData
 from stamp_core.models.networks import Classifier, build_network
+from workbench.selection import bcsr, csrel, ocs, sre2l
 
 CLASSES = 4
 MLP = Network("mlp", features=6)

@@ -20,8 +20,8 @@ from torch.func import functional_call
 
 from stamp_core.config.schema import Network
 from stamp_core.coresets.learner import Learner
-from stamp_core.coresets.selection import bcsr
 from stamp_core.coresets.selection.base import TaskData
+from workbench.selection import bcsr
 
 torch.set_num_threads(1)  # as in training
 Array = NDArray[np.float64]

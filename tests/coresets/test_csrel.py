@@ -12,9 +12,9 @@ from rule_tasks import BATCH_NORM, CLASSES, MLP, NETWORKS, generator, indices_of
 from rule_tasks import csrel_task as make_task
 from torch import Tensor
 
-from stamp_core.coresets.selection import csrel
 from stamp_core.coresets.selection.base import TaskData
 from stamp_core.models.networks import build_network, set_train_mode
+from workbench.selection import csrel
 
 torch.set_num_threads(1)  # as in training
 

@@ -13,9 +13,9 @@ from rule_tasks import ocs_task as make_task
 from torch import Tensor
 
 from stamp_core.config.schema import Network
-from stamp_core.coresets.selection import ocs
 from stamp_core.coresets.selection.base import TaskData
-from stamp_core.coresets.selection.ocs import Options
+from workbench.selection import ocs
+from workbench.selection.ocs import Options
 
 Array = NDArray[np.float64]
 SHORTAGE = "ocs: a class had too few candidates"

@@ -62,13 +62,13 @@ def propose_recording(task: TaskData) -> Proposal:
 @pytest.fixture(autouse=True)
 def three_more_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     GIVEN.clear()
-    known = base._load_rule
+    known = base.load_rule
     more = {
         "synthetic": SimpleNamespace(propose=propose_synthetic, Options=Options),
         "backwards": SimpleNamespace(propose=propose_backwards),
         "recording": SimpleNamespace(propose=propose_recording),
     }
-    monkeypatch.setattr(base, "_load_rule", lambda rule: more.get(rule) or known(rule))
+    monkeypatch.setattr(base, "load_rule", lambda rule: more.get(rule) or known(rule))
     monkeypatch.setattr(small.Quick, "files", lambda self: [])  # the rules have none
     yield
 
@@ -180,7 +180,7 @@ def test_whatever_a_rule_does_with_its_network_the_clients_model_stays(
         return propose_recording(task)
 
     expected = run(replaying("recording"))
-    monkeypatch.setattr(base._load_rule("recording"), "propose", ruin)
+    monkeypatch.setattr(base.load_rule("recording"), "propose", ruin)
     small.assert_same_weights(run(replaying("recording")), expected)
 
 

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from rule_tasks import candidates_of, normal
 from torch import Tensor
 
-from stamp_core.coresets.selection import herding, k_centre, least_squares, nonnegative
+from stamp_core.coresets.selection import herding
 from stamp_core.coresets.selection.base import Candidates, choose_exemplars
 from stamp_core.coresets.selection.herding import extend_by_herding
-from stamp_core.coresets.selection.least_squares import minimum_norm, solve_printed_problem
-from stamp_core.coresets.selection.nonnegative import nonnegative_solution
+from workbench.selection import k_centre, least_squares, nonnegative
+from workbench.selection.least_squares import minimum_norm, solve_printed_problem
+from workbench.selection.nonnegative import nonnegative_solution
 
 quick = settings(deadline=None, max_examples=50, derandomize=True)
 seeds = st.integers(0, 10**6)

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from stamp_core.config.schema import Network
 from stamp_core.coresets.learner import Learner
-from stamp_core.coresets.selection import base, sre2l
+from stamp_core.coresets.selection import base
 from stamp_core.coresets.selection.base import TaskData
 from stamp_core.models.networks import Classifier, set_train_mode
+from workbench.selection import sre2l
 
 Array = NDArray[np.float64]
 NO_NORM = "sre2l: no batch normalisation, no statistics to match"

@@ -151,7 +151,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         "@dataclass(frozen=True)\nclass Options:\n    many: int = 3\n"
     )
     monkeypatch.setattr(sources, "__path__", [*sources.__path__, str(tmp_path)])
-    monkeypatch.setattr("stamp_core.core.fingerprint.PACKAGE", tmp_path)
+    monkeypatch.setattr("stamp_core.core.fingerprint.PACKAGES", {"stamp_core": tmp_path})
     yield importlib.import_module("stamp_core.data.sources.own")
     del sys.modules["stamp_core.data.sources.own"]
 

@@ -14,9 +14,9 @@ from toy import images
 from stamp_core.config.decode import ParameterError, to_plain
 from stamp_core.config.schema import Split
 from stamp_core.data.dataset import ImageDataset
-from stamp_core.data.exchange import export_plan, import_plan
 from stamp_core.data.plan import Plan
 from stamp_core.data.split import make_plan
+from workbench.exchange import export_plan, import_plan
 
 TEN = images(10)
 DOMAINS = images(4, each=6, domains=3)

@@ -27,9 +27,9 @@ from PIL import Image
 
 from stamp_core.config.decode import ParameterError
 from stamp_core.data.loading import load_dataset
-from stamp_core.data.sources import imagenet1k, office31
 from stamp_core.data.store import cache
 from stamp_core.data.store.cache import Bytes
+from workbench.sources import imagenet1k, office31
 
 DOMAINS = {**DIVIDED, "domains": ["photo", "art"]}
 KINDS = "(.jpg, .jpeg, .png, .ppm, .bmp, .pgm, .tif, .tiff, .webp)"

@@ -13,8 +13,8 @@ from pfllib import client, normalised, write_folder
 
 from stamp_core.config.decode import ParameterError
 from stamp_core.data.dataset import ImageDataset
-from stamp_core.data.exchange.partitions import find_images, import_flwr, import_pfllib
 from stamp_core.data.plan import Plan
+from workbench.exchange.partitions import find_images, import_flwr, import_pfllib
 
 
 def drawn(channels: int) -> ImageDataset:

@@ -7,7 +7,8 @@ import pytest
 
 from stamp_core.data.images import ImageArrays
 from stamp_core.data.loading import load_dataset
-from stamp_core.data.sources import glyphs, scenes
+from stamp_core.data.sources import glyphs
+from workbench.sources import scenes
 
 OPTIONS = scenes.Options(train_per_class=40, test_per_class=40)
 

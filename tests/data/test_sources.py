@@ -26,7 +26,8 @@ from stamp_core.data import images as images_module
 from stamp_core.data.images import ImageArrays
 from stamp_core.data.images import ImageOptions as Options
 from stamp_core.data.loading import find_source, load_dataset
-from stamp_core.data.sources import digit10, torchvision_sets
+from stamp_core.data.sources import torchvision_sets
+from workbench.sources import digit10
 
 Files = dict[str, bytes]  # by their paths below data/raw
 

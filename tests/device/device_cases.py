@@ -32,12 +32,12 @@ from stamp_core.coresets.selection.base import selection_rules
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.engine import train as engine
 from stamp_core.engine.experiment import Experiment
-from stamp_core.methods import fedala, fedl2p, gradma
-from stamp_core.methods.base import projection
-from stamp_core.methods.base.distillation import masked_cross_entropy
 from stamp_core.methods.base.method import ClientRound, Message, Method
 from stamp_core.models.flat import weighted_average
 from stamp_core.results.records import Record
+from workbench.methods import fedala, fedl2p, gradma
+from workbench.methods.base import projection
+from workbench.methods.base.distillation import masked_cross_entropy
 
 BY_POSITION: dict[str, small.Some] = {  # the parameters with which methods do so
     "agem": {},

@@ -13,7 +13,7 @@ from project import Project
 
 from stamp_core.results.records import load_record
 
-REPRO = ("python", "-m", "stamp_core.pipeline.repro")  # what `make repro` runs
+REPRO = ("python", "-m", "workbench.workflow.repro")  # what `make repro` runs
 SETTINGS, METHODS = "params/settings.yaml", "params/methods.yaml"
 STAMP, REHEARSAL = "stamp_core/methods/stamp/__init__.py", "stamp_core/methods/base/rehearsal.py"
 PAGES = {"compare", "ablation", "analyses", "coresets"}  # which need every run
@@ -123,7 +123,7 @@ def test_an_experiment_runs_in_a_copy_and_can_be_compared(project: Project) -> N
 
 def test_a_run_in_jupyterlab_is_the_run_of_the_pipeline_bit_for_bit(project: Project) -> None:
     """JupyterLab runs a notebook in its own folder, without papermill; then the user saves it."""
-    project.run("python", "-m", "stamp_core.pipeline.notebooks", "notebooks/2_train.ipynb")
+    project.run("python", "-m", "workbench.workflow.notebooks", "notebooks/2_train.ipynb")
     for seed in (0, 1):
         mine, theirs = (
             load_record(project.root / folder / f"runs/tiny-fedavg-0to1/{seed}")

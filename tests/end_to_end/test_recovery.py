@@ -17,7 +17,7 @@ from project import Project
 
 from stamp_core.engine.trees import read_tree
 from stamp_core.results.records import load_record
-from stamp_ops.lockfile import is_sound
+from workbench.workflow.lockfile import is_sound
 
 PIPELINE = "pipelines/paper/dvc.yaml"
 
@@ -58,7 +58,7 @@ def test_a_killed_pipeline_leaves_no_process_and_a_checkpoint(project: Project) 
 
 def test_an_interrupt_ends_the_driver_where_it_can_go_on(project: Project) -> None:
     """Ctrl-C reaches the driver alone; DVC's lock file stays whole, and the checkpoint stays."""
-    command = [sys.executable, "-m", "stamp_core.pipeline.repro", "paper", "tiny"]
+    command = [sys.executable, "-m", "workbench.workflow.repro", "paper", "tiny"]
     driver = subprocess.Popen(
         command, cwd=project.root, env=project.environment, stdout=subprocess.PIPE, text=True
     )
@@ -77,7 +77,7 @@ def test_the_papers_pipeline_continues_a_killed_run_shows_it_and_keeps_it(projec
     """Its first rounds are those of the checkpoint, seconds and all: nothing is computed twice."""
     before = finished_rounds(project)
     assert "FedAvg takes" in project.run(
-        "python", "-m", "stamp_core.pipeline.repro", "paper", "tiny"
+        "python", "-m", "workbench.workflow.repro", "paper", "tiny"
     )
     history = load_record(project.root / "data/paper/runs/tiny-fedavg-0/0").history
     places = [(entry["experience"], entry["round"]) for entry in history]

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 from small import assert_same_weights, run
 
-from stamp_core import load_experiment, read_params, run_folder
+from stamp_core import load_experiment, read_params
 from stamp_core.config.decode import ParameterError
 from stamp_core.methods.base.registry import read_preset
+from workbench import run_folder
 
 
 def test_overrides_are_the_values_of_a_preset_and_of_a_setting_that_have_them() -> None:

@@ -13,10 +13,10 @@ from small import assert_same, plan, run, tiny
 from stamp_core.config.decode import ParameterError
 from stamp_core.config.schema import Split
 from stamp_core.data.dataset import ImageDataset
-from stamp_core.data.exchange import export_plan, import_plan
-from stamp_core.data.exchange.partitions import find_images, import_flwr, import_pfllib
 from stamp_core.data.plan import Plan
 from stamp_core.engine.train import train
+from workbench.exchange import export_plan, import_plan
+from workbench.exchange.partitions import find_images, import_flwr, import_pfllib
 
 # Each client has images of all six classes, so the classes of a client are cut as they were drawn.
 SHARED = {"clients": 3, "tasks": 2, "classes_per_task": 3, "order": "given", "alpha": 100.0}

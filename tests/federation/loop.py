@@ -9,11 +9,11 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
-from federation import node
-from federation.server import federated, train_federation
-from federation.shares import write_shares
 from stamp_core.engine.experiment import Experiment
 from stamp_core.results.records import Record
+from workbench.federation import node
+from workbench.federation.server import federated, train_federation
+from workbench.federation.shares import write_shares
 
 NODES = ([0, 2], [1], [3])  # their clients
 

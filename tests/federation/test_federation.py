@@ -15,15 +15,15 @@ from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from loop import NODES, Federation, LoopGrid
 from small import whole
 
-from federation import messages, node, server, shares
-from federation.messages import pack, unpack
-from federation.shares import read_share, write_shares
 from stamp_core.config.decode import ParameterError
 from stamp_core.engine import train as engine
 from stamp_core.engine.trees import Store, Tree
 from stamp_core.engine.worker import Worker
 from stamp_core.methods.base.registry import method_names
 from stamp_core.results.records import SCORINGS
+from workbench.federation import messages, node, server, shares
+from workbench.federation.messages import pack, unpack
+from workbench.federation.shares import read_share, write_shares
 
 KINDS = ["fedavg", "stamp", "fedas", "fedl2p"]
 ROUNDS = [(experience, round_) for experience in range(3) for round_ in range(2)]

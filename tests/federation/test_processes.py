@@ -9,10 +9,10 @@ import psutil
 import small
 from processes import wait_until
 
-from federation.keys import make_certificate, make_node_key
-from federation.local import LocalFederation
 from stamp_core import load_experiment
 from stamp_core.engine.trees import read_tree
+from workbench.federation.keys import make_certificate, make_node_key
+from workbench.federation.local import LocalFederation
 
 
 def says(folder: Path, name: str, text: str) -> Callable[[], bool]:

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch_reference import Adam, Descent, TorchReference, soft_cross_entropy, taker
 
 from stamp_core.core.seeding import generator
-from stamp_core.methods.affcl.flow import Flow, Scale
-from stamp_core.methods.affcl.replay import CLIPPED, DIVERGED, NOT_REPLAYED
-from stamp_core.models.generators import build_seeded
+from workbench.methods.affcl.flow import Flow, Scale
+from workbench.methods.affcl.replay import CLIPPED, DIVERGED, NOT_REPLAYED
+from workbench.methods.base.generators import build_seeded
 
 SCALES: tuple[Scale, ...] = ("default", "general")
 HIDDEN = 6

@@ -10,7 +10,7 @@ from reference import Array, softmax
 from torch import Tensor
 
 from stamp_core.core.seeding import generator
-from stamp_core.methods.base.distillation import (
+from workbench.methods.base.distillation import (
     agreeing_divergence,
     masked_cross_entropy,
     soft_cross_entropy,

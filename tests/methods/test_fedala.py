@@ -14,7 +14,7 @@ from small import BATCH_NORM, P, run, tiny
 from stamp_core.client.runtime import RoundId
 from stamp_core.config.decode import ParameterError
 from stamp_core.core.seeding import generator
-from stamp_core.methods.fedala import NOT_CONVERGED, FedALA
+from workbench.methods.fedala import NOT_CONVERGED, FedALA
 
 EVERY = 4  # tensors of the network of `tiny`
 HEAD = 10 * 32 + 10  # parameters of the last two

@@ -17,10 +17,10 @@ from torch_reference import Adam, Descent, TorchReference, divergence, taker
 
 from stamp_core.core.seeding import generator
 from stamp_core.methods.base.method import Log
-from stamp_core.methods.fedcil import NOT_CONSOLIDATED
-from stamp_core.methods.fedcil.acgan import Generator
-from stamp_core.methods.fedcil.training import ALL_EQUAL, NOT_FINITE
-from stamp_core.models.generators import build_seeded
+from workbench.methods.base.generators import build_seeded
+from workbench.methods.fedcil import NOT_CONSOLIDATED
+from workbench.methods.fedcil.acgan import Generator
+from workbench.methods.fedcil.training import ALL_EQUAL, NOT_FINITE
 
 SMALL: dict[str, Any] = {"width": 8, "noise": 4, "consolidation": 2, "generator_lr": 2e-3}
 BETAS = (0.5, 0.999)

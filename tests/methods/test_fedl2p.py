@@ -20,8 +20,8 @@ from torch.distributions import Normal, kl_divergence
 
 from stamp_core.client.runtime import RoundId
 from stamp_core.core.seeding import generator
-from stamp_core.methods.fedl2p import FedL2P
-from stamp_core.methods.fedl2p.meta_networks import LayerStatistics, layer_statistics
+from workbench.methods.fedl2p import FedL2P
+from workbench.methods.fedl2p.meta_networks import LayerStatistics, layer_statistics
 
 FEW = {"images_per_class": 20}  # 40 images a task, 8 of them held out
 BN: dict[str, Any] = {"network": BATCH_NORM, "split": FEW}

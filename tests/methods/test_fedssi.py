@@ -14,7 +14,7 @@ from small import BATCH_NORM, P, run, tiny
 from stamp_core.client.runtime import RoundId
 from stamp_core.config.decode import ParameterError
 from stamp_core.methods.base.method import DivergedError
-from stamp_core.methods.fedssi import MISSED, OVERSHOT, UNVERIFIED, FedSSI
+from workbench.methods.fedssi import MISSED, OVERSHOT, UNVERIFIED, FedSSI
 
 
 class FedSSIReference(FedAvgReference):

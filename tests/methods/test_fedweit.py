@@ -12,14 +12,14 @@ from reference import CLOSE, GROWING, Array, FedAvgReference, Numbers, Reply, St
 from small import BATCH_NORM, tiny, whole
 
 from stamp_core.core.seeding import generator
-from stamp_core.methods.fedweit.decomposed import (
+from stamp_core.results.records import SCORINGS
+from workbench.methods.fedweit.decomposed import (
     Channels,
     Decomposed,
     PastWeights,
     to_dense,
     to_sparse,
 )
-from stamp_core.results.records import SCORINGS
 
 TASK = SCORINGS.index("task")
 

@@ -13,9 +13,9 @@ from active_sets import best_active_set
 from reference import CONFIGURATIONS, Array, Numbers, RehearsalReference, State, Visit
 from small import BATCH_NORM, P, kept, plan, run, tiny
 
-from stamp_core.matching.projection import project_gradient
-from stamp_core.methods.agem import remove_conflict
-from stamp_core.methods.base.projection import exemplar_gradient
+from workbench.methods.agem import remove_conflict
+from workbench.methods.base.projection import exemplar_gradient
+from workbench.methods.base.quadratic import project_gradient
 
 BOTH = pytest.mark.parametrize("kind", ["agem", "gem"])
 

@@ -14,9 +14,9 @@ from small import BATCH_NORM, plan, whole
 from torch import Tensor, nn
 
 from stamp_core.methods.base.method import Log
-from stamp_core.methods.glfc.gradients import GradientEncoder, reconstruct
-from stamp_core.methods.glfc.proxy import NOT_FINITE
 from stamp_core.models.encoders import Shape
+from workbench.methods.glfc.gradients import GradientEncoder, reconstruct
+from workbench.methods.glfc.proxy import NOT_FINITE
 
 CPU = torch.device("cpu")
 SHAPES: list[tuple[Shape, int]] = [((1, 8, 8), 10), ((3, 32, 32), 100), ((1, 3, 1), 3)]

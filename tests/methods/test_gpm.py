@@ -13,8 +13,8 @@ from small import BATCH_NORM, BN_P, plan, tiny
 from torch import Tensor, nn
 
 from stamp_core.config.decode import ParameterError
-from stamp_core.methods.base import subspaces
-from stamp_core.methods.base.subspaces import Layer, grow
+from workbench.methods.base import subspaces
+from workbench.methods.base.subspaces import Layer, grow
 
 
 def project(theta: Array, shapes: Any, spaces: list[Array]) -> Array:

@@ -15,7 +15,7 @@ from small import BATCH_NORM, P, plan, run, tiny
 from stamp_core.engine import trees
 from stamp_core.methods.base.method import Log
 from stamp_core.methods.base.method import Reply as MethodReply
-from stamp_core.methods.gradma import GradMA
+from workbench.methods.gradma import GradMA
 
 WORKER: dict[str, Any] = {"server": False}
 SERVER: dict[str, Any] = {"worker": False, "beta1": 0.5}

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch_reference import Adam, Descent, TorchReference, divergence, soft_cross_entropy
 
 from stamp_core.core.seeding import address, generator
-from stamp_core.methods.base import synthesis
-from stamp_core.methods.base.inversion import NO_IMAGES
 from stamp_core.methods.base.method import Log
-from stamp_core.methods.base.synthesis import NormStatistics, Synthesis
-from stamp_core.methods.lander import NoisyLabelGenerator
-from stamp_core.models.generators import ImageGenerator, build_seeded
 from stamp_core.models.networks import build_network
+from workbench.methods.base import synthesis
+from workbench.methods.base.generators import ImageGenerator, build_seeded
+from workbench.methods.base.inversion import NO_IMAGES
+from workbench.methods.base.synthesis import NormStatistics, Synthesis
+from workbench.methods.lander import NoisyLabelGenerator
 
 KINDS = ("target", "lander")
 BETAS = (0.5, 0.999)

@@ -12,7 +12,7 @@ from small import plan, tiny, whole
 from stamp_core.config.decode import ParameterError
 from stamp_core.core import paths
 from stamp_core.methods.base.method import Log
-from stamp_core.methods.lander import LanderParams
+from workbench.methods.lander import LanderParams
 
 
 def test_anchors_are_sent_until_a_client_has_replied_and_kept_exactly() -> None:

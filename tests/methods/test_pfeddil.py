@@ -22,7 +22,7 @@ from reference import (
 from small import P, run, tiny
 
 from stamp_core.config.decode import ParameterError
-from stamp_core.methods.pfeddil import PFedDIL, log_share, moments, nearest_model
+from workbench.methods.pfeddil import PFedDIL, log_share, moments, nearest_model
 
 FEW = {"images_per_class": 20}
 F = 32  # features of the small network

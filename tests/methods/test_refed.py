@@ -13,8 +13,8 @@ from reference import CONFIGURATIONS, Array, FedAvgReference, Numbers, Reply, St
 from small import BATCH_NORM, BN_B, P, plan, run, tiny
 
 from stamp_core.core.seeding import generator
-from stamp_core.methods.base import sample_cache
-from stamp_core.methods.base.sample_cache import LOST, NOT_FINITE, OMITTED
+from workbench.methods.base import sample_cache
+from workbench.methods.base.sample_cache import LOST, NOT_FINITE, OMITTED
 
 FEW = {"images_per_class": 20}  # 40 images in a task
 

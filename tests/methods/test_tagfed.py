@@ -30,9 +30,9 @@ from stamp_core.client.runtime import RoundId
 from stamp_core.config.decode import ParameterError
 from stamp_core.core.seeding import address, generator
 from stamp_core.data.plan import Plan
-from stamp_core.methods.base.task_server import unpack_bits
-from stamp_core.methods.tagfed import TagFed
-from stamp_core.methods.tagfed.packed import FREE, PackedState, sub_model
+from workbench.methods.base.task_server import unpack_bits
+from workbench.methods.tagfed import TagFed
+from workbench.methods.tagfed.packed import FREE, PackedState, sub_model
 
 FEW = {"images_per_class": 20}  # 40 images in a task
 WEIGHTS = 64 * 32  # of the small network's encoder; R other parameters are copied for each task

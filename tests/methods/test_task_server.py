@@ -10,8 +10,8 @@ from small import tiny
 
 from stamp_core.client.runtime import RoundId
 from stamp_core.methods.base.method import FedAvgParams, Log, Message, State
-from stamp_core.methods.base.task_server import PREFIX, TaskServer, pack_bits, unpack_bits
 from stamp_core.results.records import tree_bytes
+from workbench.methods.base.task_server import PREFIX, TaskServer, pack_bits, unpack_bits
 
 
 class Announcing(TaskServer):

@@ -13,7 +13,7 @@ from reference import CONFIGURATIONS, Array, Numbers, RehearsalReference, State,
 from small import BATCH_NORM, plan, run, tiny
 from torch import Tensor
 
-from stamp_core.methods.vrmcl import LONG
+from workbench.methods.vrmcl import LONG
 
 MEMORY = {"selection": "uniform", "merge": "reservoir", "exemplars_per_class": 4}
 

@@ -18,8 +18,8 @@ from stamp_core.data.images import Counts
 from stamp_core.data.sources import digits
 from stamp_core.engine.experiment import load_experiment
 from stamp_core.models.networks import build_network
-from stamp_ops import estimate, synthetic
-from stamp_ops.estimate import Needs, StepCost
+from workbench.workflow import estimate, synthetic
+from workbench.workflow.estimate import Needs, StepCost
 
 SETTINGS = tuple(read_params(PAPER)["grid"]["setting"])
 ESTIMATED = [

@@ -1,4 +1,4 @@
-"""$STAMP_EXECUTOR: a module of stamp_ops, found by name."""
+"""$STAMP_EXECUTOR: a module of workbench.workflow, found by name."""
 
 import importlib.util
 import sys
@@ -13,8 +13,13 @@ from stamp_core.engine.train import train
 @pytest.mark.parametrize(
     ("name", "missing", "error", "message"),
     [
-        ("ray", "ray", RuntimeError, r"run `pip install -e \.\[cluster\]`"),
-        ("ray", "stamp_ops", RuntimeError, r"STAMP_EXECUTOR=ray needs stamp_ops: run `pip "),
+        ("ray", "ray", RuntimeError, r"run `pip install -e workbench\[cluster\]`"),
+        (
+            "ray",
+            "workbench.workflow",
+            RuntimeError,
+            r"STAMP_EXECUTOR=ray needs workbench.workflow: run `pip ",
+        ),
         ("rya", "", ParameterError, "'rya' is unknown; did you mean 'ray'\\? known: ray"),
     ],
 )
@@ -22,10 +27,10 @@ def test_the_error_names_what_is_missing(
     name: str, missing: str, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STAMP_EXECUTOR", name)
-    monkeypatch.delitem(sys.modules, "stamp_ops.ray_executor", raising=False)
+    monkeypatch.delitem(sys.modules, "workbench.workflow.ray_executor", raising=False)
     if missing == "ray":
         monkeypatch.setitem(sys.modules, "ray", None)
-    if missing == "stamp_ops":
+    if missing == "workbench.workflow":
         monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     experiment = whole("fedavg")
     with pytest.raises(error, match=message):

@@ -16,12 +16,12 @@ import pytest
 from nbclient import NotebookClient
 from processes import gone, wait_until
 
-from stamp_ops import kernels
-from stamp_ops.kernels import WarmKernel
+from workbench.workflow import kernels
+from workbench.workflow.kernels import WarmKernel
 
 SERVER = """
 import time
-from stamp_ops import kernels
+from workbench.workflow import kernels
 
 with kernels.serve_kernels() as environment:
     print(environment[kernels.ADDRESS], flush=True)
@@ -78,7 +78,7 @@ def test_a_warm_kernel_has_torch_before_its_first_import_and_shows_figures() -> 
 
 ASKER = """
 import os, sys, time
-from stamp_ops.kernels import WarmKernel
+from workbench.workflow.kernels import WarmKernel
 
 kernel = WarmKernel(["-f", sys.argv[1]], {**os.environ}, "/")
 print(kernel.pid, flush=True)

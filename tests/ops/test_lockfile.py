@@ -12,7 +12,7 @@ import pytest
 from processes import wait_until
 
 from stamp_core.core import paths
-from stamp_ops import lockfile
+from workbench.workflow import lockfile
 
 STAGE = """\
   {}:
@@ -29,8 +29,8 @@ FIRST_STAGE = """
 import sys
 from pathlib import Path
 from stamp_core.core import paths
-from stamp_core.pipeline import repro
-from stamp_ops import lockfile
+from workbench.workflow import repro
+from workbench.workflow import lockfile
 paths.ROOT = repro.ROOT = Path(sys.argv[1])
 with lockfile.driver_lock():
     repro.dvc("repro", "source")

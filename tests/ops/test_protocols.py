@@ -16,7 +16,7 @@ from stamp_core.config.schema import Setting
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.plan import Plan
 from stamp_core.data.split import make_plan
-from stamp_ops.synthetic import published_dataset
+from workbench.workflow.synthetic import published_dataset
 
 # Rounds a task, epochs, batch size; clients in a round, by task; lr in a task's first round and at
 # its end: what the papers and their code say.

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stamp_ops import submit
-from stamp_ops.clusters import ClusterError, chosen_cluster, sbatch_options
+from workbench.workflow import submit
+from workbench.workflow.clusters import ClusterError, chosen_cluster, sbatch_options
 
 
 class Pretended:
@@ -123,5 +123,5 @@ def test_without_the_package_the_error_names_the_command(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setenv(name, "somewhere")
-    with pytest.raises(ClusterError, match=r"pip install -e \.\[cluster\]"):
+    with pytest.raises(ClusterError, match=r"pip install -e workbench\[cluster\]"):
         chosen_cluster()

@@ -9,7 +9,7 @@ import pytest
 from parameters import PARAMS
 
 from stamp_core.engine.experiment import Experiment
-from stamp_core.pipeline import grid, source, sweeps
+from workbench.workflow import grid, source, sweeps
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from stamp_core.core.paths import ROOT
-from stamp_core.pipeline import archive
-from stamp_core.report.frames import final_score
 from stamp_core.results.records import Record, load_record
 from tests.report.made_records import fake_record
+from workbench.report.frames import final_score
+from workbench.workflow import archive
 
 PUBLISHED = sorted((ROOT / "figures").glob("*/records/*.tar.xz"))
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from stamp_core import export_plan, load_experiment, load_plans
+from stamp_core import load_experiment
 from stamp_core.core.paths import ROOT
-from stamp_core.pipeline import command
+from workbench import export_plan, load_plans
+from workbench.workflow import command
 
 
 def output(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> str:
@@ -99,7 +100,7 @@ def test_a_wheel_trains_in_an_empty_folder(tmp_path: Path) -> None:
             (build / name).write_bytes((ROOT / name).read_bytes())
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, "--target", str(site), str(build)], check=True)
-    code = "import stamp_core, sys; from stamp_core.pipeline.command import main;"
+    code = "import stamp_core, sys; from workbench.workflow.command import main;"
     code += "print(stamp_core.__file__); sys.exit(main(['run', 'tiny', 'fedavg', '--seeds', '0']))"
     ran = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(site)!r}); {code}"],

@@ -14,11 +14,12 @@ import small
 from pfllib import client, write_folder
 from PIL import Image
 
-from stamp_core import Record, import_plan, load_dataset, load_experiment, load_plans, train
+from stamp_core import Record, load_dataset, load_experiment, train
 from stamp_core.config.params import read_params
 from stamp_core.core import paths
 from stamp_core.engine.experiment import Experiment
 from stamp_core.methods.base.registry import get_method
+from workbench import import_plan, load_plans
 
 PAGES = [paths.ROOT / "README.md", *sorted((paths.ROOT / "docs").glob("*.md"))]
 FILE = re.compile(

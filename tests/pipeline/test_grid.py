@@ -11,9 +11,9 @@ import small
 from stamp_core.config.decode import ParameterError
 from stamp_core.engine.experiment import load_experiment
 from stamp_core.methods.base.method import DivergedError
-from stamp_core.pipeline import grid
-from stamp_core.report.tables import page
 from stamp_core.results.metrics import run_metrics
+from workbench.report.tables import page
+from workbench.workflow import grid
 
 
 def test_outdated_records_are_named_or_count_as_missing(params: dict[str, Any]) -> None:

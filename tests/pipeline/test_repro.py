@@ -9,8 +9,8 @@ import pytest
 from stamp_core.config.params import OWN
 from stamp_core.core.paths import ROOT
 from stamp_core.data import loading
-from stamp_core.pipeline import repro
-from stamp_core.pipeline.repro import PIPELINES, Driver
+from workbench.workflow import repro
+from workbench.workflow.repro import PIPELINES, Driver
 
 
 @pytest.mark.parametrize("profile", OWN)

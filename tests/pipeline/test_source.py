@@ -7,7 +7,7 @@ import pytest
 
 from stamp_core.config.decode import ParameterError
 from stamp_core.config.params import OWN
-from stamp_core.pipeline import source, sweeps
+from workbench.workflow import source, sweeps
 
 
 def written() -> dict[str, str]:

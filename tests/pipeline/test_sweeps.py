@@ -13,8 +13,8 @@ from stamp_core.config.decode import ParameterError
 from stamp_core.config.params import read_params
 from stamp_core.config.schema import Privacy
 from stamp_core.engine.experiment import Experiment, load_experiment
-from stamp_core.pipeline import grid, sweeps
-from stamp_core.pipeline.sweeps import load_sweeps, run_sweep, sweep_experiments
+from workbench.workflow import grid, sweeps
+from workbench.workflow.sweeps import load_sweeps, run_sweep, sweep_experiments
 
 
 def experiments(**changes: Any) -> list[Experiment]:

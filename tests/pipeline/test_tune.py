@@ -14,9 +14,9 @@ from stamp_core.config.decode import ParameterError
 from stamp_core.config.params import at_setting, parse_seeds, read_params, read_setting
 from stamp_core.core.paths import ROOT
 from stamp_core.methods.base.registry import override, resolve_preset
-from stamp_core.pipeline import tune
-from stamp_core.report.tables.sweeps import KINDS, write_tuning
-from stamp_core.report.text import DASH
+from workbench.report.tables.sweeps import KINDS, write_tuning
+from workbench.report.text import DASH
+from workbench.workflow import tune
 
 TUNING: dict[str, Any] = {
     "setting": ["tiny"],

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stamp_core import Record, import_plan, load_experiment, load_plans, train
-from stamp_core.pipeline import command
-from stamp_core.pipeline.verify import verify_record
-from stamp_core.report.frames import final_score
+from stamp_core import Record, load_experiment, train
+from workbench import import_plan, load_plans
+from workbench.report.frames import final_score
+from workbench.workflow import command
+from workbench.workflow.verify import verify_record
 
 NAMES = ("fedavg", "stamp", "fedala", "local", "joint")
 

@@ -18,7 +18,7 @@ from stamp_core.engine.train import train
 # Nothing but ε needs this package, so the environment of most machines does not have it.
 pytest.importorskip("dp_accounting", reason="`make test-privacy` installs the extra `privacy`")
 
-from stamp_core.privacy.accountant import epsilon, epsilons, noise_multiplier
+from workbench.studies.accountant import epsilon, epsilons, noise_multiplier
 
 DELTA = 1e-5
 ONCE = {"tasks": 1, "rounds": 1}

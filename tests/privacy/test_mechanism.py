@@ -17,9 +17,9 @@ from stamp_core.config.decode import ParameterError
 from stamp_core.config.schema import Privacy
 from stamp_core.core.seeding import generator
 from stamp_core.engine.experiment import Experiment
+from stamp_core.engine.privacy import share_mean, with_model
 from stamp_core.methods.base.method import ClientRound, Log, Message, Method, Reply
 from stamp_core.methods.base.registry import get_method
-from stamp_core.privacy.mechanism import share_mean, with_model
 from stamp_core.results.records import Record
 
 HARD = {"participation": 0.7, "dropout": 0.3, "momentum": 0.9, "epochs": 2}

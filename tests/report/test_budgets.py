@@ -4,9 +4,9 @@ import pandas as pd
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stamp_core.report.frames import run_frame
-from stamp_core.report.tables.budgets import budget_table
 from tests.report.made_records import fake_record, shifted, three_seeds
+from workbench.report.frames import run_frame
+from workbench.report.tables.budgets import budget_table
 
 
 def costing(method: str, images: int, accuracy: float) -> list:

@@ -14,9 +14,10 @@ import pytest
 
 from stamp_core.config.params import read_params
 from stamp_core.core.paths import ROOT
-from stamp_core.report.tables import printed
-from stamp_core.report.text import DASH
-from stamp_core.results import metrics, ranks
+from stamp_core.results import metrics
+from workbench.report import ranks
+from workbench.report.tables import printed
+from workbench.report.text import DASH
 
 PAGES = ("README.md", "docs/results.md", "docs/protocols.md")
 SMALL = ("digits", "glyphs", "glyphs_domains")

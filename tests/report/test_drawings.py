@@ -11,9 +11,9 @@ from PIL import Image
 from docs.architecture import NOW, PASTS, UPDATES, architecture
 from stamp_core.core.paths import ROOT
 from stamp_core.matching.match import MatchingParams, match, match_gram
-from stamp_core.report import figures
-from stamp_core.report.figures import matching, style
-from stamp_core.report.text import DASH
+from workbench.report import figures
+from workbench.report.figures import matching, style
+from workbench.report.text import DASH
 
 TWO = [[1.55, 0.4], [-1.0, 0.7]]
 THREE = [[1.8, 0.2], [-0.9, 0.8], [0.3, 1.2]]

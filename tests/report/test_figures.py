@@ -28,9 +28,9 @@ from stamp_core.config.schema import Split
 from stamp_core.data import split
 from stamp_core.data.loading import load_dataset
 from stamp_core.data.sources.glyphs import CHARACTERS
-from stamp_core.report import figures
-from stamp_core.report.figures import analyses, style
-from stamp_core.report.tables.page import write_parts
+from workbench.report import figures
+from workbench.report.figures import analyses, style
+from workbench.report.tables.page import write_parts
 
 DRAWN = Path(__file__).parent / "drawn"
 

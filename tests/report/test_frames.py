@@ -8,8 +8,8 @@ import pytest
 import small
 from made_records import fake_record, selected, shifted, three_seeds
 
-from stamp_core.report import frames, tables, text
-from stamp_core.report.tables import page
+from workbench.report import frames, tables, text
+from workbench.report.tables import page
 
 T_975 = {1: 12.706204736, 2: 4.302652730}  # Student's t by degrees of freedom
 BETTER = [(0.5, 0.7), (0.7, 0.7), (0.4, 0.9)]  # accuracy 10 points above FINALS for every seed

@@ -2,11 +2,11 @@
 
 import pytest
 
-from stamp_core.report.frames import run_frame
-from stamp_core.report.tables import printed
-from stamp_core.report.tables.order import order_section, order_table
 from stamp_core.results.records import Record
 from tests.report.made_records import fake_record
+from workbench.report.frames import run_frame
+from workbench.report.tables import printed
+from workbench.report.tables.order import order_section, order_table
 
 # The paper has, with 20 classes: lander 45.1, stamp 41.3, fedas 40.2, fedomg 36.8, fedavg 27.2.
 OURS = {"fedomg": 0.5, "fedavg": 0.1, "lander": 0.3, "stamp": 0.6, "replay": 0.9, "fedas": 0.2}

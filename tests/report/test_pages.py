@@ -5,9 +5,9 @@ from pathlib import Path
 import made_records
 import pytest
 
-from stamp_core.report import frames, tables
-from stamp_core.report.tables import page
-from stamp_core.report.text import DASH
+from workbench.report import frames, tables
+from workbench.report.tables import page
+from workbench.report.text import DASH
 
 PAGES = Path(__file__).parent / "pages"
 

@@ -8,10 +8,10 @@ from made_records import fake_record
 
 from stamp_core.config.params import PAPER, read_params, read_setting
 from stamp_core.config.schema import Network
-from stamp_core.report import tables
-from stamp_core.report.tables import printed
-from stamp_core.report.tables.paper import MIB, OURS, network_size
-from stamp_core.report.text import DASH, MB
+from workbench.report import tables
+from workbench.report.tables import printed
+from workbench.report.tables.paper import MIB, OURS, network_size
+from workbench.report.text import DASH, MB
 
 TWO = "tab:baselines-task2"
 

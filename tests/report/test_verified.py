@@ -5,7 +5,7 @@ import re
 from stamp_core.config.params import read_params
 from stamp_core.core.paths import ROOT
 from stamp_core.methods.base.registry import resolve_preset
-from stamp_core.report.text import BY_HAND, VERIFIED
+from workbench.report.text import BY_HAND, VERIFIED
 
 ROW = re.compile(r"^\| \[(.+?)\]\(#\S+\) \|.*\| `(execution|by hand|reconstruction)`", re.M)
 PRESETS = {"lga": "glfc"}  # methods that are presets of another one's file

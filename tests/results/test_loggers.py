@@ -13,7 +13,7 @@ import small
 from small import ROUNDS, plans, run, tiny
 
 from stamp_core.engine import train as engine
-from stamp_core.results.loggers import CsvLogger, DvcliveLogger, TensorBoardLogger
+from workbench.workflow.loggers import CsvLogger, DvcliveLogger, TensorBoardLogger
 
 NAN = float("nan")
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from scipy.stats import spearmanr, ttest_1samp
 
 from stamp_core.results.metrics import confidence_interval
-from stamp_core.results.ranks import (
+from workbench.report.ranks import (
     block_ranks,
     critical_difference,
     friedman,

@@ -1,7 +1,7 @@
 """The interface of selection rules, which decide which exemplars of a class are kept.
 
-A rule is one file of this folder. It defines one of two functions, and if it has parameters a
-frozen dataclass `Options`:
+A rule is one file of this folder or of workbench/selection. It defines one of two functions, and if
+it has parameters a frozen dataclass `Options`:
 
     choose(candidates: Candidates) -> Tensor   indices of images, from the features of one class
     propose(task: TaskData) -> Proposal        exemplars of a whole task, selected or synthetic
@@ -9,8 +9,6 @@ frozen dataclass `Options`:
 `memory.selection` in the parameters is the file's name, `memory.options` sets its `Options`.
 """
 
-import importlib
-import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -22,7 +20,7 @@ import torch
 from torch import Tensor
 
 from stamp_core.config.decode import build, unknown_name
-from stamp_core.coresets import selection
+from stamp_core.core.plugins import SELECTION, find_modules, load_module, more_elsewhere
 from stamp_core.coresets.learner import Learner
 
 
@@ -92,18 +90,18 @@ def hard_label_proposal(images: Tensor, labels: Tensor) -> Proposal:
 
 
 def selection_rules() -> list[str]:
-    """The names of all rules: the files of this folder."""
-    return sorted({module.name for module in pkgutil.iter_modules(selection.__path__)} - {"base"})
+    """The names of all rules: the files of SELECTION."""
+    return sorted(find_modules(SELECTION))
 
 
 def rule_options(rule: str, values: Mapping[str, Any]) -> Any:
     """The checked options of a rule."""
-    return build(getattr(_load_rule(rule), "Options", NoOptions), values, "options")
+    return build(getattr(load_rule(rule), "Options", NoOptions), values, "options")
 
 
 def proposes(rule: str) -> bool:
     """Whether a rule selects from whole tasks, with `propose`."""
-    return hasattr(_load_rule(rule), "propose")
+    return hasattr(load_rule(rule), "propose")
 
 
 def needs_features(rule: str) -> bool:
@@ -118,7 +116,7 @@ def choose_exemplars(rule: str, candidates: Candidates) -> Tensor:
     """
     if proposes(rule):
         return torch.arange(candidates.count)
-    indices: Tensor = _load_rule(rule).choose(candidates)
+    indices: Tensor = load_rule(rule).choose(candidates)
     return indices
 
 
@@ -126,16 +124,16 @@ def propose_exemplars(rule: str, task: TaskData) -> Proposal:
     """What a rule proposes for a task, independent of the order of the task's images."""
     order = _content_order(task.images, task.labels)
     ordered = replace(task, images=task.images[order], labels=task.labels[order])
-    proposal: Proposal = _load_rule(rule).propose(ordered)
+    proposal: Proposal = load_rule(rule).propose(ordered)
     return proposal
 
 
 @cache
-def _load_rule(rule: str) -> ModuleType:
+def load_rule(rule: str) -> ModuleType:
     """The module of a rule."""
     if rule not in selection_rules():
-        raise unknown_name("selection", rule, selection_rules())
-    return importlib.import_module(f"{selection.__name__}.{rule}")
+        raise unknown_name("selection", rule, selection_rules(), more_elsewhere())
+    return load_module(SELECTION, rule)
 
 
 def _content_order(images: Tensor, labels: Tensor) -> Tensor:

@@ -1,27 +1,25 @@
 """Methods, found by their file names, and the presets of their parameters."""
 
 import copy
-import importlib
-import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
-from stamp_core import methods
 from stamp_core.config.decode import build, invalid, unknown_name
 from stamp_core.config.params import FILES, read_block, set_value
+from stamp_core.core.plugins import METHODS, find_modules, load_module, more_elsewhere
 from stamp_core.methods.base.method import Method
 
 
 def method_names() -> list[str]:
-    """The names of all methods: one per file or package of stamp_core/methods."""
-    return sorted({each.name for each in pkgutil.iter_modules(methods.__path__)} - {"base"})
+    """The names of all methods: one per file or package of METHODS."""
+    return sorted(find_modules(METHODS))
 
 
 def get_method(kind: str) -> type[Method]:
     """The method of the file or package `kind`: the one subclass of Method defined there."""
     if kind not in method_names():
-        raise unknown_name(f"{FILES['methods']}: kind", kind, method_names())
-    module = importlib.import_module(f"{methods.__name__}.{kind}")
+        raise unknown_name(f"{FILES['methods']}: kind", kind, method_names(), more_elsewhere())
+    module = load_module(METHODS, kind)
     classes = [item for item in vars(module).values() if isinstance(item, type)]
     (method,) = (c for c in classes if issubclass(c, Method) and c.__module__ == module.__name__)
     return method

@@ -1,0 +1,35 @@
+"""The names that notebooks and scripts import from `workbench`."""
+
+from stamp_core.core.loading import without_garbage_collection
+
+with without_garbage_collection():
+    from stamp_core.config.params import expand_grid
+    from workbench.exchange import export_plan, import_plan
+    from workbench.exchange.partitions import find_images, import_flwr, import_pfllib
+    from workbench.workflow.grid import (
+        load_grid,
+        load_plans,
+        run_folder,
+        save_metrics,
+        save_plans,
+        train_and_save,
+    )
+    from workbench.workflow.loggers import CsvLogger, DvcliveLogger, TensorBoardLogger
+
+__all__ = [
+    "CsvLogger",
+    "DvcliveLogger",
+    "TensorBoardLogger",
+    "expand_grid",
+    "export_plan",
+    "find_images",
+    "import_flwr",
+    "import_pfllib",
+    "import_plan",
+    "load_grid",
+    "load_plans",
+    "run_folder",
+    "save_metrics",
+    "save_plans",
+    "train_and_save",
+]

@@ -1,0 +1,233 @@
+"""AF-FCL (Wuerkaixi et al., 2024): a normalising flow replays features that are credible."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, NotRequired, TypedDict
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stamp_core.client.batches import Batch
+from stamp_core.client.runtime import ClientRuntime
+from stamp_core.config.decode import invalid, require_above, require_at_least
+from stamp_core.methods.base.method import ClientRound, FedAvgParams, Message, State
+from stamp_core.models.flat import FlatModel
+from stamp_core.models.networks import set_train_mode
+from workbench.methods.affcl.flow import Flow, Scale
+from workbench.methods.affcl.replay import TEMPERATURE, FlowReplay
+from workbench.methods.base.distillation import soft_cross_entropy
+from workbench.methods.base.generators import build_seeded, draw_inputs
+from workbench.methods.base.pool import Pool
+from workbench.methods.base.task_server import (
+    TaskContext,
+    TaskServer,
+    TaskServerState,
+    is_announced,
+    pack_bits,
+    unpack_bits,
+)
+
+
+@dataclass(frozen=True)
+class AFFCLParams(FedAvgParams):
+    """Weights of the terms, the flow, and how credible a replayed feature is."""
+
+    k_loss_flow: float = 0.1  # weight of the loss on replayed features; at 0 there is no flow
+    k_lastflow: float = 0.4  # weight of samples of the last task's flow in the loss of the flow
+    k_kd_last: float = 0.2  # weight of distillation from the last task's classifier, of its ...
+    k_kd_feature: float = 0.5  # ... features ...
+    k_kd_output: float = 0.1  # ... and softened outputs, on images and on replayed features
+    theta: float = 0.2  # share of the replay loss that does not depend on the flow's density
+    flow_lr: float = 1e-4  # of Adam
+    flow_scale: Scale = "default"  # "general" can also expand, as features with ReLU need
+    flow_layers: int = 4
+    flow_hidden: int | None = None  # width of the flow's networks; null: the number of features
+    flow_every: int = 1  # the batches whose features make one step of the flow and one of replay
+    # Largest norm of the gradient of a replay step, as a flow's features may be of any size: the
+    # released Adam bounds its steps, SGD does not.
+    replay_clip: float = 10.0
+    min_variance: float = 0.01  # released: 1e-30, at which one image of a class has weight 4e14
+
+    def __post_init__(self) -> None:
+        """Validate weights, the share and the flow's sizes."""
+        super().__post_init__()
+        weights = ("k_loss_flow", "k_lastflow", "k_kd_last", "k_kd_feature", "k_kd_output")
+        require_at_least(self, 0, *weights, "flow_lr")
+        require_above(self, 0, "min_variance", "replay_clip")
+        require_at_least(self, 2, "flow_layers")  # fewer would leave half of the features as noise
+        require_at_least(self, 1, "flow_every")
+        if self.flow_hidden is not None:
+            require_at_least(self, 1, "flow_hidden")
+        if not 0 <= self.theta <= 1:
+            raise invalid("theta", self.theta, "between 0 and 1")
+
+    @property
+    def distils(self) -> bool:
+        """Whether there is distillation from the last task's classifier."""
+        return self.k_kd_last > 0 and (self.k_kd_feature > 0 or self.k_kd_output > 0)
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """What a client keeps of the last task: vectors of the message."""
+        flow = ("flow",) if self.k_loss_flow and self.k_lastflow else ()
+        return ("parameters", *flow) if self.distils else flow
+
+
+class AFFCLState(TypedDict):
+    """What a client remembers besides what was announced."""
+
+    last: NotRequired[Message]  # the classifier and the flow of the last task's end
+    moments: NotRequired[Mapping[str, Any]]  # of Adam; empty after the flow has failed
+
+
+@dataclass
+class AFFCLContext(TaskContext):
+    """What the steps read besides their batches, and what they leave."""
+
+    last: Message  # as in the state
+    replay: FlowReplay | None
+
+
+class AFFCL(TaskServer):
+    """FedAvg of a classifier and of a flow over its features, from which all classes are replayed.
+
+    The flow replays the classes that any client has reported.
+    """
+
+    Params: ClassVar = AFFCLParams
+    fedavg_equivalent: ClassVar = {"k_loss_flow": 0.0, "k_kd_last": 0.0}
+    group = "continual"
+
+    def __init__(self, params: AFFCLParams, runtime: ClientRuntime) -> None:
+        super().__init__(params, runtime)
+        self.features = next(runtime.classifier.head.parameters()).shape[1]  # D
+        if params.k_loss_flow:
+            self.flow = self.new_flow(0)
+            self.last_flow = self.new_flow(0)
+            self.extra_networks = {"flow": self.flow}
+        if params.distils:
+            self.teacher = runtime.network(seed=0).to(runtime.device).eval()
+            self.flat_teacher = FlatModel(self.teacher)
+
+    def new_flow(self, seed: int) -> FlatModel:
+        """A flow with the initial weights of `seed`."""
+        hidden = self.params.flow_hidden or self.features
+        sizes = self.features, self.runtime.classes, hidden, self.params.flow_layers
+        flow = build_seeded(partial(Flow, *sizes, self.params.flow_scale), seed, "flow")
+        return FlatModel(flow.to(self.runtime.device))
+
+    # --- the server
+
+    def initial_weights(self, name: str, seed: int) -> Tensor:
+        """The initial weights of the flow."""
+        return self.new_flow(seed).parameters.cpu()
+
+    def broadcast(self, server: TaskServerState, client: int) -> Message:
+        """The model, the flow, and the classes learnt so far, as bits."""
+        message = super().broadcast(server, client)
+        if self.extra_networks and client in server["informed"]:  # else they are announced
+            message["learnt"] = pack_bits(server["classes"])
+        return message
+
+    # --- a client
+
+    def start(self, client_round: ClientRound) -> AFFCLContext:
+        """Load the received networks and those of the last task."""
+        self.receive(client_round)
+        announced = self.announced(client_round)
+        past = self.past_classes(announced)
+        last = self.last_task(client_round, past)
+        if "parameters" in last:
+            self.flat_teacher.load(last["parameters"], last.get("buffers"))
+        replay = self.flow_replay(client_round, past, last) if self.extra_networks else None
+        return AFFCLContext(announced, last, replay)
+
+    def last_task(self, client_round: ClientRound, past: Tensor) -> Message:
+        """The networks of the last task's end: those first received in an experience.
+
+        A client that misses this round takes the first ones that it receives.
+        """
+        state: AFFCLState = client_round.state
+        if not is_announced(client_round):
+            return state.get("last", {})
+        names = self.params.kept if past.any() else ()
+        last = {name: client_round.message[name].clone() for name in names}
+        if "parameters" in last and len(self.model.buffers):
+            last["buffers"] = self.model.buffers.cpu().clone()
+        return last
+
+    def flow_replay(self, client_round: ClientRound, past: Tensor, last: Message) -> FlowReplay:
+        """The flow's work in this client round."""
+        state: AFFCLState = client_round.state
+        message = client_round.message
+        draw = client_round.round_id.generator
+        classes = self.runtime.classes
+        learnt = unpack_bits(message["learnt"], classes) if "learnt" in message else past
+        learnt = learnt | self.current_classes(client_round)
+        size = self.runtime.training.epochs * len(client_round.indices), self.features
+        device = self.runtime.device
+        draws = Pool(partial(draw_inputs, learnt, size, draw("replay"), device))
+        old_samples = None
+        if "flow" in last:
+            self.last_flow.load(last["flow"])
+            of_past = partial(draw_inputs, past, size, draw("replay of the last task"), device)
+            old_samples = Pool(lambda: self.past_samples(*of_past()))
+        old_head = self.teacher.head if "parameters" in last else None
+        options = old_samples, old_head, state.get("moments", {}), client_round.log
+        return FlowReplay(self.runtime, self.params, self.flow, draws, *options)
+
+    @torch.no_grad()
+    def past_samples(self, labels: Tensor, noise: Tensor) -> Sequence[Tensor]:
+        """Features of past classes from the last task's flow, which is fixed.  # [N, D], [N]"""
+        flow: Any = self.last_flow.module
+        return flow.sample(noise, labels), labels
+
+    def train(self, client_round: ClientRound, context: AFFCLContext) -> list[Tensor]:
+        """Local SGD, with steps of the flow and of replay between its steps."""
+        losses = super().train(client_round, context)
+        if context.replay:
+            context.replay.finish(client_round.message["flow"])
+        return losses
+
+    def loss(self, batch: Batch, context: AFFCLContext) -> Tensor:
+        """Cross-entropy and distillation, after the steps of the flow and of replay."""
+        distils = "parameters" in context.last
+        if not context.replay and not distils:
+            return super().loss(batch, context)
+        features = self.classifier.encode(batch.images)  # replay leaves the encoder as it is
+        if context.replay:
+            context.replay.add(self.evaluated(batch.images, features), batch.targets)
+        logits = self.classifier.head(features)
+        loss = F.cross_entropy(logits, batch.targets)
+        return loss + self.distillation(batch.images, features, logits) if distils else loss
+
+    def evaluated(self, images: Tensor, features: Tensor) -> Tensor:
+        """The features of evaluation mode, computed again only where they differ.  # [N, D]"""
+        if not any(norm.training for norm in self.classifier.norms):
+            return features.detach()
+        set_train_mode(self.classifier, update_norms=False)
+        with torch.no_grad():
+            features = self.classifier.encode(images)
+        set_train_mode(self.classifier, update_norms=True)
+        return features
+
+    def distillation(self, images: Tensor, features: Tensor, logits: Tensor) -> Tensor:
+        """The weighted distances to the last task's features and outputs on a batch."""
+        with torch.no_grad():
+            old_features = self.teacher.encode(images)
+            old_logits = self.teacher.head(old_features)
+        of_features = self.params.k_kd_feature * F.mse_loss(features, old_features)
+        of_outputs = self.params.k_kd_output * soft_cross_entropy(logits, old_logits, TEMPERATURE)
+        loss: Tensor = self.params.k_kd_last * (of_features + of_outputs)
+        return loss
+
+    def update_state(self, client_round: ClientRound, context: AFFCLContext) -> State:
+        """The state with what is kept of the last task, and the moments of Adam."""
+        state = super().update_state(client_round, context)
+        if self.params.kept:
+            state["last"] = context.last
+        if context.replay:
+            state["moments"] = context.replay.moments
+        return state

@@ -1,0 +1,99 @@
+"""A-GEM (Chaudhry et al., 2019): no step may increase the mean loss on the memory."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from stamp_core.client.batches import Batch
+from stamp_core.config.decode import require_at_least
+from stamp_core.methods.base.method import ClientRound, Log
+from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalContext, RehearsalParams
+from workbench.methods.base.projection import exemplar_gradient, log_projection
+from workbench.methods.base.quadratic import NOT_FINITE
+
+
+@dataclass(frozen=True)
+class AGemParams(RehearsalParams):
+    """What is kept in memory, and how much of it gives the reference gradient."""
+
+    ratio: float = 0.0  # exemplars are not trained on
+    reference: int = 128  # exemplars for the reference gradient; published: 256
+
+    def __post_init__(self) -> None:
+        """Validate the size of the reference."""
+        super().__post_init__()
+        require_at_least(self, 1, "reference")
+
+
+@dataclass
+class AGemContext(RehearsalContext):
+    """What the steps read besides their batches, and what they leave."""
+
+    images: Tensor  # of the memory
+    labels: Tensor
+    samples: Iterator[Tensor]  # indices of exemplars of other tasks, for each step
+    products: list[Tensor]  # <reference, gradient> of each step
+    log: Log
+
+
+class AGem(Rehearsal):
+    """FedAvg whose clients project a gradient that conflicts with the memory's."""
+
+    Params: ClassVar = AGemParams
+
+    def start(self, client_round: ClientRound) -> AGemContext:
+        """Load the received model; all samples are drawn before training."""
+        self.receive(client_round)
+        images, labels = self.exemplars_on_device(client_round)
+        samples = self.samples(client_round, images.device)
+        anchors = self.anchors_on_device(client_round)
+        return AGemContext(anchors, images, labels, samples, [], client_round.log)
+
+    def samples(self, client_round: ClientRound, device: torch.device) -> Iterator[Tensor]:
+        """Indices of random exemplars of other tasks for every step.  # [m] each"""
+        past = self.past_indices(client_round)
+        steps = self.runtime.batch_sizes(len(client_round.indices))
+        if not steps or not len(past):
+            return iter(())
+        draw = client_round.round_id.generator("reference")
+        orders = [torch.randperm(len(past), generator=draw)[: self.params.reference] for _ in steps]
+        return iter(past[torch.stack(orders)].to(device))
+
+    def train(self, client_round: ClientRound, context: AGemContext) -> list[Tensor]:
+        """Local SGD; what the corrections did is read after it."""
+        losses = super().train(client_round, context)
+        if context.products:
+            found = torch.stack(context.products).cpu()
+            finite = found.isfinite()
+            corrected = float((finite & (found < 0)).double().mean())
+            failures = [NOT_FINITE] * int((~finite).sum())
+            log_projection(client_round.log, "agem", corrected, failures)
+        return losses
+
+    def correct_gradient(self, batch: Batch, context: AGemContext) -> None:
+        """Remove the conflict with the gradient on a sample of exemplars of other tasks."""
+        sample = next(context.samples, None)
+        if sample is None:
+            return
+        with context.log.clock("agem"):
+            inputs = self.runtime.normalise(context.images[sample])
+            reference = exemplar_gradient(self.runtime, inputs, context.labels[sample])
+            added, product = remove_conflict(self.model.gradients, reference)
+            self.model.gradients.add_(added)
+        context.products.append(product)
+
+
+def remove_conflict(gradient: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
+    """What leads to the nearest vector with <reference, vector> >= 0, in closed form.
+
+    It is 0 if <reference, gradient>, the second result, is at least 0 or not finite. The host does
+    not wait for it.  # float64 [P], []
+    """
+    r = reference.double()
+    product = r @ gradient.double()
+    conflict = (product < 0) & (product > -math.inf)
+    return r.mul_(-product / (r @ r)).masked_fill_(~conflict, 0.0), product

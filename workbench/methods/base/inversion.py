@@ -1,0 +1,215 @@
+"""Data-free replay: the server inverts its model into images, and clients distil from them."""
+
+import copy
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from stamp_core.client.batches import Batch
+from stamp_core.client.by_class import first_per_class
+from stamp_core.client.runtime import ClientRuntime
+from stamp_core.config.decode import require_above, require_at_least
+from stamp_core.core.seeding import address
+from stamp_core.methods.base.method import ClientRound, Group, Log, Message, State
+from stamp_core.models.flat import FlatModel
+from workbench.methods.base.distillation import masked_cross_entropy, soft_cross_entropy
+from workbench.methods.base.synthesis import (
+    MappedClassifier,
+    Outputs,
+    Source,
+    Synthesis,
+    SynthesisParams,
+)
+from workbench.methods.base.task_server import TaskContext, TaskServer, TaskServerState
+
+NO_IMAGES = "synthesis: no image is finite, the next experience has no replay"
+
+
+@dataclass(frozen=True)
+class InversionParams(SynthesisParams):
+    """How images are synthesised after an experience, and how clients distil from them."""
+
+    kd: float = 25.0  # weight of distillation; 0: no images are synthesised
+    temperature: float = 2.0  # of distillation
+    ce_classes: Literal["new", "all"] = "new"  # cross-entropy omits those in distillation, or none
+    replay_batch_size: int | None = None  # null: one pass over the set in every local epoch
+
+    def __post_init__(self) -> None:
+        """Validate the weight, the temperature and the batch size."""
+        super().__post_init__()
+        require_at_least(self, 0, "kd")
+        require_above(self, 0, "temperature")
+        if self.replay_batch_size is not None:
+            require_at_least(self, 1, "replay_batch_size")
+
+
+class InversionServer(TaskServerState):
+    """What the server remembers."""
+
+    replay: Message  # "images", "labels", "teacher" and "teacher buffers", if there are any
+
+
+@dataclass
+class Replay:
+    """How a client distils on synthetic images."""
+
+    teacher: MappedClassifier
+    classes: Tensor  # [K], past ones that are not in the task
+    batches: Iterator[Tensor]  # of images, without end
+    new_weight: float  # of the loss of new images
+    past_weight: float  # of the loss of synthetic ones
+
+
+@dataclass
+class InversionContext(TaskContext):
+    """What the steps read besides their batches."""
+
+    ce_classes: Tensor | None  # bool [L], among which cross-entropy is; None: all
+    replay: Replay | None
+
+
+class Inversion(TaskServer, ABC):
+    """FedAvg whose server synthesises images of all classes learnt so far after an experience.
+
+    In the next one every client receives them once, with the model as a frozen teacher, and
+    distils from it on the images of classes that are not in its task.
+    """
+
+    Params: ClassVar[type[Any]] = InversionParams
+    group: ClassVar[Group] = "continual"
+
+    def __init__(self, params: InversionParams, runtime: ClientRuntime) -> None:
+        super().__init__(params, runtime)
+        self.network = MappedClassifier(self.classifier, nn.Identity())  # the live model
+
+    def feature_map(self, *seed: int | str) -> nn.Module:
+        """A map of features with the initial weights of `seed`; here they stay as they are."""
+        return nn.Identity()
+
+    # --- the server
+
+    def init_server(self, seed: int) -> State:
+        """The initial weights, and nothing to replay."""
+        return {**super().init_server(seed), "replay": {}}
+
+    def announcement(self, server: InversionServer) -> Message:
+        """The synthetic set and the teacher."""
+        return server["replay"]
+
+    def end_experience(self, server: Any, log: Log) -> State:
+        """The server's state with a new synthetic set, if another experience will use it."""
+        state = super().end_experience(server, log)
+        if not self.params.kd or self.is_over(state) or not state["past"].any():
+            return state
+        with log.clock("synthesis"):
+            images, labels = self.synthesis(self.source(state), state, log).run()
+        if not len(images):
+            log.events.append(NO_IMAGES)
+            return {**state, "replay": {}}
+        small = torch.uint8 if self.runtime.classes <= 256 else torch.int16
+        replay = {"images": images, "labels": labels.to(small), "teacher": self.teacher(state)}
+        if self.shares_buffers():
+            replay["teacher buffers"] = state["buffers"]
+        return {**state, "replay": replay}
+
+    @abstractmethod
+    def synthesis(self, source: Source, server: Any, log: Log) -> Synthesis:
+        """The method's synthesis."""
+
+    def source(self, server: InversionServer) -> Source:
+        """What images are synthesised from, after an experience."""
+        seed = server["seed"], server["round"]
+        student = None
+        if self.params.adversarial_weight:
+            classifier = self.runtime.network(address(*seed, "student"))
+            student = MappedClassifier(classifier, self.feature_map(*seed, "student's map"))
+        teacher = self.frozen_teacher(self.teacher(server), server["buffers"])
+        classes = server["past"].nonzero().flatten()
+        return Source(seed, classes, teacher, student, self.shares_buffers())
+
+    def teacher(self, server: Any) -> Tensor:
+        """The parameters of a `MappedClassifier` with the server's model.  # [P], or more"""
+        return torch.cat([server[name] for name in ("parameters", *self.extra_networks)])
+
+    def frozen_teacher(self, parameters: Tensor, buffers: Tensor) -> MappedClassifier:
+        """A network of its own with these vectors, in evaluation mode and without gradients."""
+        network = MappedClassifier(copy.deepcopy(self.classifier), self.feature_map())
+        FlatModel(network.to(self.runtime.device)).load(parameters, buffers)
+        return network.eval().requires_grad_(False)
+
+    def memory_samples(
+        self, server: InversionServer, client: State, count: int
+    ) -> dict[str, Tensor]:
+        """The first `count` synthetic images of each class, with their labels."""
+        if not server["replay"]:
+            return {}
+        labels = server["replay"]["labels"].long()
+        indices = first_per_class(labels, count)
+        return {"images": server["replay"]["images"][indices], "labels": labels[indices]}
+
+    # --- a client
+
+    def start(self, client_round: ClientRound) -> Any:
+        """Load the received model; replay synthetic images of classes of other tasks, if any."""
+        self.receive(client_round)
+        announced = self.announced(client_round)
+        past = self.past_classes(announced) & ~self.current_classes(client_round)
+        masked = self.params.ce_classes == "new" and bool(past.any())
+        ce_classes = ~past.to(self.runtime.device) if masked else None
+        return InversionContext(announced, ce_classes, self.replay(client_round, announced, past))
+
+    def replay(self, client_round: ClientRound, announced: Message, past: Tensor) -> Replay | None:
+        """Distillation on the synthetic images of these classes, if there are any."""
+        if "images" not in announced or not len(client_round.indices):
+            return None
+        images = announced["images"][past[announced["labels"].long()]]
+        if not len(images):
+            return None
+        buffers = announced.get("teacher buffers", self.model.buffers)
+        teacher = self.frozen_teacher(announced["teacher"], buffers)
+        classes = past.nonzero().flatten().to(self.runtime.device)
+        weights = self.loss_weights(len(classes), len(client_round.classes))
+        return Replay(teacher, classes, self.replay_batches(client_round, images), *weights)
+
+    def loss_weights(self, past: int, new: int) -> tuple[float, float]:
+        """The weights of the losses of new images and of distillation, by numbers of classes."""
+        return 1.0, self.params.kd
+
+    def replay_batches(self, client_round: ClientRound, images: Tensor) -> Iterator[Tensor]:
+        """Augmented batches of synthetic images without end.  # [N, C, H, W]"""
+        draw = client_round.round_id.generator("replay")
+        steps = math.ceil(len(client_round.indices) / self.runtime.training.batch_size)
+        size = self.params.replay_batch_size or math.ceil(len(images) / steps)  # of a local epoch
+        read = self.runtime.reader(images.to(self.runtime.device), torch.arange(len(images)))
+        while True:
+            order = torch.randperm(len(images), generator=draw)
+            yield from map(read, self.runtime.draw(order.split(size), draw))
+
+    def loss(self, batch: Batch, context: Any) -> Tensor:
+        """The loss of new images and, where there is replay, of a batch of synthetic ones."""
+        replay: Replay | None = context.replay
+        if replay is None:
+            return self.new_loss(self.network(batch.images), batch.targets, context)
+        images = next(replay.batches)
+        new = self.new_loss(self.network(batch.images), batch.targets, context)
+        with torch.no_grad():
+            teacher = replay.teacher(images)
+        self.runtime.train_mode(len(images))
+        past = self.distillation_loss(self.network(images), teacher, replay.classes)
+        # the backward pass may compute parts of the larger batch again
+        self.runtime.train_mode(max(len(batch), len(images)))
+        return replay.new_weight * new + replay.past_weight * past
+
+    def new_loss(self, outputs: Outputs, labels: Tensor, context: Any) -> Tensor:
+        """Cross-entropy on the task, among all classes or without those in distillation."""
+        return masked_cross_entropy(outputs[0], labels, context.ce_classes)
+
+    def distillation_loss(self, student: Outputs, teacher: Outputs, classes: Tensor) -> Tensor:
+        """Distillation over past classes that are not in the client's task."""
+        pair = student[0][:, classes], teacher[0][:, classes]
+        return soft_cross_entropy(*pair, self.params.temperature)

@@ -1,0 +1,248 @@
+"""A cache of past samples, chosen when a task comes by their importance, as in Re-Fed."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypedDict
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stamp_core.client.batches import Batch, StepContext
+from stamp_core.client.by_class import first_per_class
+from stamp_core.config.decode import invalid, require_above, require_at_least
+from stamp_core.coresets.learner import head_gradient_factors, per_sample_gradients
+from stamp_core.methods.base.ledger import is_first, latest, recorded
+from stamp_core.methods.base.method import ClientRound, FedAvgParams, Group, Method, State
+from stamp_core.models.networks import Classifier
+from workbench.methods.base.exemplar_lists import ExemplarLists, empty_lists
+
+GRADIENTS = 2**27  # values of per-sample gradients computed at a time: 512 MiB
+LOST = "cache: all rounds of a task were missed, images of the task before it are lost"
+NOT_FINITE = "cache: gradient norms are not finite, the steps before count"
+OMITTED = "cache: a past class has no image in it"
+
+
+@dataclass(frozen=True)
+class CacheParams(FedAvgParams):
+    """How many samples are cached, and the model along which their importance is measured."""
+
+    cache: int = 2000  # M, samples of all past tasks together
+    lam: float = 0.5  # λ: the proximal weight of the informative model is (1 - λ) / (2 λ)
+    steps: int = 5  # s, gradient steps of the informative model
+    pim_lr: float = 0.01  # its learning rate, for the mean gradient
+    score: Literal["full", "head"] = "full"  # gradients with respect to all parameters, or the head
+    balance: Literal["none", "class"] = "none"  # "class": as many samples of each past class
+
+    def __post_init__(self) -> None:
+        """Validate the numbers; the proximal term must not diverge."""
+        super().__post_init__()
+        require_at_least(self, 0, "cache")
+        require_at_least(self, 1, "steps")
+        require_above(self, 0, "lam", "pim_lr")
+        if self.lam > 1:
+            raise invalid("lam", self.lam, "above 0 and at most 1")
+        if self.pim_lr * self.pull >= 2:
+            least = f"above {self.pim_lr / (4 + self.pim_lr):.4g}, so that pim_lr"
+            raise invalid("lam", self.lam, f"{least} x (1 - lam) / (2 lam) is below 2")
+
+    @property
+    def pull(self) -> float:
+        """q(λ), the proximal weight that ties the informative model to the global one."""
+        return (1 - self.lam) / (2 * self.lam)
+
+
+class CacheState(TypedDict):
+    """What a client remembers."""
+
+    cache: ExemplarLists
+    experiences: list[int]  # in which the client has trained
+
+
+@dataclass
+class CacheContext(StepContext):
+    """What a client round prepares for its batches."""
+
+    cache: ExemplarLists  # of this experience
+
+
+class SampleCache(Method):
+    """FedAvg whose clients train on the new task and a cache of past samples, shuffled together.
+
+    When a task comes, the cache is chosen from the old cache and the task before. Their importance
+    are their gradient norms along a personalised informative model.
+    """
+
+    Params: ClassVar = CacheParams
+    fedavg_equivalent: ClassVar = {"cache": 0}
+    group: ClassVar[Group] = "continual"
+
+    def init_client(self, client: int, server: State) -> CacheState:
+        """An empty cache."""
+        return {"cache": empty_lists(self.runtime.dataset.x_train), "experiences": []}
+
+    # --- training
+
+    def start(self, client_round: ClientRound) -> Any:
+        """Load the received model; choose a new cache in the first round of an experience."""
+        self.receive(client_round)
+        return CacheContext(self.updated_cache(client_round))
+
+    def batches(self, client_round: ClientRound, context: CacheContext) -> Iterator[Batch]:
+        """The local epochs over the task and the cache; without a new image there are none."""
+        if not len(client_round.indices) or not len(context.cache["labels"]):
+            return super().batches(client_round, context)
+        samples = self.local_set(client_round.indices, client_round.task, context.cache)
+        every = torch.arange(len(samples["labels"]))
+        address = client_round.round_id
+        return self.runtime.epochs(address, samples["images"], samples["labels"], every)
+
+    def local_set(self, indices: Tensor, task: int, cache: ExemplarLists) -> ExemplarLists:
+        """The images of a task, and the cached ones of others: a later cycle repeats tasks."""
+        data = self.runtime.dataset
+        others = cache["tasks"] != task
+        new = {
+            "images": data.x_train[indices],
+            "labels": data.y_train[indices],
+            "tasks": torch.full_like(indices, task),
+        }
+        return {name: torch.cat([new[name], cache[name][others]]) for name in new}
+
+    def update_state(self, client_round: ClientRound, context: Any) -> State:
+        """The state with the cache of this experience."""
+        state = super().update_state(client_round, context)
+        return {**state, "cache": context.cache, "experiences": recorded(client_round)}
+
+    def memory_samples(self, server: State, client: State, count: int) -> dict[str, Tensor]:
+        """The first `count` cached images of each class, with their labels."""
+        cache: ExemplarLists = client["cache"]
+        indices = first_per_class(cache["labels"], count)
+        return {name: cache[name][indices] for name in ("images", "labels")}
+
+    # --- the cache
+
+    def updated_cache(self, client_round: ClientRound) -> ExemplarLists:
+        """The cache; a new one if the live model is the first that is received for a task."""
+        state: CacheState = client_round.state
+        experience = client_round.experience
+        if not self.params.cache or not experience or not is_first(client_round):
+            return state["cache"]
+        # A client holds the images of a task until the next but one: those before are gone.
+        client_round.log.events += [LOST] * (experience - 1 - max(latest(state), 0))
+        previous = (experience - 1) % client_round.plan.tasks
+        indices = self.train_indices(client_round.plan, client_round.client, previous)
+        samples = self.local_set(indices, previous, state["cache"])
+        with client_round.log.clock("cache"):
+            chosen = self.choose(client_round, samples)
+        return {name: values[chosen] for name, values in samples.items()}
+
+    def choose(self, client_round: ClientRound, samples: ExemplarLists) -> Tensor:
+        """Indices of the samples to be cached, by decreasing score.  # [min(M, N)]"""
+        labels = samples["labels"]
+        if len(labels) <= self.params.cache:  # there is room for all: none is scored
+            return torch.arange(len(labels))
+        order = self.scores(client_round, samples).argsort(descending=True, stable=True)
+        if self.params.balance == "class":
+            order = order[rank_in_class(labels[order]).argsort(stable=True)]
+        chosen = order[: self.params.cache]
+        classes = len(labels[chosen].unique())
+        client_round.log.numbers["cache classes"] = classes
+        client_round.log.events += [OMITTED] * (len(labels.unique()) - classes)
+        return chosen
+
+    def scores(self, client_round: ClientRound, samples: ExemplarLists) -> Tensor:
+        """What the samples are ordered by: their importance.  # [N]"""
+        return self.importance(client_round, samples)
+
+    def importance(self, client_round: ClientRound, samples: ExemplarLists) -> Tensor:
+        """The sum over the steps p = 1 … s of the gradient norms divided by p.  # [N]
+
+        The informative model is trained in the live model, which is restored. It starts from the
+        received model. Each step is one along the mean gradient of all samples, in evaluation mode:
+        statistics of batch normalisation do not change.
+        """
+        model = self.model
+        params = self.params
+        received = model.parameters.clone()
+        importance = torch.zeros(len(samples["labels"]))
+        for step in range(1, params.steps + 1):
+            norms = self.gradient_norms(samples)
+            if not norms.isfinite().all():
+                client_round.log.events.append(NOT_FINITE)
+                break
+            importance += norms / step
+            if step < params.steps:
+                pull = params.pull * (model.parameters - received)
+                model.parameters.sub_(params.pim_lr * (self.mean_gradient(samples) + pull))
+        model.load(received)
+        return importance
+
+    def gradient_norms(self, samples: ExemplarLists) -> Tensor:
+        """The norm of the gradient of each sample's cross-entropy in the live model.  # [N]"""
+        size = self.runtime.chunk
+        if self.params.score == "full":
+            size = max(1, min(size, GRADIENTS // len(self.model.parameters)))
+        squares = [self.squared_norms(*part) for part in self.parts(samples, size)]
+        return torch.cat(squares).sqrt().cpu()
+
+    def squared_norms(self, images: Tensor, labels: Tensor) -> Tensor:
+        """The squared gradient norms of a few normalised images.  # [n]"""
+        network = self.classifier
+        if self.params.score == "head":
+            return layer_squares(*head_gradient_factors(network, images, labels))
+        layers = [each for each in network.modules() if list(each.parameters(recurse=False))]
+        if all(isinstance(layer, nn.Linear) for layer in layers):
+            return linear_squares(network, layers, images, labels)
+        return per_sample_gradients(network, images, labels).square().sum(1)
+
+    def mean_gradient(self, samples: ExemplarLists) -> Tensor:
+        """The live model's gradient of the mean cross-entropy in evaluation mode.  # [P]"""
+        module = self.model.module.eval()
+        self.model.gradients.zero_()
+        for images, labels in self.parts(samples, self.runtime.chunk):
+            loss = F.cross_entropy(module(images), labels, reduction="sum")
+            (loss / len(samples["labels"])).backward()
+        return self.model.gradients
+
+    def parts(self, samples: ExemplarLists, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Normalised samples and labels in order without augmentation, `size` at a time."""
+        images = samples["images"].split(size)
+        labels = samples["labels"].split(size)
+        for part, of_part in zip(images, labels, strict=True):
+            yield self.runtime.normalise(part), of_part.to(self.runtime.device)
+
+
+def layer_squares(errors: Tensor, inputs: Tensor) -> Tensor:
+    """The squared gradient norms of a linear layer's weight and bias for each image.  # [n]
+
+    The gradient of an image is the outer product of its error at the layer's output and the
+    layer's input, and for the bias the error.
+    """
+    return errors.square().sum(1) * (inputs.square().sum(1) + 1)
+
+
+def linear_squares(
+    network: Classifier, layers: list[nn.Module], images: Tensor, labels: Tensor
+) -> Tensor:
+    """The squared gradient norm of each image where all learnable layers are linear.  # [n]
+
+    One backward pass for all images: row n of the gradient of the summed loss with respect to a
+    layer's output is the error of image n.
+    """
+    passes = list[tuple[Tensor, Tensor]]()  # input and output of each layer
+    with ExitStack() as hooks:
+        for layer in layers:
+            hook = layer.register_forward_hook(lambda _, args, out: passes.append((args[0], out)))
+            hooks.callback(hook.remove)
+        loss = F.cross_entropy(network.eval()(images), labels, reduction="sum")
+    inputs, outputs = zip(*passes, strict=True)
+    errors = torch.autograd.grad(loss, outputs)
+    return torch.stack(list(map(layer_squares, errors, inputs))).sum(0).detach()
+
+
+def rank_in_class(labels: Tensor) -> Tensor:
+    """The place of each sample among those of its class, counted from 1.  # [N]"""
+    own = labels.unique(return_inverse=True)[1]
+    rank: Tensor = F.one_hot(own).cumsum(0).gather(1, own[:, None])[:, 0]
+    return rank

@@ -1,0 +1,329 @@
+"""FedL2P (Lee et al., 2023): a frozen network as published, or adapted to continual learning."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import ClassVar, Literal, TypedDict
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import grad
+from torch.func import functional_call
+
+from stamp_core.client.batches import Batch, StepContext
+from stamp_core.client.runtime import ClientRuntime, RoundId
+from stamp_core.config.decode import require_above, require_at_least, require_fraction
+from stamp_core.core.seeding import generator
+from stamp_core.data.plan import Plan
+from stamp_core.methods.base.method import (
+    ClientRound,
+    FedAvgParams,
+    InitialStates,
+    Log,
+    Message,
+    Method,
+    Reply,
+    State,
+)
+from stamp_core.methods.base.secure_sums import seal_replies
+from stamp_core.models.flat import split_like
+from stamp_core.results.records import tree_bytes
+from workbench.methods.fedl2p.meta_networks import LayerStatistics, MetaNets, layer_statistics
+from workbench.methods.fedl2p.normalisation import (
+    Moments,
+    mixed_normalisation,
+    running_statistics,
+    store_mixture,
+)
+
+HIGH = 100.0  # gradients of a loss above it are clipped to ±CLIP, as published
+CLIP = 0.5
+
+
+@dataclass(frozen=True)
+class FedL2PParams(FedAvgParams):
+    """How clients personalise, and how the meta-networks learn it."""
+
+    backbone: Literal["federated", "frozen"] = "federated"
+    warm_rounds: int = 5  # rounds of FedAvg on the first tasks, which train a frozen network
+    # Steps are batches. The published 3 epochs of outer steps with 15 epochs of inner steps each
+    # are 708,750 batches a round for a client with 10,000 images. One outer step costs as much as
+    # one to two client rounds of FedAvg on the settings digits and glyphs.
+    outer_steps: int = 1
+    inner_steps: int = 10
+    ft_epochs: int = 15  # of fine-tuning at evaluation
+    held_out: float = 0.2  # share of a client's images for the outer loss
+    lr: float = 0.001  # initial value of the learnt learning rates of fine-tuning
+    meta_lr: float = 0.001  # learning rate of the outer steps, for the meta-networks
+    hyper_lr: float = 0.0001  # learning rate of the outer steps, for the learnt ones
+    clamp: float = 1.0  # of each number of a hypergradient
+    neumann_steps: int = 3
+    neumann_lr: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Validate the numbers."""
+        super().__post_init__()
+        require_at_least(self, 0, "outer_steps", "ft_epochs", "lr", "meta_lr", "hyper_lr")
+        require_at_least(self, 0, "neumann_steps", "neumann_lr")
+        require_at_least(self, 1, "inner_steps", "warm_rounds")
+        require_above(self, 0, "clamp", "held_out")
+        require_fraction(self, "held_out")
+
+
+class FedL2PState(TypedDict, total=False):
+    """What a client remembers: the network where it is frozen."""
+
+    parameters: Tensor  # [P]
+    buffers: Tensor
+
+
+class FedL2PServer(TypedDict):
+    """What the server remembers besides FedAvg's model."""
+
+    meta: Tensor  # [M]
+
+
+@dataclass
+class FedL2PContext(StepContext):
+    """What training leaves for the message; no step reads it."""
+
+    meta: Tensor  # [M], on the CPU
+
+
+class FedL2P(Method):
+    """Clients learn together how each of them fine-tunes: learning rates, shares of statistics.
+
+    As published, a trained network is "frozen", only the meta-networks are sent, and there is no
+    global model. "federated" is an adaptation: FedAvg goes on training the network, and each client
+    round begins with outer steps on the meta-networks.
+    """
+
+    Params: ClassVar = FedL2PParams
+    models: tuple[str, ...] = ("global", "personal", "local")
+    fedavg_equivalent: ClassVar = {"outer_steps": 0}
+    group = "personalised"
+    graph_safe = True
+
+    def __init__(self, params: FedL2PParams, runtime: ClientRuntime) -> None:
+        super().__init__(params, runtime)
+        fixed = runtime.training.buffers == "frozen"
+        self.norms = () if fixed else runtime.classifier.norms
+        self.nets = MetaNets(self.model.module, len(self.norms))
+        self.frozen = params.backbone == "frozen"
+        if self.frozen:
+            self.models = ("personal",)
+
+    # --- the server
+
+    def init_server(self, seed: int) -> State:
+        """The initial network and meta-networks."""
+        return {**super().init_server(seed), "meta": self.nets.initial(seed, self.params.lr)}
+
+    def initial_states(self, plan: Plan) -> InitialStates:
+        """The initial states, after a warm-up where the network is frozen."""
+        return self.warm_up(plan) if self.frozen else super().initial_states(plan)
+
+    def warm_up(self, plan: Plan) -> InitialStates:
+        """Initial states with a network that FedAvg has trained on the first tasks."""
+        fedavg = Method(self.params, self.runtime)
+        server = self.init_server(plan.seed)
+        states: list[State] = [{} for _ in plan.clients]
+        up = 0
+        for round_ in range(self.params.warm_rounds):
+            message = fedavg.broadcast(server, 0)
+            replies = []
+            for client, state in enumerate(states):
+                round_id = RoundId(plan.seed, client, 0, round_)
+                client_round = fedavg.client_round(round_id, plan, state, message)
+                replies.append(fedavg.train_client(client_round))
+            up += tree_bytes([reply.message for reply in replies])
+            states = [reply.state for reply in replies]
+            replies = seal_replies(fedavg, replies, Log())
+            server = fedavg.aggregate(server, replies, Log())
+        net = {name: server[name] for name in ("parameters", "buffers")}
+        clients = [{**net, **state} for state in states]  # local buffers replace the server's
+        messages = len(clients) * (self.params.warm_rounds + 1)  # the last one is the result
+        down = messages * tree_bytes(fedavg.broadcast(server, 0))
+        return InitialStates(server, clients, down, up)
+
+    def broadcast(self, server: FedL2PServer, client: int) -> Message:
+        """The meta-networks and, unless it is frozen, the network."""
+        net = {} if self.frozen else super().broadcast(server, client)
+        return {**net, "meta": server["meta"]}
+
+    def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
+        """Meta-networks weighted by held-out images; FedAvg's network unless it is frozen."""
+        averaged = server if self.frozen else super().aggregate(server, replies, log)
+        replies = [reply for reply in replies if self.held_out(reply.samples)]
+        if not replies:
+            return averaged
+        weights = [float(self.held_out(reply.samples)) for reply in replies]
+        meta = self.runtime.average([reply.message["meta"] for reply in replies], weights)
+        return {**averaged, "meta": meta}
+
+    def held_out(self, samples: int) -> int:
+        """The number of held-out images."""
+        return int(self.params.held_out * samples)
+
+    # --- a client
+
+    def start(self, client_round: ClientRound) -> FedL2PContext:
+        """Load the network."""
+        self.receive(client_round)
+        return FedL2PContext(client_round.message["meta"])
+
+    def receive(self, client_round: ClientRound) -> None:
+        """Load the client's frozen network, or the received one."""
+        if self.frozen:
+            state: FedL2PState = client_round.state
+            self.model.load(state["parameters"], state["buffers"])
+        else:
+            super().receive(client_round)
+
+    def train(self, client_round: ClientRound, context: FedL2PContext) -> list[Tensor]:
+        """Outer steps; then, unless it is frozen, local training of the received network."""
+        with client_round.log.clock("meta"):
+            losses = self.learn_meta(client_round, context)
+        return losses if self.frozen else super().train(client_round, StepContext())
+
+    def upload(self, client_round: ClientRound, context: FedL2PContext) -> Message:
+        """The client's meta-networks and, unless it is frozen, the network."""
+        net = {} if self.frozen else super().upload(client_round, context)
+        return {**net, "meta": context.meta}
+
+    # --- the meta-networks
+
+    def learn_meta(self, client_round: ClientRound, context: FedL2PContext) -> list[Tensor]:
+        """Take the outer steps; their losses. The live model is restored after each."""
+        losses = list[Tensor]()
+        held, others = self.split_indices(client_round)
+        if not len(held) or not self.params.outer_steps:
+            return losses
+        received = self.local_model(context)
+        meta = context.meta.to(self.runtime.device)
+        statistics = layer_statistics(self.runtime, self.norms, others)
+        inner = self.runtime.endless_batches(client_round.round_id, others, "inner")
+        outer = self.runtime.endless_batches(client_round.round_id, held, "outer")
+        for _ in range(self.params.outer_steps):
+            step, loss = self.outer_step(meta, statistics, inner, outer)
+            self.model.load(*received)
+            if loss.isfinite() and step.isfinite().all():
+                meta = meta - step
+                losses.append(loss)
+            else:
+                client_round.log.events.append("meta-networks: skipped a step that is not finite")
+        self.log_meta(client_round.log, meta, statistics)
+        context.meta = meta.cpu()
+        return losses
+
+    def split_indices(self, client_round: ClientRound) -> tuple[Tensor, Tensor]:
+        """The held-out images, the same in all rounds of a task, and the others."""
+        indices = client_round.indices
+        draw = generator(client_round.seed, client_round.client, client_round.task, "held out")
+        order = indices[torch.randperm(len(indices), generator=draw)]
+        count = self.held_out(len(indices))
+        return order[:count], order[count:]
+
+    def log_meta(self, log: Log, meta: Tensor, statistics: LayerStatistics) -> None:
+        """Log the client's learning rates and beta."""
+        beta, lrs = self.nets(meta, statistics)
+        log.numbers |= {"lr": float(lrs.mean()), "smallest lr": float(lrs.min())}
+        if self.norms:
+            log.numbers["beta"] = float(beta.mean())
+        if lrs.min() < 0:  # nothing prevents it, as published
+            log.events.append("meta-networks: a learning rate is negative")
+
+    def outer_step(
+        self,
+        meta: Tensor,
+        statistics: LayerStatistics,
+        inner: Iterator[Batch],
+        outer: Iterator[Batch],
+    ) -> tuple[Tensor, Tensor]:
+        """The step to subtract from `meta`, and the loss on a held-out batch."""
+        meta = meta.clone().requires_grad_()
+        beta, lrs = self.nets(meta, statistics)
+        net = self.reset_statistics()
+        with mixed_normalisation(self.norms, net, beta.detach()):
+            self.fine_tune(islice(inner, self.params.inner_steps - 1), lrs.detach())
+            last = self.clipped_gradient(next(inner)).clone()
+        theta = self.model.parameters.clone() - self.nets.expand(lrs) * last  # [P], of `meta`
+        with mixed_normalisation(self.norms, net, beta):
+            outer_loss = self.loss_at(theta, next(outer))
+            inner_loss = self.loss_at(theta, next(inner))
+        gradient = self.hypergradient(outer_loss, inner_loss, theta, meta)
+        step_sizes = torch.full_like(gradient, self.params.meta_lr)
+        step_sizes[-len(lrs) :] = self.params.hyper_lr
+        gradient = gradient.clamp(-self.params.clamp, self.params.clamp)
+        return step_sizes * gradient, outer_loss.detach()
+
+    def hypergradient(self, outer: Tensor, inner: Tensor, theta: Tensor, meta: Tensor) -> Tensor:
+        """The gradient of the outer loss with respect to `meta`.  # [M]
+
+        As published: learning rates enter by the last inner step alone, with the opposite sign of
+        that step's derivative where H is positive, and the Neumann series of (I - neumann_lr H)^j
+        lacks the factor neumann_lr that would make it approach H^-1.
+        """
+        direct, vector = grad(outer, (meta, theta), retain_graph=True)
+        (gradient,) = grad(inner, theta, create_graph=True)
+        series = vector
+        power = vector
+        for _ in range(self.params.neumann_steps):
+            curved = grad(gradient, theta, power, retain_graph=True)[0]  # H power
+            power = power - self.params.neumann_lr * curved
+            series = series + power
+        (implicit,) = grad(gradient, meta, series)
+        bn = self.nets.bn_size
+        return torch.cat([direct[:bn] - implicit[:bn], -implicit[bn:]])
+
+    def loss_at(self, theta: Tensor, batch: Batch) -> Tensor:
+        """The loss with the parameters `theta` in evaluation mode."""
+        module = self.model.module.eval()
+        named = dict(module.named_parameters())
+        values = dict(zip(named, split_like(theta, list(named.values())), strict=True))
+        return F.cross_entropy(functional_call(module, values, (batch.images,)), batch.targets)
+
+    # --- fine-tuning
+
+    def load_personal_model(self, client_round: ClientRound) -> None:
+        """Load the network, fine-tuned on the current task with the meta-networks' settings."""
+        self.receive(client_round)
+        indices = client_round.indices
+        if not len(indices):
+            return
+        statistics = layer_statistics(self.runtime, self.norms, indices)
+        with torch.no_grad():
+            beta, lrs = self.nets(client_round.message["meta"].to(self.runtime.device), statistics)
+        epochs = self.params.ft_epochs
+        if not epochs or len(indices) == 1:  # no running statistics of its own
+            beta = torch.zeros_like(beta)
+        net = self.reset_statistics()
+        steps = epochs * math.ceil(len(indices) / self.runtime.training.batch_size)
+        batches = self.runtime.endless_batches(client_round.round_id, indices, "personal")
+        with mixed_normalisation(self.norms, net, beta):
+            self.fine_tune(islice(batches, steps), lrs)
+        store_mixture(self.norms, net, beta)
+
+    def reset_statistics(self) -> list[Moments]:
+        """Reset running statistics to those of an untrained network; returns the former ones."""
+        former = running_statistics(self.norms)
+        if self.norms:
+            self.model.buffers.copy_(self.runtime.untrained)
+        return former
+
+    def fine_tune(self, batches: Iterable[Batch], lrs: Tensor) -> None:
+        """A step of SGD on the live model for each batch, with a learning rate for each tensor."""
+        lr = self.nets.expand(lrs)  # [P]
+        for batch in batches:
+            self.model.parameters.sub_(self.clipped_gradient(batch).mul_(lr))
+
+    def clipped_gradient(self, batch: Batch) -> Tensor:
+        """The live gradient in training mode; zero where the loss is not finite.  # [P]"""
+        self.runtime.start_step(len(batch))
+        loss = F.cross_entropy(self.model.module(batch.images), batch.targets)
+        loss.backward()
+        limit = torch.where(loss > HIGH, CLIP, math.inf)  # of the device, which nobody waits for
+        gradients = self.model.gradients.clamp_(-limit, limit)
+        return gradients.masked_fill_(~(loss < math.inf), 0.0)

@@ -1,0 +1,165 @@
+"""A proxy server: it chooses an old model by images that it reconstructs from gradients."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
+
+import torch
+from torch import Tensor
+
+from stamp_core.client.by_class import first_per_class
+from stamp_core.config.decode import require_at_least
+from stamp_core.methods.base.method import FedAvgParams, Log, Message, Reply, State
+from workbench.methods.base.task_server import TaskServer, TaskServerState, pack_bits
+from workbench.methods.glfc.gradients import GradientEncoder, reconstruct
+
+CHUNK = 64  # images that are reconstructed side by side: more would take too much memory
+OLD = "old "  # of the parts of an announcement that make up the old model
+NOT_FINITE = "proxy: a gradient is not finite"
+
+
+@dataclass(frozen=True)
+class ProxyParams(FedAvgParams):
+    """How the old model is chosen; with an `old_weight` of 0 nothing of this is done."""
+
+    old_weight: float = 0.5  # of the loss that uses the old model; LGA: 1
+    proxy: Literal["dlg", "none"] = "dlg"  # none: the old model is a task's last, not its best
+    proxy_init: int = 0  # rounds of a task in which the latest model counts as the best; LGA: 6
+    perturb_steps: int = 50  # of SGD on a prototype before its gradient is taken
+    perturb_lr: float = 0.2  # a tenth of the published learning rate of 2
+    recon_steps: int = 5000  # of L-BFGS; published: 250 of 20 inner steps each
+
+    def __post_init__(self) -> None:
+        """Validate the numbers."""
+        super().__post_init__()
+        counts = ("proxy_init", "perturb_steps", "recon_steps")
+        require_at_least(self, 0, "old_weight", "perturb_lr", *counts)
+
+
+class Monitor(TypedDict):
+    """The images reconstructed in an experience."""
+
+    images: Tensor  # uint8 [n, C, H, W]
+    labels: Tensor  # int64 [n]
+    experience: int
+
+
+class BestModel(TypedDict):
+    """The global model that was the most accurate one on the reconstructed images."""
+
+    parameters: Tensor
+    buffers: Tensor
+    classes: Tensor  # bool [L], reported by then
+    accuracy: float
+
+
+class ProxyState(TaskServerState):
+    """What the server remembers."""
+
+    monitor: Monitor
+    best: BestModel | None  # of the running experience so far
+    old: BestModel | None  # of the experience before
+
+
+class ProxyServer(TaskServer):
+    """A server that announces the best global model of the experience before.
+
+    Clients send gradients of a public encoder on a perturbed prototype of each class. The server
+    reconstructs images from them: the best model is the most accurate one on these images.
+    """
+
+    def init_server(self, seed: int) -> State:
+        """The initial model; no reconstructed images, no best and no old model."""
+        images = self.runtime.dataset.x_train[:0].clone()
+        none: Monitor = {
+            "images": images,
+            "labels": torch.empty(0, dtype=torch.int64),
+            "experience": 0,
+        }
+        return {**super().init_server(seed), "monitor": none, "best": None, "old": None}
+
+    def announcement(self, server: ProxyState) -> Message:
+        """The old model with the classes that it was trained on."""
+        old = server["old"]
+        if old is None:
+            return {}
+        parts: dict[str, Any] = {**old}
+        message = {OLD + name: parts[name] for name in self.shared_vectors()}
+        return {**message, OLD + "classes": pack_bits(old["classes"])}
+
+    def aggregate(self, server: ProxyState, replies: list[Reply], log: Log) -> State:
+        """The mean of the models, and the best model of the experience so far."""
+        monitor = self.extended_monitor(server, replies, log)
+        state: State = super().aggregate({**server, "monitor": monitor}, replies, log)
+        if not self.params.old_weight:
+            return state
+        state["best"] = self.better_model(state, server, log)
+        return {**state, "old": state["best"]} if self.is_between(state) else state
+
+    def better_model(self, state: ProxyState, before: ProxyState, log: Log) -> BestModel:
+        """The new global model or the best one of this experience, whichever is more accurate.
+
+        The comparison starts anew with each experience and with every extension of the monitor.
+        """
+        accuracy = self.monitor_accuracy(state)
+        log.numbers["proxy accuracy"] = accuracy
+        round_ = before["round"] % self.runtime.training.rounds
+        extended = state["monitor"] is not before["monitor"]
+        best = before["best"]
+        compares = best and not extended and round_ >= max(1, self.params.proxy_init)
+        if best and compares and best["accuracy"] > accuracy:
+            return best
+        return {
+            "parameters": state["parameters"],
+            "buffers": state["buffers"],
+            "classes": state["classes"],
+            "accuracy": accuracy,
+        }
+
+    def monitor_accuracy(self, state: ProxyState) -> float:
+        """The global model's accuracy on the reconstructed images; 0 if there are none."""
+        images = state["monitor"]["images"]
+        labels = state["monitor"]["labels"]
+        if not len(labels):
+            return 0.0
+        self.model.load(state["parameters"], state["buffers"])
+        return float((self.runtime.outputs(images).argmax(1) == labels).double().mean())
+
+    def extended_monitor(self, server: ProxyState, replies: list[Reply], log: Log) -> Monitor:
+        """The images reconstructed in this experience, with those of the gradients received now."""
+        received = [r.message["gradients"] for r in replies if "gradients" in r.message]
+        monitor = server["monitor"]
+        if not received:
+            return monitor
+        with log.clock("reconstruction"):
+            images, labels = self.reconstructed(server["seed"], torch.cat(received), log)
+        experience = server["round"] // self.runtime.training.rounds
+        if monitor["experience"] == experience:
+            images = torch.cat([monitor["images"], images])
+            labels = torch.cat([monitor["labels"], labels])
+        return {"images": images, "labels": labels, "experience": experience}
+
+    def reconstructed(self, seed: int, gradients: Tensor, log: Log) -> tuple[Tensor, Tensor]:
+        """Images with these gradients, and their labels.  # uint8 [n, C, H, W], [n]"""
+        finite = gradients.isfinite().all(1)
+        log.events += [NOT_FINITE] * int((~finite).sum())
+        gradients = gradients[finite].to(self.runtime.device)
+        encoder = self.encoder(seed)
+        labels = encoder.recover_labels(gradients)
+        grey = torch.full((len(labels), *self.runtime.shape), 0.5, device=self.runtime.device)
+        chunks = zip(gradients.split(CHUNK), labels.split(CHUNK), grey.split(CHUNK), strict=True)
+        parts = [reconstruct(encoder, *chunk, self.params.recon_steps) for chunk in chunks]
+        images, left = (torch.cat(part) for part in zip(*parts, strict=True))
+        log.numbers["reconstruction error"] = float(left.mean())
+        return images.clamp(0, 1).mul(255).round().to("cpu", torch.uint8), labels.cpu()
+
+    def encoder(self, seed: int) -> GradientEncoder:
+        """The public encoder of a run."""
+        return GradientEncoder(self.runtime.shape, self.runtime.classes, seed, self.runtime.device)
+
+    def memory_samples(self, server: ProxyState, client: Any, count: int) -> Message:
+        """Up to `count` reconstructed images of each class; if there are none, exemplars."""
+        monitor = server["monitor"]
+        seen = {"images": monitor["images"], "labels": monitor["labels"]}
+        seen = seen if len(seen["labels"]) else client["memory"]
+        indices = first_per_class(seen["labels"], count)
+        return {name: seen[name][indices] for name in ("images", "labels")}

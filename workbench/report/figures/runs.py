@@ -1,0 +1,405 @@
+"""Figures of run records: accuracy, forgetting, matrices, gap, cost, ablation, and one training."""
+
+import itertools
+import math
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.ticker import MaxNLocator
+
+from stamp_core.results import metrics
+from stamp_core.results.records import SCORINGS, Record
+from workbench.report import frames
+from workbench.report import ranks as significance
+from workbench.report.figures import style
+from workbench.report.tables.ablation import BASES, PARTS, ablation_frame
+
+_SHAPES = "osD^vPX"  # of settings in one panel
+_NAMED = 8  # methods in a figure whose lines have names
+_MATRICES = 9  # in a line of panels
+_HEIGHT = 1.12  # inches of a line of matrices
+_ANNOTATED = 6  # tasks in a heat map whose numbers can be read
+_HEAT: dict[str, Any] = {"cmap": "viridis", "fmt": ".0f", "vmin": 0}
+_UNIT = "fedavg"  # whose costs are 1
+
+
+# --- by experience
+
+
+def accuracy(records: Sequence[Record]) -> Figure:
+    """Accuracy over the tasks learnt so far: a panel per setting, up to eight methods by name.
+
+    Mean intersection over union where images have masks.
+    """
+    score = "mean IoU" if len(records[0].scores["initial"]) > len(SCORINGS) else "accuracy"
+    title = f"{score[0].upper()}{score[1:]} over the tasks learnt so far"
+    return _highlights(_accuracies(frames.without_diverged(records)), title, f"{score}, %")
+
+
+def gap(records: Sequence[Record]) -> Figure:
+    """Local minus global accuracy on the task just learnt, for up to eight methods by name."""
+    rows = frames.experience_frame(frames.without_diverged(records))
+    title = "Local minus global accuracy on the task just learnt"
+    return _highlights(rows.assign(percent=100 * rows.gap), title, "percentage points")
+
+
+def _accuracies(records: Sequence[Record]) -> pd.DataFrame:
+    """`experience_frame` with accuracy in %, by the personal models where there are any."""
+    own = [record for record in records if not np.isnan(record.accuracy("personal")).all()]
+    others = [record for record in records if record not in own]
+    parts = [frames.experience_frame(some, some is own) for some in (others, own) if some]
+    return pd.concat(parts).assign(percent=lambda rows: 100 * rows.accuracy)
+
+
+def _highlights(rows: pd.DataFrame, title: str, unit: str) -> Figure:
+    """Column `percent` by experience: eight methods by name, the range of the others in grey.
+
+    Those of a setting have the same seeds, the most there are: a headline method with fewer is one
+    of the others. Settings share the y axis: the same distance is the same number of points. Its
+    range is that of the methods by name: personal models can be far above all global ones.
+    """
+    defined = rows[rows.groupby(["setting", "method"]).percent.transform("count") > 0]
+    seeds = defined.groupby(["setting", "method"]).seed.transform("nunique")
+    most = seeds == seeds.groupby(defined.setting).transform("max")
+    present = list(defined.method.unique())
+    ordered = dict.fromkeys(name for name in (*style.HIGHLIGHTED, *present) if name in present)
+    shown = most & defined.method.isin(list(ordered)[:_NAMED])
+    figure, panels = style.setting_panels(rows, 3.4, unit, sharey=True)
+    labels = dict[Axes, list[style.Label]]()
+    for axis, setting, _ in panels:
+        here = defined.setting == setting
+        if unit == "percentage points":
+            axis.axhline(0, color="0.3", linewidth=0.8, zorder=1)
+        labels[axis] = style.draw_lines(axis, defined[here & shown], "experience", "percent")
+        axis.set_xlabel("tasks learnt")
+    for axis, setting, _ in panels:  # now that the range of the shared axis is known
+        axis.set_ylim(axis.get_ylim())
+        _draw_context(axis, defined[(defined.setting == setting) & ~shown])
+        style.add_labels(axis, labels[axis])
+    rest = "; grey: range of the other methods' means, which may exceed the axis"
+    others = "" if shown.all() else rest
+    counts = defined[shown].groupby("setting", sort=False).seed.nunique()
+    where = ", ".join(f"{count} on {setting}" for setting, count in counts.items())
+    caption = style.seed_caption(defined[shown]) if counts.nunique() < 2 else f"seeds: {where}"
+    style.add_caption(figure, title, f"{caption}; {style.POINTS}{others}")
+    return figure
+
+
+def _draw_context(axis: Axes, rows: pd.DataFrame) -> None:
+    """The range of the methods' means as a grey band: forty lines could not be told apart."""
+    means = rows.groupby(["method", "experience"]).percent.mean().groupby("experience")
+    low, high = means.min().dropna(), means.max().dropna()
+    if len(low):
+        axis.fill_between(low.index, low, high, color="0.9", linewidth=0, zorder=0)
+
+
+def accuracy_all(records: Sequence[Record]) -> Figure:
+    """Accuracy over the tasks learnt so far: a row per method, a column per task, in each setting.
+
+    Headline methods come first, then the others by their final accuracy.
+    """
+    rows = _accuracies(frames.shared_seeds(records))
+    names = _ordered_names(rows[rows.experience == _last_experience(rows)], "percent")
+    figure, panels = style.setting_panels(rows, 0.19 * len(names) + 0.9, "", sharey=True)
+    means = rows.groupby(["setting", "method", "experience"]).percent.mean()
+    top = _scale_end(means)
+    for axis, setting, _ in panels:
+        table = means[setting].unstack().reindex([*names])
+        table.index = pd.Index([*names.values()])
+        style.draw_table(axis, table, annot=table.shape[1] <= _ANNOTATED, vmax=top, **_HEAT)
+        axis.set(xlabel="tasks learnt", facecolor="0.93")
+    _add_colour_bar(figure, [axis for axis, *_ in panels], top)
+    caption = f"means, grey: not run; {style.seed_caption(rows)}"
+    style.add_caption(figure, "Accuracy over the tasks learnt so far, %", caption)
+    return figure
+
+
+def _last_experience(rows: pd.DataFrame) -> pd.Series:
+    """The last experience of each row's setting."""
+    last: pd.Series = rows.groupby("setting").experience.transform("max")
+    return last
+
+
+def _scale_end(percent: pd.Series | style.Values) -> float:
+    """The first multiple of ten that no value exceeds."""
+    highest: float = np.fmax.reduce(np.ravel(percent), initial=1)
+    return 10 * math.ceil(highest / 10)
+
+
+def _add_colour_bar(figure: Figure | SubFigure, axes: Sequence[Axes], top: float) -> None:
+    """One scale of 0 to `top` % for the heat maps of `axes`."""
+    scale = ScalarMappable(Normalize(_HEAT["vmin"], top), _HEAT["cmap"])
+    figure.colorbar(scale, ax=axes, label="accuracy, %", shrink=0.8, aspect=30, pad=0.01)
+
+
+def matrices(records: Sequence[Record]) -> Figure:
+    """Accuracy on each task after each task of the last cycle, mean over seeds, per method.
+
+    A block of panels for each setting, headline methods first.
+    """
+    records = frames.shared_seeds(records)
+    rows = frames.run_frame(records).assign(matrix=[_last_matrix(record) for record in records])
+    names = _ordered_names(rows, "main_accuracy")
+    maps = {
+        str(setting): _mean_matrices(part, names)
+        for setting, part in rows.groupby("setting", sort=False)
+    }
+    top = _scale_end(np.concatenate([m.ravel() for own in maps.values() for m in own.values()]))
+    widest = max(map(len, maps.values()))
+    columns = math.ceil(widest / math.ceil(widest / _MATRICES))
+    lines = [math.ceil(len(own) / columns) for own in maps.values()]
+    figure = plt.figure(figsize=(style.WIDTH, sum(lines) * _HEIGHT + 1), layout="constrained")
+    heights = [count + 0.25 for count in lines]  # with the name of the setting
+    blocks: Any = figure.subfigures(len(lines), squeeze=False, height_ratios=heights)
+    for block, count, (setting, own) in zip(blocks.ravel(), lines, maps.items(), strict=True):
+        axes = np.ravel(block.subplots(count, columns, squeeze=False)).tolist()
+        block.suptitle(setting, fontsize=11, fontweight="bold")
+        _draw_matrices(axes, own, top)
+        _add_colour_bar(block, axes[: len(own)], top)
+    caption = f"means, grey: undefined; {style.seed_caption(rows)}"
+    style.add_caption(figure, "Accuracy on each task (column) after each task (row), %", caption)
+    return figure
+
+
+def _mean_matrices(rows: pd.DataFrame, names: Iterable[str]) -> dict[str, style.Values]:
+    """Mean matrices of a setting in %, by the label of a method.  # [T, T]"""
+    methods = [rows[rows.method == name] for name in names if name in set(rows.method)]
+    return {style.method_label(own): 100 * np.mean([*own.matrix], axis=0) for own in methods}
+
+
+def _draw_matrices(axes: Sequence[Axes], means: dict[str, style.Values], top: float) -> None:
+    """A heat map per method; panels without one are removed."""
+    for axis, (label, mean) in zip(axes, means.items(), strict=False):
+        numbers = range(1, len(mean) + 1)
+        few = len(mean) <= _ANNOTATED
+        ticks = True if few else "auto"  # seaborn thins them by their size before it is lowered
+        options = {**_HEAT, "vmax": top, "annot": few, "annot_kws": {"fontsize": 6}}
+        options |= {"xticklabels": ticks, "yticklabels": ticks}
+        style.draw_table(axis, pd.DataFrame(mean, numbers, numbers), **options)
+        axis.tick_params(labelsize=6, pad=1)
+        axis.set_facecolor("0.7")
+        title = textwrap.fill(label, 14, break_long_words=False)
+        axis.set_title(title, fontsize=7, pad=2)
+    for axis in axes[len(means) :]:
+        axis.remove()
+
+
+def _last_matrix(record: Record) -> style.Values:
+    """The accuracy matrix of a run's last cycle.  # [T, T]"""
+    a = metrics.last_cycle(record.accuracy(record.main_model), record.tests.shape[1])
+    return metrics.micro_average(a, record.tests)
+
+
+def training(records: Sequence[Record]) -> Figure:
+    """Of one experiment: loss by round and accuracy by experience, a line per seed."""
+    rows = frames.experience_frame(records)
+    if len({record.run[:2] for record in records}) > 1:
+        raise ValueError("training shows one setting with one method")
+    setting, method, _ = records[0].run
+    marks = {"color": style.method_style(method)["color"], "linewidth": 1, "alpha": 0.8}
+    figure, (left, right) = style.panels(2, 2, 3.2)
+    for record in records:
+        loss = [np.nan if entry["loss"] is None else entry["loss"] for entry in record.history]
+        left.plot(range(1, len(loss) + 1), loss, **marks)
+    for place, entry in enumerate(records[0].history):
+        if place and entry["round"] == 0:
+            left.axvline(place + 0.5, color="0.8", linewidth=0.8, zorder=1)
+    for _, group in rows.groupby("seed"):
+        right.plot(group.experience, 100 * group.accuracy, marker=".", **marks)
+    left.set(title="Training loss", xlabel="round (grey line: next task)", ylabel="loss")
+    right.set(title="Accuracy so far", xlabel="tasks learnt", ylabel="accuracy, %")
+    for axis in (left, right):
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    title = f"{setting}, {style.method_label(rows)}"
+    style.add_caption(figure, title, f"{style.seed_caption(rows)}: one line each")
+    return figure
+
+
+# --- a row per method
+
+
+def forgetting(records: Sequence[Record]) -> Figure:
+    """The paper's forgetting: a row per method, by its personal models where there are any.
+
+    Headline methods come first, then the others by their mean, the least first.
+    """
+    rows = frames.model_frame(frames.run_frame(frames.shared_seeds(records)))
+    rows = rows[rows.personal_accuracy.isna() | (rows.model == "personal")]
+    defined = rows.dropna(subset="main_forgetting")
+    names = _ordered_names(defined, "main_forgetting", best=1)
+    figure, axes = style.panels(rows.setting.nunique(), height=0.22 * len(names) + 1.0, sharey=True)
+    for axis, setting in zip(axes, rows.setting.unique(), strict=True):
+        own = defined[defined.setting == setting]
+        for place, method in enumerate(names):
+            values = 100 * own[own.method == method].main_forgetting
+            if len(values):
+                style.draw_interval(axis, place, values, method)
+        axis.axvline(0, color="0.3", linewidth=0.8, zorder=1)
+        axis.set(title=setting, xlabel="percentage points")
+        _draw_rows(axis, names)
+    caption = f"{style.seed_caption(defined)}; {style.INTERVALS}{_row_caption(names)}"
+    style.add_caption(figure, "Forgetting (lower is better)", caption)
+    return figure
+
+
+def ranks(records: Sequence[Record]) -> Figure:
+    """Mean ranks over settings and seeds, and the methods that are as good as the best one.
+
+    Joint training, the bound, has none.
+    """
+    rows = frames.run_frame(records)
+    rows = rows[rows.method != "joint"]
+    blocks = frames.block_frame(rows)
+    means = significance.block_ranks(blocks).mean().sort_values()
+    critical = significance.critical_difference(*blocks.shape[::-1])
+    names = {str(m): style.method_label(own) for m, own in rows.groupby("method")}
+    figure, [axis] = style.panels(1, height=max(1.8, 0.24 * len(means) + 0.6))
+    axis.axvspan(means.iloc[0], means.iloc[0] + critical, color="0.9", zorder=0)
+    for place, (method, rank) in enumerate(means.items()):
+        axis.plot(rank, place, linestyle="none", **style.row_style(str(method)))
+    style.set_rows(axis, [names[str(method)] for method in means.index])
+    axis.set(xlabel="mean rank by final accuracy (1 is the best)")
+    ranked = rows.set_index(["setting", "seed"]).loc[blocks.index].reset_index()
+    caption = (
+        f"{len(blocks)} blocks, a setting with a seed each: {', '.join(blocks.index.unique(0))}; "
+    )
+    caption += style.seed_caption(ranked)
+    caption += f"\ngrey area: not distinguishable from the best (Nemenyi, {critical:.1f} ranks)"
+    caption += f"; Friedman's test: p = {significance.friedman(blocks):.1g}"
+    caption += "\ncolour: headline methods"
+    style.add_caption(figure, "Ranks", caption)
+    return figure
+
+
+def _ordered_names(rows: pd.DataFrame, score: str, best: int = -1) -> dict[str, str]:
+    """The methods and their labels: headline methods, then the others by their mean score.
+
+    `best` is -1 where a high score is good, else 1. Settings have one weight each, and a method is
+    compared with the mean method of the settings where it was run.
+    """
+    means = rows.groupby(["setting", "method"], sort=False)[score].mean().unstack("setting")
+    scores = (best * (means - means.mean())).mean(axis=1)
+    labels = rows.groupby("method", sort=False)
+    return {
+        name: style.method_label(labels.get_group(name)) for name in style.headline_order(scores)
+    }
+
+
+def _draw_rows(axis: Axes, names: Mapping[str, str]) -> None:
+    """A labelled row per method, with a line below those that are highlighted."""
+    style.set_rows(axis, [*names.values()])
+    highlighted = sum(name in style.HIGHLIGHTED for name in names)
+    if 0 < highlighted < len(names):
+        axis.axhline(highlighted - 0.5, color="0.6", linewidth=0.8, zorder=1)
+    axis.grid(alpha=0.3)
+
+
+def _row_caption(names: Iterable[str]) -> str:
+    """What colour and absence mean where some rows are of other methods than the highlighted."""
+    if set(names) <= set(style.HIGHLIGHTED):
+        return ""
+    return "\ncolour: headline methods, above the line; no mark: not run or undefined"
+
+
+def ablation(records: Sequence[Record]) -> Figure:
+    """Final accuracy and forgetting, a row per variant: its seeds, mean and interval."""
+    rows = ablation_frame(frames.shared_seeds(records))
+    names: list[str] = []
+    for part in PARTS.values():
+        variants = rows[rows.part == part].variant.unique()
+        names += [part, *variants] if len(variants) else []
+    units = {"accuracy": "%", "forgetting": "points"}
+    shown = [(setting, measure) for measure in units for setting in rows.setting.unique()]
+    figure, axes = style.panels(len(shown), len(shown), 0.24 * len(names) + 0.6, sharey=True)
+    for axis, (setting, measure) in zip(axes, shown, strict=True):
+        own = rows[rows.setting == setting].dropna(subset=f"main_{measure}")
+        for (method, variant), group in own.groupby(["method", "variant"], sort=False):
+            values = 100 * group[f"main_{measure}"]
+            style.draw_interval(axis, names.index(variant), values, method)
+            if method in BASES:
+                colour = style.method_style(method)["color"]
+                axis.axvline(values.mean(), color=colour, linewidth=0.8, zorder=1)
+        for variant in set(names) - set(own.variant) - set(PARTS.values()):
+            style.add_note(axis, names.index(variant), "not run")
+        if measure == "accuracy":  # an interval may leave 0 to 100 %
+            axis.set_xlim(max(axis.get_xlim()[0], -3), min(axis.get_xlim()[1], 103))
+        axis.set(xlabel=units[measure])
+        axis.set_title(f"{setting}\n{measure}", fontsize=8)
+        axis.grid(alpha=0.3, axis="x")
+        axis.tick_params(length=0, axis="y")
+    style.set_rows(axes[0], names)
+    for text in axes[0].get_yticklabels():
+        text.set_fontweight("bold" if text.get_text() in PARTS.values() else "normal")
+    lines = " and ".join(method for method in BASES if method in set(rows.method))
+    caption = f"{style.seed_caption(rows)}; {style.INTERVALS}"
+    caption += f"; lines: means of {lines}" if lines else ""
+    style.add_caption(figure, "Effect of each part of STAMP, compared with controls", caption)
+    return figure
+
+
+def nearest_mean(records: Sequence[Record]) -> Figure:
+    """Final accuracy by the head and by the nearest class mean: a row per method."""
+    rows = frames.run_frame(frames.shared_seeds(records))
+    rows = rows.dropna(subset=["accuracy", "nearest_mean"])
+    names = _ordered_names(rows, "accuracy")
+    figure, panels = style.setting_panels(rows, 0.22 * len(names) + 0.8, "", sharey=True)
+    for axis, _, part in panels:
+        for method, group in part.groupby("method", sort=False):
+            place, color = [*names].index(method), style.row_style(str(method))["color"]
+            head, features = 100 * group.accuracy.mean(), 100 * group.nearest_mean.mean()
+            axis.plot([head, features], [place, place], color=color, linewidth=1)
+            axis.plot(features, place, "o", color=color, markerfacecolor="white", markersize=9)
+            axis.plot(head, place, "o", color=color, markersize=4.5)
+        axis.set_xlabel("final accuracy, %")
+        _draw_rows(axis, names)
+    caption = "dot: the network with its head; ring: the nearest class mean of its features"
+    caption += f"\nmeans; {style.seed_caption(rows)}{_row_caption(names)}"
+    style.add_caption(figure, "Final accuracy of the head and of the features", caption)
+    return figure
+
+
+def cost(records: Sequence[Record]) -> Figure:
+    """Final accuracy beside what it costs: a row per method, a mark per setting.
+
+    Costs are multiples of fedavg's in the setting: most methods send what fedavg sends, and
+    settings would differ more than methods.
+    """
+    rows = frames.run_frame(frames.shared_seeds(records)).dropna(subset="main_accuracy")
+    names = _ordered_names(rows, "main_accuracy")
+    columns = {
+        "accuracy, %": 100 * rows.main_accuracy,
+        "images": _relative(rows, rows.images),
+        "bytes in a round": _relative(rows, rows.bytes_up + rows.bytes_down),
+    }
+    shapes = dict(zip(rows.setting.unique(), itertools.cycle(_SHAPES), strict=False))
+    figure, axes = style.panels(len(columns), height=0.22 * len(names) + 1.0, sharey=True)
+    for axis, (label, values) in zip(axes, columns.items(), strict=True):
+        for setting, shape in shapes.items():
+            means = values[rows.setting == setting].groupby(rows.method).mean()
+            places = [[*names].index(name) for name in means.index]
+            colours = [style.row_style(name)["color"] for name in means.index]
+            axis.scatter(means, places, s=26, marker=shape, c=colours, zorder=3)
+            axis.plot([], [], shape, color="0.3", label=setting)  # for the legend
+        if label != "accuracy, %":
+            style.set_log_scale(axis)
+            label += f", {_UNIT} = 1"
+        axis.set_xlabel(label)
+        _draw_rows(axis, names)
+    caption = "images: differentiated in a run; bytes: sent in both directions, if any"
+    caption += f"\nmeans; {style.seed_caption(rows)}{_row_caption(names)}"
+    style.add_caption(figure, "Final accuracy and its cost", caption, axes)
+    return figure
+
+
+def _relative(rows: pd.DataFrame, values: pd.Series) -> pd.Series:
+    """Values as multiples of the mean of `_UNIT` in the setting; undefined without that method."""
+    unit = values[rows.method == _UNIT].groupby(rows.setting).mean()
+    return (values / rows.setting.map(unit)).replace(0, np.nan)

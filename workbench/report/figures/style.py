@@ -1,0 +1,306 @@
+"""The parts that all figures share: the marks of methods, panels, captions, labels, and files."""
+
+import math
+import zlib
+from collections.abc import Hashable, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+from numpy.typing import NDArray
+from PIL import Image
+from scipy.optimize import isotonic_regression
+
+from stamp_core.core.atomic import atomic_write
+from stamp_core.results import metrics
+from workbench.report.frames import EXPERIMENT
+from workbench.report.text import MARK, RECONSTRUCTED, SCENES, marked
+
+Values = NDArray[np.float64]
+_Point = Sequence[float] | Values  # x and y
+_Style = dict[str, Any]
+
+WIDTH = 9.0  # inches: 900 pixels at 100 dots an inch, the width of a README
+DPI = 160
+_LEGEND_COLUMNS = 5
+INTERVALS = "bars: 95 % interval of the mean, small marks: seeds"
+POINTS = "points: seeds, lines: means"
+LINE = 0.15  # inches, the height of a line of small text
+LARGE = 2**20  # bytes of a file
+
+# seaborn's colourblind palette without its grey, which a control has, and its yellow, too faint in
+# print. The highlighted methods differ in colour and marker from one another and from all others.
+COLOURS = ["#0173b2", "#d55e00", "#029e73", "#cc78bc", "#de8f05", "#56b4e9", "#ca9161", "#fbafe4"]
+_MARKERS = "X<>ph8H"  # of the others; 7 markers and 8 colours: 56 methods differ
+_DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1)))
+_FIXED = {
+    "fedavg": (COLOURS[0], "o", 0),
+    "replay": (COLOURS[2], "D", 2),
+    "joint": ("black", "*", 0),
+    "stamp": (COLOURS[1], "v", 0),
+    "stamp_segments": (COLOURS[6], "8", 0),
+    "stamp_round": (COLOURS[7], "p", 2),
+    "gem": (COLOURS[3], "P", 1),
+    "fedomg": (COLOURS[4], "^", 2),
+    "fedavg_step": (COLOURS[5], "s", 1),
+    "local": ("0.5", "d", 1),
+    "keep_uniform": ("0.35", "o", 1),
+    "fedavg_tuned": (COLOURS[0], "H", 2),
+}
+HIGHLIGHTED = tuple(_FIXED)[:10]  # in figures with names, which have room for 8
+_OTHERS = """
+stamp_rehearsal stamp_paper stamp_code stamp_code_coreset stamp_round_softmax fedprox fedala gradma
+feddbe fedas fedl2p fedl2p_fcl fedssi agem gpm gpm_drift fsdgpm vrmcl refed affcl fedweit target
+lander glfc lga pfeddil srfdil tagfed tagfed_avg fbl fedcil gem_pure sam tam sam_tam sam_pcs
+tam_pcs sam_tam_pcs replay_herded replay_step replay_as_round replay_as_gem replay_anchored
+rehearsal_mean rehearsal_free stamp_round_mean stamp_round_current stamp_round_gradients
+stamp_round_unscaled keep_herding
+keep_k_centre keep_least_squares keep_nonnegative keep_ocs keep_bcsr keep_csrel keep_sre2l keep_all
+replay_scenes stamp_scenes fbl_scenes fbl_relation_scenes refed_published affcl_published
+fedweit_published target_published lander_published glfc_published lga_published fedcil_published
+stamp_mean stamp_segments_sam stamp_segments_mean replay_sam mean_pcs
+"""  # a new method at the end: the others keep their places, so their colours and markers
+_PLACES = {method: place for place, method in enumerate(_OTHERS.split())}
+# Dark colours that no highlighted method has, for those that are drawn as lines beside them.
+_DARK = ("#332288", "#882255", "#999933", "#661100")
+_OWN_COLOURS = dict(zip(("stamp_code", "keep_all", "gradma", "stamp_mean"), _DARK, strict=True))
+# On no figure beside stamp_code, keep_all and gradma.
+_OWN_COLOURS |= {"feddbe": _DARK[0], "sam_tam_pcs": _DARK[1], "mean_pcs": _DARK[2]}
+_PLAIN = "0.45"  # of methods that their row names, so that no colour stands for two of them
+
+
+class Label(NamedTuple):
+    """A name at the right edge of a panel, and the point in the panel that it belongs to."""
+
+    text: str
+    x: float
+    y: float
+    color: str
+
+
+def method_style(method: str) -> _Style:
+    """Colour, marker and dashes of a method, by its name alone: the same in every figure.
+
+    A name that is not listed here, as that of a new method, has those of its checksum, in a colour
+    of no highlighted method. A preset for scenes is marked as the method that it is one of.
+    """
+    method = method.removesuffix(SCENES)
+    place = _PLACES.get(method, zlib.crc32(method.encode()))
+    colours = COLOURS if method in _PLACES else _DARK
+    colour = _OWN_COLOURS.get(method, colours[place % len(colours)])
+    other = (colour, _MARKERS[place % len(_MARKERS)], place % len(_DASHES))
+    color, marker, dashes = _FIXED.get(method, other)
+    return {"color": color, "marker": marker, "linestyle": _DASHES[dashes]}
+
+
+def row_style(method: str) -> _Style:
+    """Colour and marker of a method that has a row of its own: only highlighted ones are coloured.
+
+    Eight colours for forty rows would stand for five methods each.
+    """
+    marks = method_style(method) if method in HIGHLIGHTED else {"color": _PLAIN, "marker": "o"}
+    return {key: marks[key] for key in ("color", "marker")}
+
+
+def headline_order(scores: pd.Series) -> list[str]:
+    """The methods that index `scores`: the highlighted ones, then the others by their score."""
+    others = scores.sort_values(kind="stable").index
+    return [*(name for name in HIGHLIGHTED if name in scores.index)] + [
+        str(name) for name in others if name not in HIGHLIGHTED
+    ]
+
+
+def method_label(rows: pd.DataFrame) -> str:
+    """The name of a method, and the model it is scored by where that is not the global one."""
+    name, model = marked(str(rows.method.iloc[0])), rows.model.iloc[0]
+    return name if model == "global" else f"{name} ({model})"
+
+
+def seed_caption(rows: pd.DataFrame, *by: str) -> str:
+    """How many seeds are behind each mean of `setting`, `method` and `by`, and whose models."""
+    if rows.empty:
+        return "undefined for all methods here"
+    counts = rows.groupby([*EXPERIMENT, *by]).seed.nunique()
+    text = f"n = {' to '.join(map(str, sorted({counts.min(), counts.max()})))} seed"
+    text += "s" if counts.max() > 1 else ""
+    if rows.method.isin(RECONSTRUCTED).any():
+        text += f"\n{MARK}: reconstruction"
+    return text if (rows.model == "global").all() else f"{text}; (personal): personal models"
+
+
+def panels(
+    count: int, columns: int | None = None, height: float = 3.0, extra: float = 0.6, **grid: Any
+) -> tuple[Figure, list[Axes]]:
+    """A figure with `count` panels of some height; `extra` inches hold its title and legend."""
+    columns = columns or {1: 1, 2: 2, 4: 2}.get(count, 3)
+    rows = math.ceil(count / columns)
+    figure = plt.figure(figsize=(WIDTH, rows * height + extra), layout="constrained")
+    flat: list[Axes] = figure.subplots(rows, columns, squeeze=False, **grid).ravel().tolist()
+    for axis in flat[count:]:
+        axis.remove()
+    for axis in flat:
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, flat[:count]
+
+
+def add_caption(figure: Figure, title: str, caption: str, axes: Sequence[Axes] = ()) -> None:
+    """The title above a figure; below it how to read it, and one legend of `axes`."""
+    figure.suptitle(title, fontsize=13)
+    handles = [handle for axis in axes for handle in axis.get_legend_handles_labels()[0]]
+    once = list({str(handle.get_label()): handle for handle in handles}.values())
+    style: _Style = {"loc": "outside lower center", "ncols": _LEGEND_COLUMNS, "frameon": False}
+    figure.legend(handles=once, title=caption, title_fontsize=9, **style)
+    figure.legends[0].get_title().set_color("0.3")
+
+
+def add_labels(axis: Axes, labels: Sequence[Label]) -> None:
+    """Names right of a panel, at the heights of their points or as near as there is room."""
+    labels = [label for label in labels if np.isfinite([label.x, label.y]).all()]
+    if not labels:
+        return
+    axis.autoscale_view()
+    to_fraction = axis.transData + axis.transAxes.inverted()
+    labels = sorted(labels, key=lambda label: label.y)
+    heights = to_fraction.transform([(label.x, label.y) for label in labels])[:, 1]
+    inches = axis.get_window_extent().height / axis.figure.dpi
+    offsets = LINE / inches * np.arange(len(labels))
+    spread = isotonic_regression(heights - offsets).x  # the nearest heights with room for each
+    spread = np.clip(spread, 0, 1 - offsets[-1]) + offsets
+    style: _Style = {"textcoords": "axes fraction", "va": "center", "annotation_clip": False}
+    for (text, x, y, color), height in zip(labels, spread, strict=True):
+        line = {"arrowstyle": "-", "color": color, "linewidth": 0.6, "shrinkB": 3}
+        axis.annotate(text, (x, y), (1.04, height), fontsize=8, arrowprops=line, **style)
+
+
+def draw_lines(axis: Axes, rows: pd.DataFrame, x: str, y: str, by: str = "method") -> list[Label]:
+    """A line per method (or rule): means over seeds by `x`, with each seed as a faint point.
+
+    Where a seed is undefined, there is no mean. The labels of the lines, for their right ends.
+    """
+    labels = []
+    for name, group in rows.groupby(by, sort=False):
+        text = method_label(group) if by == "method" else str(name)
+        marks = method_style(group.method.iloc[0])
+        draw_seeds(axis, group, x, y, label=text, **marks)
+        end = group[group[x] == group[x].max()]
+        labels.append(Label(text, end[x].iloc[0], end[y].mean(), marks["color"]))
+    axis.grid(alpha=0.3)
+    if x == "experience":
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return labels
+
+
+def draw_seeds(axis: Axes, rows: pd.DataFrame, x: str, y: str, **marks: Any) -> None:
+    """The mean over seeds as a line by `x`, each seed as a faint point."""
+    means = rows.groupby(x)[y].agg(lambda values: values.mean(skipna=False))
+    axis.scatter(rows[x], rows[y], s=9, color=marks["color"], alpha=0.35, linewidths=0)
+    axis.plot(means.index, means, linewidth=1.5, markersize=5, **marks)
+
+
+def setting_panels(
+    rows: pd.DataFrame, height: float, ylabel: str = "accuracy, %", **grid: Any
+) -> tuple[Figure, list[tuple[Axes, str, pd.DataFrame]]]:
+    """A figure with a panel per setting; each panel with its setting and that setting's rows."""
+    settings = rows.groupby("setting", sort=False)
+    figure, axes = panels(len(settings), height=height, **grid)
+    axes[0].set_ylabel(ylabel)
+    filled = [(axis, name, part) for axis, (name, part) in zip(axes, settings, strict=True)]
+    for axis, name, _ in filled:
+        axis.set_title(name)
+    return figure, filled
+
+
+def draw_interval(axis: Axes, place: float, values: pd.Series, method: str) -> None:
+    """Along x the mean over seeds with its 95 % interval, and below it each seed as a point."""
+    marks = row_style(method)
+    axis.scatter(values, [place + 0.3] * len(values), s=14, alpha=0.5, linewidths=0, **marks)
+    mean, half = metrics.confidence_interval(values.tolist())
+    axis.errorbar(mean, place, xerr=half, capsize=3, markersize=6, **marks)
+
+
+def add_note(axis: Axes, place: float, text: str) -> None:
+    """A faint word in the middle of a row, so that nobody looks for its marks."""
+    middle: _Style = {"ha": "center", "va": "center", "transform": axis.get_yaxis_transform()}
+    axis.text(0.5, place, text, color="0.6", fontsize=7, **middle)
+
+
+def set_rows(axis: Axes, names: Sequence[str]) -> None:
+    """A row of the panel for every name, the first on top."""
+    axis.set_yticks(range(len(names)), names)
+    axis.set_ylim(len(names) - 0.4, -0.6)
+
+
+def draw_table(axis: Axes, table: pd.DataFrame, **options: Any) -> None:
+    """A heat map without ticks; dollar signs in names start no formula."""
+    import seaborn as sns  # only here: importing it takes a second
+
+    table, ylabel = table.rename(index=plain_text, columns=plain_text), axis.get_ylabel()
+    figure: Any = axis.get_figure(root=True)  # with the panels of all subfigures
+    others = [each for each in figure.axes if each is not axis and each.get_visible()]
+    plt.setp(others, visible=False)  # seaborn draws all that is visible, once for every table
+    sns.heatmap(table, ax=axis, **{"cbar": False, "annot_kws": {"fontsize": 8}, **options})
+    plt.setp(others, visible=True)
+    axis.set_ylabel(ylabel)  # which seaborn removed
+    axis.tick_params(length=0, labelsize=8)
+    axis.tick_params(axis="y", rotation=0)
+
+
+def draw_images(
+    axis: Axes, rows: Sequence[NDArray[np.uint8]], count: int, names: Sequence[str]
+) -> None:
+    """Rows of at most `count` images [n, C, H, W] in white frames, each with its name."""
+    strips = []
+    for images in rows:
+        padding = ((0, count - len(images)), (0, 0), (1, 1), (1, 1))
+        framed = np.pad(images, padding, constant_values=255).transpose(2, 0, 3, 1)
+        strips.append(framed.reshape(len(framed), -1, framed.shape[3]))  # [H + 2, n (W + 2), C]
+    axis.imshow(np.concatenate(strips).squeeze(), cmap="gray", vmin=0, vmax=255)
+    axis.set_yticks(len(strips[0]) * (np.arange(len(strips)) + 0.5) - 0.5, names)
+    axis.set_xticks([])
+    axis.tick_params(length=0, labelsize=8)
+    axis.spines[:].set_visible(False)
+
+
+def draw_arrow(axis: Axes, tail: _Point, tip: _Point, name: str = "", **options: Any) -> None:
+    """An arrow that ends exactly at `tip`; `name` finds it again."""
+    options = {"arrowstyle": "-|>", "mutation_scale": 11, "shrinkA": 0, "shrinkB": 0, **options}
+    axis.annotate("", (tip[0], tip[1]), (tail[0], tail[1]), arrowprops=options).set_gid(name)
+
+
+def plain_text(name: Hashable) -> str:
+    """A name in which a dollar sign starts no formula."""
+    return str(name).replace("$", r"\$")
+
+
+def set_log_scale(axis: Axes) -> None:
+    """A logarithmic x axis with plain numbers at 1, 2 and 5, or at 1 where these would collide.
+
+    A range with fewer than two such numbers stays linear.
+    """
+    low, high = axis.dataLim.intervalx
+    if high < 3 * low:
+        return
+    axis.set_xscale("log")
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 500 * low else (1,)))
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.xaxis.set_minor_formatter(NullFormatter())
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a PNG; equal data give equal bytes. A large one has 256 colours, in a third of them."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # which moves axes a little at every drawing
+    content = BytesIO()
+    figure.savefig(content, format="png", dpi=DPI, metadata={"Software": None})
+    with atomic_write(path) as part:
+        if content.tell() <= LARGE:
+            part.write_bytes(content.getvalue())
+        else:
+            picture = Image.open(content).convert("RGB")
+            picture.quantize(256, dither=Image.Dither.NONE).save(part, "png", optimize=True)

@@ -1,0 +1,290 @@
+"""The scheme of all pages: frame -> table -> page.
+
+A frame of report/frames.py has a row per run and numbers. A table has a row per group of runs and
+text: `group_table`, `accuracy_table`, and `paired_differences` with their sentences and sections. A
+page is Markdown: what was run, a section of tables for each setting, and definitions.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from IPython.display import display
+
+from stamp_core.core.atomic import atomic_write
+from stamp_core.results import metrics
+from stamp_core.results.records import Record
+from workbench.report import ranks
+from workbench.report.text import DASH, MB, count_range, marked, mean_std, score, significant
+
+Cell = Callable[[pd.DataFrame], str]  # text for the runs of a group
+
+_ACCURACY = {"accuracy": "main_accuracy"}  # a measure and its column
+_OUTCOMES = {  # of a 95 % interval, and how a sentence puts it
+    "above 0": "higher for",
+    "below 0": "lower for",
+    "includes 0": "the 95 % interval includes 0 for",
+    "undefined": "no interval (fewer than two common seeds) for",
+}
+_PERCENT = pd.Series({"mean": 100, "std": 100, "count": 1})  # and the count as it is
+_EXCLUDES_0 = ("above 0", "below 0")
+HOLDS = "‡"  # differs from 0 after Holm's correction for the table
+
+
+def show(table: pd.DataFrame) -> None:
+    """Display all rows of a table in a notebook, a `score_table` as text.
+
+    Of more than sixty rows pandas shows ten.
+    """
+    table = score_text(table) if table.columns.nlevels > 1 else table
+    with pd.option_context("display.max_rows", None):
+        display(table)
+
+
+# --- tables
+
+
+def group_table(rows: pd.DataFrame, keys: Sequence[str], cells: Mapping[str, Cell]) -> pd.DataFrame:
+    """One row a group of runs with the same keys, as text: the keys, n, and the cells."""
+    return pd.DataFrame(
+        {
+            **dict(zip(keys, map(str, values), strict=True)),
+            "n": str(len(runs)),
+            **{name: cell(runs) for name, cell in cells.items()},
+        }
+        for values, runs in rows.groupby(list(keys), sort=False)
+    )
+
+
+def score_table(rows: pd.DataFrame, keys: Sequence[str], scores: Mapping[str, str]) -> pd.DataFrame:
+    """One row a group of runs with the same keys, as numbers in %: mean, std and n of each score.
+
+    `keys` and the number of runs are the index, columns are pairs as ("accuracy", "mean"): so
+    `table["accuracy"].sort_values("mean")` sorts it, `.plot.barh()` draws it, and `.to_latex()`
+    prints it for a paper.
+    """
+    counted = rows.assign(runs=rows.groupby(list(keys)).seed.transform("size"))
+    groups = counted.groupby([*keys, "runs"], sort=False)
+    parts = {
+        name: groups[column].agg(["mean", "std", "count"]).mul(_PERCENT)
+        for name, column in scores.items()
+    }
+    return pd.concat(parts, axis=1).rename(columns={"count": "n"})
+
+
+def score_text(table: pd.DataFrame) -> pd.DataFrame:
+    """A `score_table` as text, `54.1 ± 1.2`, without scores that no row has."""
+    runs = table.index.get_level_values("runs")
+    cells = {
+        name: list(map(score, *(table[name][part] for part in ("mean", "std", "n")), runs))
+        for name in table.columns.unique(0)
+    }
+    defined = {name: texts for name, texts in cells.items() if set(texts) != {DASH}}
+    keys = table.index.to_frame(index=False).astype(str).rename(columns={"runs": "n"})
+    return keys.assign(**defined)
+
+
+def percent(column: str) -> Cell:
+    """A cell with mean ± standard deviation of a fraction, in %."""
+    return lambda runs: mean_std(runs[column])
+
+
+def average(column: str, unit: float = 1.0, figures: int = 3) -> Cell:
+    """A cell with the mean of a size or time, in a unit."""
+    return lambda runs: significant(runs[column].mean() / unit, figures)
+
+
+def peak(column: str, figures: int = 3) -> Cell:
+    """A cell with the largest number of bytes, in MB."""
+    return lambda runs: significant(runs[column].max() / MB, figures)
+
+
+def accuracy_table(rows: pd.DataFrame, keys: Sequence[str], by: str, heading: str) -> pd.DataFrame:
+    """The keys, n, and accuracy at each value of `by`, as text: one row per first key."""
+    table = []
+    for _, group in rows.groupby(keys[0], sort=False):
+        counts = count_range(group.groupby(by).seed.nunique())
+        labels = {key: group[key].iloc[0] for key in keys} | {"n": counts}
+        for value in sorted(rows[by].unique()):
+            labels[heading.format(value)] = mean_std(group[group[by] == value].main_accuracy)
+        table.append(labels)
+    return pd.DataFrame(table)
+
+
+# --- differences
+
+
+def paired_differences(
+    rows: pd.DataFrame,
+    name: str,
+    bases: Iterable[object],
+    by: Sequence[str],
+    measures: Mapping[str, str] = _ACCURACY,
+) -> pd.DataFrame:
+    """One row for each base, `name`, model, group of `by` and measure: the difference from `base`.
+
+    Differences are paired by seed, in percentage points, with n, the ends of their 95 % interval
+    and where it lies (above 0, below 0, includes 0, undefined). `measures` are names and columns.
+    Of a base the first model counts.
+    """
+    keys = list(dict.fromkeys([*by, name, "model"]))
+    table = []
+    for base in bases:
+        reference = rows[rows[name] == base].drop_duplicates([*by, "seed"])
+        for values, group in rows[rows[name] != base].groupby(keys, sort=False):
+            labels = dict(zip(keys, values, strict=True))
+            others = reference[(reference[list(by)] == [labels[key] for key in by]).all(axis=1)]
+            for measure, column in measures.items() if len(others) else ():
+                one, other = (
+                    dict(zip(r.seed, 100 * r[column], strict=True)) for r in (group, others)
+                )
+                pair = metrics.paired_difference(one, other)
+                about = {**labels, "base": base, "measure": measure, "difference": pair["mean"]}
+                table.append({**about, **pair})
+    columns = ["base", *keys, "measure", "difference", "low", "high", "n"]
+    pairs = pd.DataFrame(table, columns=columns)
+    places = {"above 0": pairs.low > 0, "below 0": pairs.high < 0, "undefined": pairs.low.isna()}
+    return pairs.assign(interval=np.select([*places.values()], [*places], "includes 0"))
+
+
+def difference_sections(
+    pairs: pd.DataFrame, keys: Sequence[str], by: str, heading: str = "{}"
+) -> list[str]:
+    """For each base of `paired_differences` a line with its name and their table.
+
+    The table has a row per combination of `keys` and a column per value of `by`. Below it stands
+    how many of its intervals would exclude 0 if all differences were 0, and how many of them hold
+    for all of the table together.
+    """
+    sections = []
+    for base, own in pairs.groupby("base", sort=False):
+        p = [ranks.interval_p_value(pair.low, pair.high, pair.n) for pair in own.itertuples()]
+        corrected = own.assign(holds=ranks.holm(p) < ranks.LEVEL)
+        table = difference_table(corrected, keys, by, heading)
+        sections += [f"Difference from {base}:", markdown(table)]
+        if count := int(own.low.notna().sum()):
+            outside = int(own.interval.isin(_EXCLUDES_0).sum())
+            chance = f"{outside} of {count} intervals exclude 0; by chance alone about"
+            after = f"{int(corrected.holds.sum())} hold after Holm's correction ({HOLDS})."
+            sections.append(f"{chance} {max(1, round(0.05 * count))} would; {after}")
+    return sections
+
+
+def difference_table(
+    pairs: pd.DataFrame, keys: Sequence[str], by: str, heading: str = "{}"
+) -> pd.DataFrame:
+    """`paired_differences` as text: one row per combination of keys, one column per `by`."""
+    table = []
+    for values, group in pairs.groupby(list(keys), sort=False):
+        labels = dict(zip(keys, values, strict=True)) | {"n": count_range(group.n)}
+        cells = {heading.format(row[by]): _cell(row) for row in group.to_dict("records")}
+        table.append(labels | cells)
+    return pd.DataFrame(table).fillna(DASH)
+
+
+def _cell(row: Mapping[str, Any]) -> str:
+    """A difference with its interval, `+8.6 (+5.1 to +12.0)`, bold where that excludes 0.
+
+    Marked where it `holds` for all differences of its table together.
+    """
+    text = f"{row['difference']:+z.1f}" if row["n"] else DASH
+    if row["interval"] == "undefined":
+        return text
+    low, high = (_limit(row[end], row["interval"]) for end in ("low", "high"))
+    text += f" ({low} to {high})"
+    text = text if row["interval"] == "includes 0" else f"**{text}**"
+    return f"{text} {HOLDS}" if row.get("holds") else text
+
+
+def _limit(value: float, interval: str) -> str:
+    """An end of an interval; with more digits where one would say that it includes 0."""
+    small = interval in _EXCLUDES_0 and 0 < abs(value) < 0.05
+    digits = -math.floor(math.log10(abs(value))) if small else 1
+    return f"{value:+z.{digits}f}"
+
+
+def difference_findings(pairs: pd.DataFrame, name: str, by: Sequence[str], heading: str) -> str:
+    """A list item for each base and group of `by`: whose differences are above 0, below or neither.
+
+    `heading` names the comparison, with columns of the differences in braces.
+    """
+    items = []
+    for _, group in pairs.groupby(["base", *by], sort=False):
+        outcomes = [
+            f"{words} {', '.join(_names(group[group.interval == outcome], name))}"
+            for outcome, words in _OUTCOMES.items()
+            if outcome in set(group.interval)
+        ]
+        place = heading.format(**group.iloc[0].to_dict())
+        items.append(f"- {place} (n = {count_range(group.n)}): {'; '.join(outcomes)}.")
+    return "\n".join(items)
+
+
+def _names(pairs: pd.DataFrame, name: str) -> Iterator[str]:
+    """Names with their intervals where these exclude 0, and with the model if it is not global."""
+    for row in pairs.to_dict("records"):
+        notes = [f"{row['model']} models"] if row["model"] != "global" else []
+        if row["interval"] in _EXCLUDES_0:
+            ends = sorted(abs(row[end]) for end in ("low", "high"))
+            low, high = (_limit(end, row["interval"]).lstrip("+") for end in ends)
+            notes.append(f"by {low} to {high}")
+        label = marked(str(row[name]))
+        yield f"{label} ({', '.join(notes)})" if notes else label
+
+
+# --- pages
+
+
+def markdown(rows: pd.DataFrame) -> str:
+    """A GitHub table; columns are not padded, so that one changed cell is one changed line."""
+    if "method" in rows:
+        rows = rows.assign(method=rows.method.map(marked))
+    lines = [list(rows.columns), ["---"] * len(rows.columns), *rows.to_numpy().tolist()]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def definitions(title: str) -> str:
+    """A section of definitions.md."""
+    text = Path(__file__).with_name("definitions.md").read_text(encoding="utf-8")
+    return text.split(f"# {title}\n", 1)[1].partition("\n# ")[0].strip()
+
+
+def describe_runs(records: Sequence[Record]) -> str:
+    """The numbers of runs and methods, the settings, n, the seeds, and which runs diverged."""
+    settings, methods, seeds = (list(dict.fromkeys(r.run[k] for r in records)) for k in range(3))
+    n = count_range(Counter(record.name for record in records).values())
+    return (
+        f"{len(records)} runs: {len(methods)} method{'s' * (len(methods) > 1)}; "
+        f"setting{'s' * (len(settings) > 1)} {', '.join(map(str, settings))}; "
+        f"n = {n} seeds for each ({', '.join(map(str, sorted(seeds)))})."
+        + "".join(f" Diverged, so without a score: {run}." for run in diverged_runs(records))
+    )
+
+
+def diverged_runs(records: Iterable[Record]) -> list[str]:
+    """The experiments and seeds that have no record, as their weights stopped being finite."""
+    runs = {f"{r.name}, seed {seed}" for r in records for seed in r.about.get("diverged", {})}
+    return sorted(runs)
+
+
+def write_page(
+    path: Path, title: str, records: Sequence[Record], section: Callable[[list[Record]], list[str]]
+) -> Path:
+    """Write a page: what was run, a section for the records of each setting, definitions."""
+    parts = [f"# {title}", describe_runs(records)]
+    for setting in dict.fromkeys(record.run[0] for record in records):
+        parts += [f"## {setting}", *section([r for r in records if r.run[0] == setting])]
+    notes = [definitions(title), definitions("Intervals")]
+    return write_parts(path, [*parts, "## Definitions", *notes])
+
+
+def write_parts(path: Path, parts: Iterable[str]) -> Path:
+    """Write the parts of a file that are not empty, with the folders above it."""
+    text = "\n\n".join(filter(None, map(str.strip, parts)))
+    with atomic_write(path) as part:
+        part.write_text(f"{text}\n", encoding="utf-8", newline="\n")
+    return path

@@ -1,0 +1,220 @@
+"""The comparison of all methods: results.md, accuracy.csv and summary.json."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from stamp_core.results import metrics
+from stamp_core.results.records import Record
+from workbench.report.frames import (
+    EXPERIMENT,
+    GROUPS,
+    experience_frame,
+    model_frame,
+    run_frame,
+    shared_seeds,
+)
+from workbench.report.tables import page, printed
+from workbench.report.tables.budgets import budget_table
+from workbench.report.tables.order import order_section
+from workbench.report.text import DASH, MB
+
+_BASES = ("fedavg", "replay", "stamp")  # that the page compares all methods with
+_MEASURES = {
+    "accuracy": "main_accuracy",
+    "forgetting": "main_forgetting",
+    "average incremental accuracy": "main_average_incremental_accuracy",
+    "learning accuracy": "main_learning_accuracy",
+}
+JUDGED = ("accuracy", "forgetting")  # measures that the findings name
+_SUMMARY = """accuracy nearest_mean personal_accuracy local_accuracy
+main_average_incremental_accuracy main_learning_accuracy main_forgetting main_forgetting_diagonal
+main_worst_client gap images update_length client_seconds bytes_up bytes_down disk"""
+
+_SCORES = {  # and the columns of `run_frame` behind them
+    "accuracy": "accuracy",
+    "nearest mean": "nearest_mean",
+    "personal accuracy": "personal_accuracy",
+    "local accuracy": "local_accuracy",
+    "task-incremental": "task_accuracy",
+    "learning accuracy": "main_learning_accuracy",
+    "forgetting": "main_forgetting",
+    "forgetting (diagonal)": "main_forgetting_diagonal",
+    "personal learning accuracy": "personal_learning_accuracy",
+    "personal forgetting": "personal_forgetting",
+    "worst client": "main_worst_client",
+    "gap": "gap",
+}
+_COSTS: dict[str, page.Cell] = {
+    "1000 images": page.average("images", 1000),
+    "update length": page.average("update_length"),
+    "s / round": page.average("client_seconds", figures=2),
+    "MB up / round": page.average("bytes_up", MB),
+    "MB down / round": page.average("bytes_down", MB),
+    "MB setup": page.average("bytes_setup", MB),
+    "s setup": page.average("setup_seconds", figures=2),
+    "disk MB": page.peak("disk"),
+    "memory MB": page.peak("memory"),
+    "GPU MB": page.peak("gpu"),
+}
+_MATCHED = {  # columns and the note behind each; products are relative to |reference|²
+    "gradients": "gradient count",
+    "worst product, mean": "worst_product_reference",
+    "worst product, matched": "worst_product",
+    "length": "length",
+    "cosine": "cosine",
+    "gradients with weight": "support",
+}
+
+
+def results_table(records: Sequence[Record]) -> pd.DataFrame:
+    """One row an experiment: mean, std and n of accuracies and forgetting, as numbers in %.
+
+    Over the seeds that most methods have; with all seeds the others are in `more_seeds_table`. See
+    `page.score_table` on how to sort, draw and print it; `page.show` shows it as text.
+    """
+    return _score_table(shared_seeds(records))
+
+
+def more_seeds_table(records: Sequence[Record]) -> pd.DataFrame:
+    """`results_table` over all seeds, of the methods that have more of them than most."""
+    fewer = Counter(record.run[:2] for record in shared_seeds(records))
+    counts = Counter(record.run[:2] for record in records)
+    more = [record for record in records if counts[record.run[:2]] > fewer[record.run[:2]]]
+    return _score_table(more) if more else pd.DataFrame()
+
+
+def results_text(table: pd.DataFrame) -> pd.DataFrame:
+    """A table of results as text, without columns that nothing has; with the paper's numbers.
+
+    They are those of the setting, or of its miniature; else of CIFAR-100 with 2 classes per task.
+    """
+    text = page.score_text(table)
+    label, data = printed.table_of(text.setting.iloc[0]) or printed.MAIN
+    return text.assign(**{f"paper ({data})": [printed.scores(m, label, data) for m in text.method]})
+
+
+def cost_table(records: Sequence[Record]) -> pd.DataFrame:
+    """One row an experiment as text: seconds and bytes of a mean round, peaks of memory, disk."""
+    rows = run_frame(_ordered(shared_seeds(records)))
+    return page.group_table(rows, ["setting", "group", "method"], _COSTS)
+
+
+def _score_table(records: Sequence[Record]) -> pd.DataFrame:
+    """The scores of each experiment, in the order of the page."""
+    keys = ["setting", "group", "method", "verified", "model"]
+    return page.score_table(run_frame(_ordered(records)), keys, _SCORES)
+
+
+def _ordered(records: Sequence[Record]) -> list[Record]:
+    """The records of a setting together, and in it those of a group."""
+    settings = list(dict.fromkeys(record.run[0] for record in records))
+    return sorted(records, key=lambda r: (settings.index(r.run[0]), GROUPS.index(r.group)))
+
+
+def differences(records: Sequence[Record], base: str = "fedavg") -> pd.DataFrame:
+    """The paired differences of each method's models from the main model of `base`.
+
+    A method with a global model and personal ones has rows for both. Settings without `base` have
+    no rows.
+    """
+    return model_differences(records, [base]).drop(columns="base")
+
+
+def model_differences(records: Sequence[Record], bases: Sequence[str]) -> pd.DataFrame:
+    """`differences` from each of `bases`."""
+    rows = model_frame(run_frame(records))
+    return page.paired_differences(rows, "method", bases, ["setting"], _MEASURES)
+
+
+def findings(records: Sequence[Record]) -> str:
+    """List items: which methods are above and below fedavg and replay, by setting and measure."""
+    pairs = model_differences(records, _BASES[:2])
+    heading = "{setting}, {measure} compared with {base}"
+    shown = pairs[pairs.measure.isin(JUDGED)]
+    return page.difference_findings(shown, "method", ["setting", "measure"], heading)
+
+
+def matching_table(records: Sequence[Record]) -> pd.DataFrame:
+    """One row an experiment and side (spatial, temporal) as text: means over rounds and seeds."""
+    table = []
+    for setting, method in dict.fromkeys(record.run[:2] for record in records):
+        runs = [record for record in records if record.run[:2] == (setting, method)]
+        history = [row for record in runs for row in record.history]
+        for side in ("spatial", "temporal"):
+            noted = [row["notes"] for row in history if f"{side} gap" in row.get("notes", {})]
+            if noted:
+                labels = {"setting": setting, "method": method, "where": side, "n": str(len(runs))}
+                events = [row["events"] for row in history]
+                table.append(labels | _matching_cells(side, pd.DataFrame(noted), events))
+    return pd.DataFrame(table)
+
+
+def _matching_cells(side: str, notes: pd.DataFrame, events: list[dict[str, int]]) -> dict[str, str]:
+    """The means of one side's notes, the largest gap, and what happened how often."""
+    counts = Counter[str]()
+    for each in events:
+        counts.update({k.partition(": ")[2]: n for k, n in each.items() if k.startswith(side)})
+    means = {name: notes[f"{side} {key}"].mean(skipna=False) for name, key in _MATCHED.items()}
+    return {
+        "rounds": str(len(notes)),
+        **{name: f"{value:.2f}" for name, value in means.items()},
+        "duality gap": f"{notes[f'{side} gap'].max():.0e}",
+        "events": ", ".join(f"{event}: {n}" for event, n in counts.items()) or DASH,
+    }
+
+
+def result_summary(records: Sequence[Record]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Mean, std and n of each number by setting and method, fit for JSON: undefined is None."""
+    summary: dict[str, dict[str, dict[str, Any]]] = {}
+    for (setting, method), runs in run_frame(records).groupby(EXPERIMENT, sort=False):
+        of_method = summary.setdefault(setting, {})[method] = {}
+        for column in _SUMMARY.split():
+            numbers = metrics.summarise(runs[column])
+            of_method[column.removeprefix("main_")] = {
+                name: None if np.isnan(numbers[name]) else round(numbers[name], 4)
+                for name in ("mean", "std", "n")
+            }
+    return summary
+
+
+def accuracy_csv(records: Sequence[Record]) -> str:
+    """Accuracy, forgetting and gap of every run after each experience, as fractions."""
+    curves: str = experience_frame(records).round(4).to_csv(index=False, lineterminator="\n")
+    return curves
+
+
+def write_results(records: Sequence[Record], folder: Path) -> list[Path]:
+    """The files written: results.md to read, accuracy.csv and summary.json for programs."""
+    summary = json.dumps(result_summary(records), indent=1, allow_nan=False)
+    return [
+        page.write_page(folder / "results.md", "Results", records, _section),
+        page.write_parts(folder / "accuracy.csv", [accuracy_csv(records)]),
+        page.write_parts(folder / "summary.json", [summary]),
+    ]
+
+
+def _section(records: Sequence[Record]) -> list[str]:
+    """Findings, accuracies, differences and costs of one setting."""
+    table = _score_page(results_table(records))
+    costs = page.markdown(cost_table(records).drop(columns=["setting", "n"]))
+    pairs = model_differences(records, _BASES)
+    sections = page.difference_sections(pairs, ["method", "model"], "measure")
+    more = []
+    if len(rows := more_seeds_table(records)):
+        more = ["Methods with more seeds:", _score_page(rows)]
+    budgets = page.markdown(budget_table(run_frame(shared_seeds(records))))
+    return [
+        *(findings(records), table, *more, *order_section(run_frame(records)), *sections),
+        *("Costs:", costs, "Under a budget:", budgets),
+    ]
+
+
+def _score_page(table: pd.DataFrame) -> str:
+    """A table of results of one setting, in Markdown."""
+    return page.markdown(results_text(table).drop(columns="setting"))

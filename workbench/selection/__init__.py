@@ -1,0 +1,1 @@
+"""Selection rules beside those of stamp_core, one file each."""

@@ -1,0 +1,1 @@
+"""Studies of questions beside the comparison: attacks on uploads, accounting of privacy."""

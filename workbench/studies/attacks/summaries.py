@@ -1,0 +1,84 @@
+"""What pages show of attacks: means over clients, and differences on the same clients."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pandas as pd
+
+from stamp_core.results.metrics import summarise
+from workbench.studies.attacks.outcomes import Pixels
+from workbench.studies.attacks.study import METHODS, NOISE, SCORES, SIZES, Case
+
+_Pair = tuple[Pixels, Pixels]  # true and found
+
+
+def summary(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
+    """For each group the mean of every score over clients with its 95 % interval.
+
+    `n` counts clients: the images of one upload are not independent. Several rows of a client are
+    averaged first.
+    """
+    values = [name for name in SCORES if name in rows]
+    grouped = rows.groupby([*by, "kind"], sort=False, dropna=False)
+    found = []
+    for key, group in grouped:
+        clients = group.groupby("client")[[*values, "images", "seconds"]].mean()
+        row = dict(zip([*by, "kind"], key, strict=True))
+        row |= {"n": len(clients), "images": clients.images.mean()}
+        row |= {"seconds": clients.seconds.mean()}
+        for name in values:
+            of = summarise(clients[name])
+            row |= {name: of["mean"], f"{name}_low": of["low"], f"{name}_high": of["high"]}
+        found.append(row)
+    return pd.DataFrame(found)
+
+
+def contrast(rows: pd.DataFrame, one: Case, other: Case) -> pd.DataFrame:
+    """For each kind of image and score the mean of one - other, paired by client.
+
+    With n and the limits of the 95 % interval: STAMP and replay had the same batches.
+    """
+    first, second = (
+        rows[rows.case == case].set_index(["kind", "client"])[[*SCORES]] for case in (one, other)
+    )
+    differences = (first - second).dropna()
+    return pd.DataFrame(
+        {"kind": kind, "score": name, **summarise(group[name])}
+        for kind, group in differences.groupby("kind")
+        for name in SCORES
+    )
+
+
+def contrasts(rows: pd.DataFrame) -> pd.DataFrame:
+    """The contrasts that pages show: what matching, unknown weights and noise change."""
+    matched = [Case("stamp", 1, *size) for size in SIZES]
+    pairs = [(case, replace(case, method="replay")) for case in matched]
+    pairs += [(replace(case, weights="equal"), case) for case in matched[:3]]
+    pairs += [(Case("fedavg", 0, *SIZES[0], noise=z), Case("fedavg", 0, *SIZES[0])) for z in NOISE]
+    found = [
+        contrast(rows, one, other).assign(one=one.name, other=other.name) for one, other in pairs
+    ]
+    return pd.concat(found, ignore_index=True)
+
+
+def shown_cases(images: Mapping[Case, _Pair]) -> dict[str, _Pair]:
+    """The images of some cases by their names: of more and more of them, and under noise."""
+    sizes = [(1, 1), (4, 1), (16, 1), (16, None)]
+    cases = [Case("fedavg", 0, *size) for size in sizes]
+    cases += [Case(method, 1, 16, 1) for method in METHODS[1:]]
+    cases += [replace(cases[0], noise=z) for z in NOISE]
+    return {case.name: images[case] for case in cases}
+
+
+def gains_of_rounds(rows: pd.DataFrame) -> pd.DataFrame:
+    """What several rounds together add to one, paired by client: a row a method, number and kind.
+
+    With n, the mean difference of PSNR and the limits of its 95 % interval.
+    """
+    clients = rows.groupby(["method", "rounds", "kind", "client"]).psnr.mean()
+    found = []
+    for (method, rounds, kind), own in clients.groupby(["method", "rounds", "kind"], sort=False):
+        more = own.droplevel(["method", "rounds", "kind"]) - clients[method, 1, kind]
+        if rounds > 1:
+            found.append({"method": method, "rounds": rounds, "kind": kind, **summarise(more)})
+    return pd.DataFrame(found)

@@ -1,0 +1,84 @@
+"""The records of a setting in one small file: all but weights, features and exemplars.
+
+Pages are drawn from it without training, with the rows of methods that were trained beside it.
+"""
+
+import argparse
+import tarfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from stamp_core.config.params import OWN
+from stamp_core.core.atomic import atomic_write
+from stamp_core.core.paths import ROOT
+from stamp_core.results.records import load_record
+from workbench.workflow.grid import data_folder
+
+
+def archive_file(profile: str, setting: str) -> Path:
+    """The file that holds the records of a setting."""
+    return ROOT / "figures" / profile / "records" / f"{setting}.tar.xz"
+
+
+def pack(folders: Sequence[Path], path: Path) -> None:
+    """Write the records in some folders of runs, which have a folder for each seed, to `path`.
+
+    Equal records give equal bytes.
+    """
+    with (
+        TemporaryDirectory() as scratch,
+        atomic_write(path) as part,
+        tarfile.open(part, "w:xz", preset=9) as tar,
+    ):
+        for folder in sorted(record.parent for runs in folders for record in runs.glob("*/digest")):
+            light = replace(load_record(folder), weights={}, features={}, memory={})
+            name = f"{folder.parent.name}/{folder.name}"
+            light.save(Path(scratch) / name)
+            for file in sorted((Path(scratch) / name).iterdir()):
+                member = tarfile.TarInfo(f"{name}/{file.name}")  # of no owner and no time
+                member.size = file.stat().st_size
+                with file.open("rb") as content:
+                    tar.addfile(member, content)
+
+
+def unpack(path: Path, runs: Path) -> tuple[int, int]:
+    """Write the records in `path` below `runs`: how many were new, and how many there before."""
+    new, kept = 0, 0
+    with tarfile.open(path) as tar, TemporaryDirectory() as scratch:
+        tar.extractall(scratch, filter="data")
+        for digest in sorted(Path(scratch).glob("*/*/digest")):
+            folder = runs / digest.parent.relative_to(scratch)
+            if folder.exists():  # whole, with weights
+                kept += 1
+                continue
+            load_record(digest.parent).save(folder)  # the scratch folder may be on another disk
+            new += 1
+    return new, kept
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Pack or unpack the records of a profile's setting."""
+    parser = argparse.ArgumentParser(prog="python -m workbench.workflow.archive")
+    parser.add_argument("command", choices=["pack", "unpack"])
+    parser.add_argument("profile", choices=OWN)
+    parser.add_argument("setting")
+    chosen = parser.parse_args(arguments)
+    path = archive_file(chosen.profile, chosen.setting)
+    runs = ROOT / data_folder(chosen.profile) / "runs"
+    if chosen.command == "unpack":
+        if not path.exists():
+            parser.error(f"{path} is not there: records of {chosen.setting} are not published")
+        new, kept = unpack(path, runs)
+        print(f"{runs}: {new} records from {path.name}, {kept} were there")
+        return
+    folders = sorted(runs.glob(f"{chosen.setting}-*"))
+    if not folders:
+        parser.error(f"{runs} has no records of {chosen.setting}: train them first")
+    pack(folders, path)
+    print(f"{path}: records of {len(folders)} runs, {path.stat().st_size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()

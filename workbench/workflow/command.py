@@ -1,0 +1,173 @@
+"""The command `stamp`: one experiment, names, what a parameter means, whether a record is right.
+
+It needs no checkout; tables and figures of whole grids are those of `make`, in one.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from stamp_core.config.decode import ParameterError
+from stamp_core.config.params import QUICK, parse_seeds, read_params
+
+ERRORS = (ParameterError, OSError, ValueError, ArithmeticError)
+
+
+def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
+    """Values by key of words like `spatial.kappa=0.9`; a value is YAML."""
+    values = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not (key and equals):
+            raise ParameterError(f"--set {pair}: it must be key=value, as spatial.kappa=0.9")
+        try:
+            values[key] = YAML(typ="safe").load(text)
+        except YAMLError as error:
+            why = " ".join(str(error).split())
+            raise ParameterError(f"--set {pair}: the value must be YAML: {why}") from None
+    return values
+
+
+def read_plans(experiment: Any, seeds: str, file: str | None) -> dict[int, Any]:
+    """The plan in a file for every seed; without a file, those of the setting."""
+    from workbench import import_plan, load_plans
+
+    dataset = experiment.dataset()
+    if file is None:
+        return load_plans(experiment.setting, dataset, seeds)
+    return {seed: import_plan(file, dataset, seed) for seed in parse_seeds(seeds)}
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Train an experiment, and another one to compare it with, and print their accuracies.
+
+    Changes of the setting are those of both: else the difference would be one of protocols.
+    """
+    from stamp_core import load_experiment, train
+
+    params = read_params(QUICK)
+    chosen = parse_overrides(arguments.set)
+    for key in chosen:
+        if arguments.plan is not None and key.startswith("setting.split"):
+            raise ParameterError(f"--set {key}: --plan {arguments.plan} has a split of its own")
+    tried = [load_experiment(arguments.setting, arguments.method, params, chosen)]
+    if arguments.compare:
+        shared = {key: value for key, value in chosen.items() if key.startswith("setting.")}
+        tried.append(load_experiment(arguments.setting, arguments.compare, params, shared))
+    found = []
+    for experiment in tried:
+        plans = read_plans(experiment, arguments.seeds, arguments.plan)
+        found.append([*train(experiment, plans, arguments.workers).values()])
+    labels = [" ".join([arguments.method, *arguments.set]), arguments.compare]
+    print_comparison(labels[: len(found)], found)
+
+
+def print_comparison(labels: Sequence[str], found: Sequence[Sequence[Any]]) -> None:
+    """A line per experiment, and the paired difference of the first from the second."""
+    from stamp_core.results.metrics import paired_difference
+    from workbench.report.frames import run_frame
+    from workbench.report.text import mean_std
+
+    frames = [run_frame(records) for records in found]
+    for label, rows in zip(labels, frames, strict=True):
+        forgetting = mean_std(rows.main_forgetting)
+        scores = f"accuracy {mean_std(rows.main_accuracy)} %  forgetting {forgetting}"
+        print(f"{label:{max(map(len, labels))}}  {scores}  n = {len(rows)}")
+    if len(frames) == 2:
+        by_seed = [dict(zip(f.seed, 100 * f.main_accuracy, strict=True)) for f in frames]
+        pair = paired_difference(*by_seed)
+        interval = f"{pair['mean']:+.1f} ({pair['low']:+.1f} to {pair['high']:+.1f})"
+        print(f"difference in points, 95 % interval: {interval}")
+
+
+def print_names(section: str) -> None:
+    """The names of a section with what sets each apart, a line each."""
+    for name, block in read_params(QUICK)[section].items():
+        kind = block.get("kind") or block.get("extends") or block.get("data", {}).get("source")
+        print(f"{name:28} {kind or ''}".rstrip())
+
+
+def explain(arguments: argparse.Namespace) -> None:
+    """Print what a parameter means, everywhere it is defined."""
+    from workbench.workflow.explain import explanations  # imports every method
+
+    for line in explanations(arguments.key, read_params(QUICK)):
+        print(line)
+
+
+def verify(arguments: argparse.Namespace) -> None:
+    """Print a line for each check of each record; ValueError if one does not hold."""
+    from workbench.workflow.verify import verify_record
+
+    failed = []
+    for folder in arguments.folder:
+        for check in verify_record(folder, arguments.plan):
+            print(f"{folder}  {check.name:10}  {'ok' if check.holds else 'NO'}  {check.found}")
+            failed += [] if check.holds else [f"{folder}: {check.name}"]
+    if failed:
+        raise ValueError(f"not verified: {'; '.join(failed)}")
+
+
+def leaderboard(arguments: argparse.Namespace) -> None:
+    """Write the page of all records that verify, and name the others; ValueError if none does."""
+    from workbench.workflow.leaderboard import find_records, verify_all, write_leaderboard
+
+    sound, refused = verify_all(find_records(arguments.folder))
+    for folder, why in refused.items():
+        print(f"not verified, left out: {folder}: {why}", file=sys.stderr)
+    if not sound:
+        raise ValueError(f"none of {len(refused)} records verifies with the code that is here")
+    print(f"{write_leaderboard(sound, arguments.page)}: {len(sound)} records")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    whole = argparse.ArgumentParser("stamp", description="Federated continual learning.")
+    commands = whole.add_subparsers(required=True, metavar="command")
+    one = commands.add_parser("run", help="train one experiment, and print its accuracy")
+    one.add_argument("setting")
+    one.add_argument("method")
+    one.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="other values")
+    one.add_argument("--seeds", default="0to1", help="a range such as 0to5 (default: 0to1)")
+    one.add_argument("--plan", metavar="FILE", help="who learns what when: a .json or .csv file")
+    one.add_argument("--workers", type=int, default=1, help="processes; 0: one per core")
+    one.add_argument("--compare", metavar="METHOD", help="train this as well: the difference")
+    one.set_defaults(call=run)
+    for section in ("methods", "settings"):
+        names = commands.add_parser(section, help=f"the names of {section}")
+        names.set_defaults(call=lambda arguments, section=section: print_names(section))
+    check = commands.add_parser("verify", help="compute again what a record says of itself")
+    check.add_argument(
+        "folder", nargs="+", type=Path, help="as data/runs/digits-stamp-200to205/200"
+    )
+    drawn = "the plan, where it was not drawn here"
+    check.add_argument("--plan", type=Path, metavar="FILE", help=drawn)
+    check.set_defaults(call=verify)
+    board = commands.add_parser("leaderboard", help="a page of all records that verify")
+    board.add_argument("folder", nargs="+", type=Path, help="records are looked for below it")
+    board.add_argument("--page", type=Path, default=Path("leaderboard.md"), help="what is written")
+    board.set_defaults(call=leaderboard)
+    meaning = commands.add_parser("explain", help="what a parameter means, e.g. spatial.kappa")
+    meaning.add_argument("key")
+    meaning.set_defaults(call=explain)
+    return whole
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The exit status of the command."""
+    arguments = parser().parse_args(words)
+    try:
+        arguments.call(arguments)
+    except ERRORS as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Loggers for `train`: learning curves in files, in TensorBoard or in DVCLive while it trains.
+
+Each has the two methods of `stamp_core.engine.progress.Logger`. A training that resumes tells its
+loggers the earlier rounds again. So each of them starts anew: what it has written of an earlier
+training in the same place is replaced, and no round is there twice.
+"""
+
+import csv
+import math
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+Values = Mapping[str, float]
+
+
+class CsvLogger:
+    """A line a round in one file, and a line an experience in `<name>_accuracy.csv` beside it.
+
+    A file has the columns of its first line. Numbers that appear only later, such as the angles
+    between a client's tasks, are in the record.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        path = Path(path)
+        self.rounds = _Lines(path)
+        self.accuracies = _Lines(path.with_stem(f"{path.stem}_accuracy"))
+
+    def on_round(self, seed: int, round: int, values: Values) -> None:
+        """Append a round."""
+        self.rounds.append({"seed": seed, "round": round}, values)
+
+    def on_experience(self, seed: int, experience: int, values: Values) -> None:
+        """Append the accuracies after an experience."""
+        self.accuracies.append({"seed": seed, "experience": experience}, values)
+
+
+class _Lines:
+    """A CSV file that is closed after every line: it can be followed, and a full disk is noticed.
+
+    It is begun with the first line, so that a training that is refused costs no earlier file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.columns: list[str] = []
+        self.keys = set[tuple[int, ...]]()
+
+    def append(self, key: Mapping[str, int], values: Values) -> None:
+        """Append a line; refused if it is there, as the line of another training would be."""
+        if (numbers := tuple(key.values())) in self.keys:
+            where = " ".join(f"{name} {number}" for name, number in key.items())
+            raise ValueError(f"{self.path} has {where}: a CsvLogger is for one training")
+        if not self.columns:
+            self.columns = [*key, *(name for name in values if name not in key)]
+            self._write(dict(zip(self.columns, self.columns, strict=True)), "w")
+        self._write({**values, **key}, "a")
+        self.keys.add(numbers)
+
+    def _write(self, line: Mapping[str, Any], mode: str) -> None:
+        with self.path.open(mode, newline="") as file:
+            writer = csv.DictWriter(file, self.columns, extrasaction="ignore", lineterminator="\n")
+            writer.writerow(line)
+
+
+class TensorBoardLogger:
+    """Curves for TensorBoard; each seed is a run of its own, so that one chart shows them all."""
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        self.open_writer = _load("torch.utils.tensorboard", "tensorboard").SummaryWriter
+        self.writers: dict[int, Any] = {}
+
+    def on_round(self, seed: int, round: int, values: Values) -> None:
+        """Add a point to the curve of each number."""
+        self._add(seed, round, values)
+
+    def on_experience(self, seed: int, experience: int, values: Values) -> None:
+        """Add a point to the curve of each accuracy."""
+        self._add(seed, experience, values)
+
+    def _add(self, seed: int, step: int, values: Values) -> None:
+        if seed not in self.writers:  # purge_step hides the points of an earlier training
+            self.writers[seed] = self.open_writer(str(self.folder / f"seed{seed}"), purge_step=0)
+        writer = self.writers[seed]
+        for name, value in _defined(values).items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+
+class DvcliveLogger:
+    """Curves for `dvc plots` and for editors that show DVCLive's folder.
+
+    It leaves dvc.yaml alone and makes no experiment of DVC's: the pipeline has both already.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        live = _load("dvclive", "dvclive").Live
+        self.live = live(str(folder), save_dvc_exp=False, dvcyaml=None)
+
+    def on_round(self, seed: int, round: int, values: Values) -> None:
+        """Add a point to the curve of each number."""
+        self._add(seed, round, values)
+
+    def on_experience(self, seed: int, experience: int, values: Values) -> None:
+        """Add a point to the curve of each accuracy."""
+        self._add(seed, experience, values)
+
+    def _add(self, seed: int, step: int, values: Values) -> None:
+        self.live.step = step
+        for name, value in _defined(values).items():
+            self.live.log_metric(f"seed{seed}/{name}", value)
+        self.live.make_summary()
+
+
+def _defined(values: Values) -> dict[str, float]:
+    """The values that are defined: a curve has no point where a loss or an accuracy is NaN."""
+    return {name: value for name, value in values.items() if not math.isnan(value)}
+
+
+def _load(module: str, package: str) -> Any:
+    """A module of an optional package; its absence names the extra that has it."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        extra = "pip install --editable 'workbench[live]'"
+        raise ImportError(f"{package} is missing; the extra `live` has it: {extra}") from error

@@ -1,0 +1,176 @@
+"""Sweeps: one parameter at several values, all else equal; values with records are not rerun."""
+
+import copy
+import itertools
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from stamp_core.config.decode import ParameterError, build, invalid
+from stamp_core.config.params import (
+    DEFAULT,
+    QUICK,
+    at_setting,
+    expand_grid,
+    parse_seeds,
+    read_block,
+    read_params,
+    set_value,
+)
+from stamp_core.core.paths import ROOT
+from stamp_core.core.processes import progress_form
+from stamp_core.engine.experiment import Experiment, load_experiment
+from stamp_core.results.records import Record
+from workbench.workflow.grid import data_folder, load_records, load_runs, run_folder, train_and_save
+
+CORESET_BASELINES = ("fedavg", "keep_all")  # without a memory, and with every image in it
+
+SweptFigure = Literal[
+    "sensitivity",
+    "coresets",
+    "heterogeneity",
+    "normalisation",
+    "overlap",
+    "protection",
+    "returning",
+    "masks",
+    "noise",
+    "projection",
+]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One parameter at several values, for each combination of some settings and methods."""
+
+    label: str  # of the axis
+    setting: tuple[str, ...]
+    method: tuple[str, ...]
+    seeds: str
+    keys: tuple[str, ...]  # settings.NAME... or methods.NAME...; all get the same value
+    values: tuple[Any, ...]
+    figure: SweptFigure = "sensitivity"
+
+    def __post_init__(self) -> None:
+        """Validate that keys are of the settings and methods, and that no list is empty."""
+        parse_seeds(self.seeds)
+        for name in ("setting", "method", "keys", "values"):
+            if not getattr(self, name):
+                raise invalid(name, [], "a list that is not empty")
+        for value in self.values:  # part of the names of folders
+            if not re.fullmatch("[A-Za-z0-9_.+-]+", str(value)) or str(value).startswith("."):
+                raise invalid("values", value, "a number, a word or true, false or null")
+        for key, setting, method in itertools.product(self.keys, self.setting, self.method):
+            places = (f"settings.{setting}.", f"methods.{method}.")
+            if not expand_placeholders(key, setting, method).startswith(places):
+                raise invalid(
+                    "keys", list(self.keys), f"a list of keys under {' or '.join(places)}"
+                )
+
+
+def expand_placeholders(key: str, setting: str, method: str) -> str:
+    """A key with {setting} and {method} replaced by these names."""
+    return key.replace("{setting}", setting).replace("{method}", method)
+
+
+def read_sweep(name: str, params: Mapping[str, Any]) -> Sweep:
+    """A sweep of a profile, checked."""
+    return build(Sweep, read_block(params, "sweeps", name), f"{params['file']}: sweeps.{name}")
+
+
+def sweep_names(figure: str, params: Mapping[str, Any]) -> list[str]:
+    """The sweeps that a figure shows."""
+    return [name for name in params["sweeps"] if read_sweep(name, params).figure == figure]
+
+
+def sweep_experiments(name: str, params: dict[str, Any]) -> list[Experiment]:
+    """The experiments of a sweep: settings x methods x values."""
+    sweep = read_sweep(name, params)
+    experiments = []
+    for setting, method in itertools.product(sweep.setting, sweep.method):
+        load_experiment(setting, method, params)  # else a wrong name would make a new block
+        for value in sweep.values:
+            changed = copy.deepcopy(at_setting(params, setting))
+            for key in sweep.keys:
+                set_value(changed, expand_placeholders(key, setting, method).split("."), value)
+            try:
+                swept = light_experiment(setting, method, changed, (name, str(value)))
+            except ParameterError as error:
+                where = f"{params['file']}: sweeps.{name} with {value!r}"
+                raise ParameterError(f"{where}: {error}") from None
+            experiments.append(swept)
+    return experiments
+
+
+def light_experiment(
+    setting: str, method: str, params: dict[str, Any], sweep: tuple[str, str] | None = None
+) -> Experiment:
+    """An experiment without the diagnostics that no figure of sweeps shows; exemplars stay."""
+    experiment = load_experiment(setting, method, params)
+    whole = experiment.setting
+    recorded = replace(whole.diagnostics, angles=False, displacements=False, features=0)
+    return replace(experiment, setting=replace(whole, diagnostics=recorded), sweep=sweep)
+
+
+def run_sweep(name: str, profile: str, workers: int = 1, device: str = "auto") -> list[Record]:
+    """The records of a sweep; experiments without current ones are trained, stale ones deleted."""
+    params = read_params(profile)
+    sweep = read_sweep(name, params)
+    records: list[Record] = []
+    folders = set()
+    for experiment in sweep_experiments(name, params):
+        loaded = load_records(experiment, sweep.seeds, profile, outdated=False)
+        records += loaded or train_and_save(experiment, sweep.seeds, profile, workers, device)
+        folders.add(run_folder(experiment, sweep.seeds, profile))
+        if progress_form() != "none":
+            print(f"{experiment.name}: {'kept' if loaded else 'trained'}", flush=True)
+    for folder in set((ROOT / data_folder(profile) / "sweeps" / name).iterdir()) - folders:
+        shutil.rmtree(folder)
+    return records
+
+
+def load_sweeps(figure: str, profile: str = QUICK) -> list[Record]:
+    """The records of all sweeps that a figure shows, with its baselines from the grid.
+
+    Missing ones are trained with the quick profile, an error with the default one, and left out
+    with the paper's.
+    """
+    params = read_params(profile)
+    records: list[Record] = []
+    for name in sweep_names(figure, params):
+        if profile == QUICK:
+            records += run_sweep(name, profile)
+            continue
+        sweep = read_sweep(name, params)
+        for experiment in sweep_experiments(name, params):
+            loaded = load_records(experiment, sweep.seeds, profile)
+            if not loaded and profile == DEFAULT:
+                command = f"`dvc repro sweep@{name}`"
+                raise ParameterError(f"no records of {experiment.name}; make them with {command}")
+            records += loaded
+    return records + (_coreset_baselines(params, profile) if figure == "coresets" else [])
+
+
+def _coreset_baselines(params: Mapping[str, Any], profile: str) -> list[Record]:
+    """The baselines' records (no memory, every image), in the settings that the grid trains."""
+    sweeps = [read_sweep(name, params) for name in sweep_names("coresets", params)]
+    settings = {setting for sweep in sweeps for setting in sweep.setting}
+    runs = expand_grid("grid", params)
+    baselines = (run for run in runs if run[0] in settings and run[1] in CORESET_BASELINES)
+    return load_runs(baselines, profile)
+
+
+def sweep_captions(profile: str = QUICK, figure: str = "sensitivity") -> dict[str, tuple[str, str]]:
+    """The label of every sweep of a figure, and the preset's own value, "" if not among them."""
+    params = read_params(profile)
+    captions = {}
+    for name in sweep_names(figure, params):
+        sweep = read_sweep(name, params)
+        preset = light_experiment(sweep.setting[0], sweep.method[0], params)
+        swept = sweep_experiments(name, params)
+        equal = [e for e in swept if (e.setting, e.params) == (preset.setting, preset.params)]
+        same = [e.sweep[1] for e in equal if e.sweep]
+        captions[name] = sweep.label, next(iter(same), "")
+    return captions

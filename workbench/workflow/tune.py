@@ -1,0 +1,170 @@
+"""Choosing values: every method's candidates on choosing seeds, which no other table shows.
+
+Every method has the same number of candidates; the best by mean accuracy over settings and seeds
+is the one to put into params/methods.yaml. Candidates with current records are not trained again.
+"""
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from typing import Any
+
+from stamp_core.config.decode import build, invalid, unknown_name
+from stamp_core.config.params import (
+    CIFAR100,
+    DEFAULT,
+    at_setting,
+    parse_seeds,
+    read_params,
+    read_yaml,
+)
+from stamp_core.core.devices import resolve_device
+from stamp_core.core.paths import ROOT
+from stamp_core.engine.executor import resolve_workers
+from stamp_core.engine.experiment import Experiment
+from stamp_core.methods.base.method import DivergedError
+from stamp_core.methods.base.registry import override, resolve_preset
+from stamp_core.results.records import Record
+from workbench.report.frames import CHOOSING
+from workbench.report.tables.sweeps import ALL, KINDS, write_tuning
+from workbench.workflow.grid import load_records, train_and_save
+from workbench.workflow.sweeps import light_experiment
+
+FILES = {DEFAULT: "params/tuning.yaml", CIFAR100: "params/tuning_cifar100.yaml"}
+FOLDERS = {DEFAULT: "figures", CIFAR100: "figures/cifar100"}
+PROFILE = "tuning"  # of the records
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Settings and seeds to choose on, and the candidates of each method."""
+
+    setting: tuple[str, ...]
+    seeds: str
+    candidates: Mapping[str, list[dict[str, Any]]]  # method -> values by key, e.g. spatial.kappa
+    # The same for what else was tried in search of a better method: any number of variants.
+    explored: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Validate that seeds are for choosing, and all methods have as many candidates."""
+        if max(parse_seeds(self.seeds)) >= CHOOSING:
+            raise invalid("seeds", self.seeds, f"below {CHOOSING}: the others are for reporting")
+        counts = {name: len(values) for name, values in self.candidates.items()}
+        if len(set(counts.values())) > 1:
+            raise invalid("candidates", counts, "the same number for every method")
+        for name, values in self.candidates.items():  # else a preset's own value would decide
+            keys = dict.fromkeys(key for candidate in values for key in candidate)
+            for candidate in values:
+                if missing := [key for key in keys if key not in candidate]:
+                    right = f"with {missing[0]}, which another candidate has"
+                    raise invalid(f"candidates.{name}", candidate, right)
+
+    def methods(self, kind: str) -> Mapping[str, list[dict[str, Any]]]:
+        """The candidates that were tuned, or what was explored."""
+        return self.explored if kind == "explored" else self.candidates
+
+
+def read_tuning(profile: str = DEFAULT) -> Tuning:
+    """The candidates of a profile, checked."""
+    return build(Tuning, read_yaml(ROOT / FILES[profile]), FILES[profile])
+
+
+def candidate_experiments(
+    tuning: Tuning, profile: str = DEFAULT, setting: str | None = None
+) -> Iterator[Experiment]:
+    """An experiment for each method, candidate and setting, or on one setting alone.
+
+    `sweep` names the candidate.
+    """
+    if setting and setting not in tuning.setting:
+        raise unknown_name(f"{FILES[profile]}: setting", setting, tuning.setting)
+    params = read_params(profile)
+    for kind in KINDS:
+        methods = tuning.methods(kind)
+        for method, values in ((m, each) for m in methods for each in methods[m]):
+            for name in [setting] if setting else tuning.setting:
+                changed = override(at_setting(params, name), method, values)
+                yield light_experiment(name, method, changed, (kind, candidate_name(values)))
+
+
+def candidate_name(values: Mapping[str, Any]) -> str:
+    """Keys and values as the page names them."""
+    return ", ".join(f"{k} {'null' if value is None else value}" for k, value in values.items())
+
+
+def default_candidates(tuning: Tuning) -> set[tuple[str, str]]:
+    """Method and name of the candidates that are chosen on drawn images, for other profiles."""
+    params = read_params(DEFAULT)
+    return {
+        (method, candidate_name(values))
+        for method, every in tuning.candidates.items()
+        for values in every
+        if resolve_preset(method, override(params, method, values))
+        == resolve_preset(method, params)
+    }
+
+
+def candidate_records(experiment: Experiment, seeds: str) -> list[Record]:
+    """The records of a candidate in one setting, trained if needed; none if it diverges."""
+    try:
+        found = load_records(experiment, seeds, PROFILE, outdated=False)
+        records = found or train_and_save(experiment, seeds, PROFILE)
+        reasons = records[0].about.get("diverged", {}).values()
+    except DivergedError as error:
+        records, reasons = [], [str(error)]
+    for reason in reasons:
+        print(f"{experiment.name} counts as undefined: {reason}", flush=True)
+    return [] if reasons else records
+
+
+def tune(
+    jobs: int, only: Sequence[str] = (), profile: str = DEFAULT, setting: str | None = None
+) -> None:
+    """Train what is missing, and write tuning.md and tuning.csv.
+
+    With `only` some methods are tuned, and the results of the others stay. With `setting` they are
+    tuned for this setting alone, and what they were tuned for another one stays.
+    """
+    tuning = read_tuning(profile)
+    records: list[Record] = []
+    known = {(kind, m) for kind in KINDS for m in tuning.methods(kind)}
+    if unknown := set(only) - {method for _, method in known}:
+        raise unknown_name(f"{FILES[profile]}: candidates", unknown.pop(), tuning.candidates)
+    experiments = [
+        experiment
+        for experiment in candidate_experiments(tuning, profile, setting)
+        if not only or experiment.method in only
+    ]
+    seeds = [tuning.seeds] * len(experiments)
+    with ProcessPoolExecutor(jobs, get_context("forkserver")) as pool:
+        found = (pool.map if jobs > 1 else map)(candidate_records, experiments, seeds)
+        for count, (experiment, some) in enumerate(zip(experiments, found, strict=True), 1):
+            print(f"{count}/{len(experiments)} {experiment.name}", flush=True)
+            records += some
+    tried = [
+        (each.sweep[0], each.method, each.sweep[1], each.setting.name)
+        for each in experiments
+        if each.sweep
+    ]
+    elsewhere = set() if profile == DEFAULT else default_candidates(tuning)
+    write_tuning(
+        records,
+        tried,
+        parse_seeds(tuning.seeds),
+        ROOT / FOLDERS[profile],
+        known,
+        elsewhere,
+        setting or ALL,
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Train candidates on choosing seeds.")
+    parser.add_argument("methods", nargs="*", help="some of the profile's; default: all")
+    parser.add_argument("--profile", default=DEFAULT, choices=FILES)
+    parser.add_argument("--setting", help="one of the profile's: values for it alone")
+    arguments = parser.parse_args()
+    jobs = resolve_workers(0, resolve_device("auto"))
+    tune(jobs, arguments.methods, arguments.profile, arguments.setting)
