@@ -11,13 +11,13 @@ export STAMP_DATA ?= $(CURDIR)/data/raw
 unexport PYTHONDONTWRITEBYTECODE  # with it every process compiles the package again: a second each
 
 .DEFAULT_GOAL := help
-.PHONY: tour repro cifar100 protocols privacy studies tune test test-device test-end-to-end test-cluster test-federation test-privacy federation paper cancel estimate lab notebooks docs lint bench profile faults clean help
+.PHONY: tour repro paper cifar100 protocols privacy studies tune test test-device test-end-to-end test-cluster test-federation test-privacy federation estimate lab notebooks docs lint bench profile faults clean help
 
 tour: $(READY) .dvc/config.local  ## two minutes: a first table and figures, in figures/tour
-	$(VENV)/bin/python -m workbench.workflow.repro --tour
+	dvc repro tour
 
-repro: $(READY) .dvc/config.local  ## regenerate what is out of date (JOBS=n at a time; RAY=address, SLURM=partition)
-	$(VENV)/bin/python -m workbench.workflow.repro
+repro: $(READY) .dvc/config.local  ## regenerate what is out of date (RAY=address, SLURM=partition: on a cluster)
+	dvc repro
 
 tune: $(READY)  ## the candidates on choosing seeds, of all methods or METHOD='a b' (PROFILE=cifar100, SETTING=one)
 	STAMP_PROGRESS=none $(VENV)/bin/python -m workbench.workflow.tune $(METHOD) $(if $(PROFILE),--profile $(PROFILE)) $(if $(SETTING),--setting $(SETTING))
@@ -49,26 +49,18 @@ test-privacy: $(READY) $(PRIVACY)/.ready  ## differential privacy, with the acco
 federation: $(FLOWER)/.ready  ## STAMP on three nodes with TLS, compared with the simulation
 	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(FLOWER)/bin/python -m workbench.federation.local
 
-paper: $(READY) .dvc/config.local  ## one of the paper's settings: SETTING=cifar100_c2; estimates first
-	$(VENV)/bin/python -m workbench.workflow.repro paper $(SETTING)
-
-cifar100: $(READY) .dvc/config.local  ## the paper's CIFAR-100 settings in miniature; estimates first
-	$(VENV)/bin/python -m workbench.workflow.repro cifar100 $(SETTING)
-
-protocols: $(READY) .dvc/config.local  ## published protocols in miniature; estimates first
-	$(VENV)/bin/python -m workbench.workflow.repro protocols $(SETTING)
+paper cifar100 protocols: $(READY) .dvc/config.local  ## a profile, or one SETTING of it; estimates first
+	python -m workbench.workflow.estimate $@ $(SETTING)
+	dvc repro pipelines/$@/dvc.yaml$(if $(SETTING),:compare@$(SETTING))
 
 privacy: $(READY) $(PRIVACY)/.ready .dvc/config.local  ## what privacy costs and what uploads give away: an hour
-	PYTHONPATH=$(CURDIR)/$(PRIVACY) $(VENV)/bin/python -m workbench.workflow.repro privacy
+	PYTHONPATH=$(CURDIR)/$(PRIVACY) dvc repro pipelines/privacy/dvc.yaml
 
 studies: repro  ## more seeds and questions beyond the paper's comparison: two hours
-	$(VENV)/bin/python -m workbench.workflow.repro studies
-
-cancel: $(READY)  ## end the stages that run on a cluster (RAY=address or SLURM=partition)
-	$(VENV)/bin/python -m workbench.workflow.submit
+	dvc repro pipelines/studies/dvc.yaml
 
 estimate: $(READY)  ## what `make paper SETTING=...` takes on this machine
-	$(VENV)/bin/python -m workbench.workflow.estimate $(SETTING)
+	python -m workbench.workflow.estimate paper $(SETTING)
 
 lab: $(READY)  ## explore in JupyterLab
 	$(VENV)/bin/jupyter lab --LabApp.default_url=/lab/tree/notebooks
@@ -95,11 +87,11 @@ faults: $(READY)  ## try a thousand faults in 25 minutes; writes benchmarks/faul
 	$(VENV)/bin/python -m benchmarks.faults
 
 clean:  ## remove everything computed; raw data and the environment stay
-	rm -rf data/source data/splits data/runs data/sweeps data/quick data/cache data/resume .dvc/cache .dvc/tmp
+	rm -rf data/source data/splits data/runs data/sweeps data/metrics data/quick data/cache data/resume .dvc/cache .dvc/tmp
 	find data/executed -name '*.ipynb' -delete
 
 help:  ## list these commands
-	@awk -F ':.*## ' '/^[a-z]+:.*##/ { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9 -]+:.*##/ { printf "make %-24s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 $(READY): requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -1,15 +1,11 @@
-"""The order of all tests, and the kernels of notebooks."""
+"""The order of all tests."""
 
 import gc
-import os
 import signal
-from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
-from workbench.workflow.repro import find_driver
 
 # `make test-cluster` and `make test-federation`
 NEEDED = {"cluster": "ray", "federation": "flwr"}
@@ -17,16 +13,8 @@ collect_ignore = [folder for folder, package in NEEDED.items() if not find_spec(
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Serve warm kernels, as `make repro` does, from the process that starts the others.
-
-    Without workbench.workflow they are Jupyter's own.
-    A shell's `&` has interrupts ignored, also by children: those that tests interrupt would go on.
-    """
+    """Take interrupts: a shell's `&` has them ignored, also by children, which would go on."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if not hasattr(config, "workerinput"):
-        server = ExitStack()
-        os.environ.update(server.enter_context(find_driver().environment()))
-        config.add_cleanup(server.close)
 
 
 def pytest_collection_finish() -> None:

@@ -7,6 +7,7 @@ with without_garbage_collection():
     from workbench.exchange import export_plan, import_plan
     from workbench.exchange.partitions import find_images, import_flwr, import_pfllib
     from workbench.workflow.grid import (
+        grid_seeds,
         load_grid,
         load_plans,
         run_folder,
@@ -15,6 +16,7 @@ with without_garbage_collection():
         train_and_save,
     )
     from workbench.workflow.loggers import CsvLogger, DvcliveLogger, TensorBoardLogger
+    from workbench.workflow.training import train_grid
 
 __all__ = [
     "CsvLogger",
@@ -23,6 +25,7 @@ __all__ = [
     "expand_grid",
     "export_plan",
     "find_images",
+    "grid_seeds",
     "import_flwr",
     "import_pfllib",
     "import_plan",
@@ -32,4 +35,5 @@ __all__ = [
     "save_metrics",
     "save_plans",
     "train_and_save",
+    "train_grid",
 ]

@@ -1,7 +1,6 @@
 """The shape of the project: what may stand in a notebook, which environment is pinned."""
 
 import ast
-import os
 import re
 import subprocess
 import sys
@@ -12,11 +11,11 @@ import nbformat
 import pytest
 from ruamel.yaml import YAML
 
-from stamp_core.config.params import read_params
+from stamp_core.config.params import DEFAULT, OWN, PAPER, read_params
 from stamp_core.core.fingerprint import find_imports, import_closure
 from stamp_core.core.paths import ROOT
 from stamp_core.methods.base.registry import method_names, read_preset
-from workbench.workflow import notebooks, repro
+from workbench.workflow import notebooks
 
 PACKAGES = [ROOT / "stamp_core", ROOT / "workbench"]
 MODULES = [path for package in PACKAGES for path in sorted(package.rglob("*.py"))]
@@ -59,17 +58,6 @@ def test_torchvision_is_imported_in_one_place() -> None:
     assert files == ["vision.py"]
 
 
-def test_without_operations_stages_run_in_the_plain_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("JOBS", "3")
-    monkeypatch.setattr(repro.importlib.util, "find_spec", lambda _: None)
-    driver = repro.find_driver()
-    assert type(driver) is repro.Driver and driver.jobs == 3
-    with driver.environment() as environment:
-        assert environment == {**os.environ}
-
-
 @pytest.mark.parametrize("path", notebooks.all_notebooks(), ids=lambda p: p.name)
 def test_notebooks_call_and_do_not_define(path: Path) -> None:
     for cell in [c for c in nbformat.read(path, 4).cells if c.cell_type == "code"]:
@@ -110,17 +98,17 @@ def test_notebooks_are_stored_as_run_top_to_bottom(path: Path) -> None:
         assert 'profile: str = "quick"' in code[0].source
 
 
-@pytest.mark.parametrize("file", ["dvc.yaml", *repro.PIPELINES.values()])
-def test_names_are_checked_before_they_reach_a_shell(file: str) -> None:
+@pytest.mark.parametrize("profile", [DEFAULT, PAPER, *OWN])
+def test_names_are_checked_before_they_reach_a_shell(profile: str) -> None:
     """DVC runs the commands of a list one after the other, and none after one that fails."""
-    pipeline = YAML(typ="safe").load(ROOT / file)
-    profile = {path: name for name, path in repro.PIPELINES.items()}.get(file, "default")
+    folder = ROOT if profile == DEFAULT else ROOT / "pipelines" / profile
+    pipeline = YAML(typ="safe").load(folder / "dvc.yaml")
     check = f"python -m workbench.workflow.names {profile}"
     assert {"check": check} in pipeline["vars"]
     with_names = set[str]()
     for name, stage in pipeline["stages"].items():
         commands = stage.get("do", stage)["cmd"]
-        if "${key}" in str(commands) or "${item" in str(commands):
+        if "${key}" in str(commands) or ("${item" in str(commands) and name != "attack"):
             assert commands[0] == "${check}" and len(commands) == 2
             with_names.add(name)
     assert "sweep" in with_names

@@ -66,14 +66,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("setting")
     chosen = parser.parse_args(arguments)
     path = archive_file(chosen.profile, chosen.setting)
-    runs = ROOT / data_folder(chosen.profile) / "runs"
+    runs = ROOT / data_folder(chosen.profile) / "runs" / chosen.setting
     if chosen.command == "unpack":
         if not path.exists():
             parser.error(f"{path} is not there: records of {chosen.setting} are not published")
         new, kept = unpack(path, runs)
         print(f"{runs}: {new} records from {path.name}, {kept} were there")
         return
-    folders = sorted(runs.glob(f"{chosen.setting}-*"))
+    folders = sorted(runs.glob("*"))
     if not folders:
         parser.error(f"{runs} has no records of {chosen.setting}: train them first")
     pack(folders, path)

@@ -1,108 +1,77 @@
-"""Clusters that stages are sent to: Ray, or SLURM through submitit; both run `run_stage` on a node.
+"""Clusters that train experiments: Ray, or SLURM through submitit.
 
-A job's folder, which all nodes share, has what it is to do; the job writes its output and status.
+Every node sees the project's folder, where a job finds its data and leaves checkpoints and records.
 """
 
-import json
 import multiprocessing
 import os
+import pickle
 import shlex
-import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
-import psutil
+from stamp_core.core.paths import ROOT
+from workbench.workflow.training import Failure, Job, Processes
 
-from stamp_core.core.atomic import atomic_write
-from stamp_core.core.processes import follow_parent
-
-MOST = 32  # stages at a time: each has two processes that wait for it on this machine
+MOST = 32  # jobs that wait on this machine at a time: SLURM holds back what does not fit
 MISSING = "needs {}: run `pip install -e workbench[cluster]` here and on every node"
 DAY = 24 * 60  # minutes of a SLURM job without --time
 
 
 class ClusterError(RuntimeError):
-    """An obstacle to a stage on a cluster."""
+    """An obstacle to a job on a cluster."""
 
 
 class Cluster(Protocol):
-    """Runs jobs, each known by its folder and an id; they survive the process that submits them."""
+    """Trains jobs on its nodes while its context is open."""
+
+    def __enter__(self) -> Self:
+        """The cluster."""
+
+    def __exit__(self, *error: object) -> None:
+        """End the jobs that wait or run."""
 
     def room(self) -> int:
-        """The number of stages to submit at a time."""
-        ...
+        """The number of jobs to submit at a time."""
 
-    def submit(self, folder: Path) -> str:
-        """The id of a new job."""
-        ...
-
-    def alive(self, folder: Path, job: str) -> bool:
-        """Return whether a job waits or runs."""
-        ...
-
-    def cancel(self, folder: Path, job: str) -> None:
-        """End a job."""
-        ...
-
-    def reason(self, folder: Path, job: str) -> str:
-        """The reason why a job has ended without a status, as far as the cluster knows."""
-        ...
+    def run(self, job: Job) -> Failure | None:
+        """Train a job on some node; its failure if there is one."""
 
 
-def sends_stages() -> bool:
-    """Return whether $RAY or $SLURM names a cluster."""
-    return bool(os.environ.get("RAY") or os.environ.get("SLURM"))
+def chosen_cluster() -> Cluster | None:
+    """The cluster of $RAY or $SLURM; None without them."""
+    if address := os.environ.get("RAY"):
+        return RayCluster(address)
+    return SlurmCluster(options) if (options := os.environ.get("SLURM")) else None
 
 
-def chosen_cluster() -> Cluster:
-    """The cluster of $RAY or $SLURM."""
-    address = os.environ.get("RAY")
-    return RayCluster(address) if address else SlurmCluster(os.environ["SLURM"])
-
-
-def stage_workers() -> int:
-    """The cores that a stage asks for: $STAMP_WORKERS, else one."""
+def job_workers() -> int:
+    """The cores that a job asks for: $STAMP_WORKERS, else one."""
     return int(os.environ.get("STAMP_WORKERS") or 1)
 
 
-def require_shared(folder: Path) -> None:
-    """Validate that this node sees a job's folder."""
-    if not (folder / "job.json").exists():
+def packed_call(job: Job) -> tuple[Callable[..., bytes], Path, dict[str, str], bytes]:
+    """The function that a node calls, and its arguments."""
+    environment = {name: value for name, value in os.environ.items() if name.startswith("STAMP_")}
+    return train_on_node, ROOT, environment, pickle.dumps((job, job_workers()))
+
+
+def train_on_node(root: Path, environment: dict[str, str], packed: bytes) -> bytes:
+    """Train a job on this node, in a process that starts in the project's folder."""
+    if not (root / "params").is_dir():
         node = os.uname().nodename
-        raise ClusterError(
-            f"node {node} does not see {folder}: the project's folder must be shared"
-        )
-
-
-def run_stage(folder: Path) -> None:
-    """Run a job on this node."""
-    require_shared(folder)
-    process = multiprocessing.get_context("spawn").Process(target=_run_papermill, args=(folder,))
-    process.start()
-    process.join()
-    with atomic_write(folder / "status") as scratch:
-        scratch.write_text(str(process.exitcode))
-
-
-def _run_papermill(folder: Path) -> None:
-    """Be papermill in the job's view of the project, and end with the job."""
-    from papermill.cli import papermill
-
-    follow_parent()
-    job = json.loads((folder / "job.json").read_text())
-    os.environ.update(job["environment"])
-    paths = [str(folder / "view"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # this project's code first
-    os.chdir(folder / "view")
-    output = (folder / "output").open("w", buffering=1)
-    os.dup2(output.fileno(), 1)
-    os.dup2(output.fileno(), 2)
-    sys.stdout = sys.stderr = output
-    papermill(job["command"])  # ends this process with its status
+        text = f"node {node} does not see {root}: the project's folder must be shared"
+        return pickle.dumps(Failure("ClusterError", text))
+    os.chdir(root)
+    os.environ.update(environment)
+    job, workers = pickle.loads(packed)
+    return pickle.dumps(Processes(multiprocessing.get_context("spawn"), workers, "auto").run(job))
 
 
 class RayCluster:
-    """A job is an actor of its own name, whom nobody has to hold."""
+    """A job is a task of Ray, which ends with this process."""
 
     def __init__(self, address: str) -> None:
         try:
@@ -110,16 +79,23 @@ class RayCluster:
         except ImportError as error:
             raise ClusterError(f"RAY={address} {MISSING.format('Ray')}") from error
         try:
-            ray.init(address, namespace="stamp", log_to_driver=False, logging_level="ERROR")
+            ray.init(address, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True)
         except ConnectionError as error:
             raise ClusterError(f"RAY={address}: no cluster answers there; {error}") from error
         self.ray = ray
-        self.actors: dict[str, Any] = {}
         self.gpus = int(ray.cluster_resources().get("GPU", 0) > 0)
+
+    def __enter__(self) -> Self:
+        """The cluster."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leave it, which ends its tasks."""
+        self.ray.shutdown()
 
     def room(self) -> int:
         """As many as fit the cluster's cores, and its GPUs where there are some."""
-        workers = stage_workers()
+        workers = job_workers()
         room = 0
         for node in self.ray.nodes():
             has = node["Resources"] if node["Alive"] else {}
@@ -129,53 +105,13 @@ class RayCluster:
             raise ClusterError(f"STAMP_WORKERS is {workers}; no node of the Ray cluster has room")
         return min(room, MOST)
 
-    def submit(self, folder: Path) -> str:
-        """The name of a new actor."""
-        share = {"num_cpus": stage_workers(), "num_gpus": self.gpus}
-        options = self.ray.remote(_Actor).options(name=str(folder), lifetime="detached", **share)
-        self.actors[str(folder)] = options.remote(folder)
-        return str(folder)
-
-    def alive(self, folder: Path, job: str) -> bool:
-        """Return whether the actor waits or runs."""
-        try:
-            self.ray.get_actor(job)
-        except ValueError:
-            return False
-        return True
-
-    def cancel(self, folder: Path, job: str) -> None:
-        """End the actor, and papermill with it."""
-        if self.alive(folder, job):
-            self.ray.kill(self.ray.get_actor(job))
-
-    def reason(self, folder: Path, job: str) -> str:
-        """The error that ended the actor, where it was started by this process."""
-        try:
-            self.ray.get(self.actors[job].__ray_ready__.remote())
-        except (KeyError, self.ray.exceptions.RayError) as error:
-            return str(error)
-        return ""
-
-
-class _Actor:
-    """A process on a node that runs one job and ends."""
-
-    def __init__(self, folder: Path) -> None:
-        import ray
-
-        require_shared(folder)  # here, as the error of a constructor reaches who asks for it
-        # By itself, as whoever submits the job may be stopped before the actor is there.
-        ray.get_runtime_context().current_actor.run.remote(folder)
-
-    def run(self, folder: Path) -> None:
-        """Run the job; an actor that nobody holds has to end itself."""
-        import ray
-
-        try:
-            run_stage(folder)
-        finally:
-            ray.actor.exit_actor()
+    def run(self, job: Job) -> Failure | None:
+        """Train a job on some node; a node that is lost is replaced by another."""
+        function, *arguments = packed_call(job)
+        share = {"num_cpus": job_workers(), "num_gpus": self.gpus, "max_calls": 1}
+        answer: bytes = self.ray.get(self.ray.remote(**share)(function).remote(*arguments))
+        failure: Failure | None = pickle.loads(answer)
+        return failure
 
 
 class SlurmCluster:
@@ -186,57 +122,40 @@ class SlurmCluster:
             import submitit
         except ImportError as error:
             raise ClusterError(f"SLURM={options} {MISSING.format('submitit')}") from error
-        self.executor = submitit.AutoExecutor
         self.local = options == "local"
-        self.kind = submitit.LocalJob if self.local else submitit.SlurmJob
-        self.options = sbatch_options(options)
-        self.jobs: dict[str, Any] = {}
+        kind = "local" if self.local else "slurm"
+        self.executor = submitit.AutoExecutor(ROOT / "data" / "resume" / "slurm", cluster=kind)
+        self.executor.update_parameters(
+            name="stamp",
+            cpus_per_task=job_workers(),
+            timeout_min=DAY,
+            slurm_additional_parameters=sbatch_options(options),
+        )
+        self.jobs = ExitStack()
+
+    def __enter__(self) -> Self:
+        """The cluster."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Cancel all jobs: those that have ended stay as they are."""
+        self.jobs.close()
 
     def room(self) -> int:
         """SLURM holds back what does not fit; here one for each core."""
-        return max(1, (os.cpu_count() or 1) // stage_workers()) if self.local else MOST
+        return max(1, (os.cpu_count() or 1) // job_workers()) if self.local else MOST
 
-    def submit(self, folder: Path) -> str:
-        """The number of a new job."""
-        executor = self.executor(folder / "slurm", cluster="local" if self.local else "slurm")
-        executor.update_parameters(
-            name=f"stamp-{folder.parent.name}",
-            cpus_per_task=stage_workers(),
-            timeout_min=DAY,
-            slurm_additional_parameters=self.options,
-        )
-        job = executor.submit(run_stage, folder)
-        self.jobs[job.job_id] = job
-        return str(job.job_id)
-
-    def alive(self, folder: Path, job: str) -> bool:
-        """Return whether the job waits or runs; SLURM is not asked every time."""
-        if not self.local:
-            return not self._job(folder, job).done()
+    def run(self, job: Job) -> Failure | None:
+        """Train a job; a job of SLURM that was lost is a failure, with what it has written."""
+        submitted: Any = self.executor.submit(*packed_call(job))
+        self.jobs.callback(submitted.cancel, check=False)
         try:
-            return bool(psutil.Process(int(job)).status() != psutil.STATUS_ZOMBIE)
-        except psutil.NoSuchProcess:
-            return False
-
-    def cancel(self, folder: Path, job: str) -> None:
-        """End the job and what it has started."""
-        if not self.local:
-            self._job(folder, job).cancel(check=False)
-        elif self.alive(folder, job):
-            process = psutil.Process(int(job))
-            for descendant in [process, *process.children(recursive=True)]:
-                descendant.kill()
-
-    def reason(self, folder: Path, job: str) -> str:
-        """The job's state, and its own errors."""
-        ended = self._job(folder, job)
-        return f"{ended.state}\n{ended.stderr() or ''}"
-
-    def _job(self, folder: Path, job: str) -> Any:
-        """submitit's view of a job; each new one asks SLURM at once."""
-        if job not in self.jobs:
-            self.jobs[job] = self.kind(folder / "slurm", job)
-        return self.jobs[job]
+            failure: Failure | None = pickle.loads(submitted.result())
+        except Exception as error:  # submitit raises what a job raised, and classes of its own
+            failure = Failure(
+                "ClusterError", f"{submitted.state}: {error}", submitted.stderr() or ""
+            )
+        return failure
 
 
 def sbatch_options(options: str) -> dict[str, str | bool]:

@@ -143,7 +143,7 @@ def parser() -> argparse.ArgumentParser:
         names.set_defaults(call=lambda arguments, section=section: print_names(section))
     check = commands.add_parser("verify", help="compute again what a record says of itself")
     check.add_argument(
-        "folder", nargs="+", type=Path, help="as data/runs/digits-stamp-200to205/200"
+        "folder", nargs="+", type=Path, help="as data/runs/digits/stamp-200to205/200"
     )
     drawn = "the plan, where it was not drawn here"
     check.add_argument("--plan", type=Path, metavar="FILE", help=drawn)

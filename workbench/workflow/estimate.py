@@ -5,7 +5,7 @@ another method takes is FedAvg's time multiplied by the ratio of their seconds i
 """
 
 import argparse
-import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from stamp_core.config.decode import ParameterError
-from stamp_core.config.params import GRIDS, PAPER, expand_grid, parse_seeds, read_params
+from stamp_core.config.params import PAPER, PROFILES, expand_grid, parse_seeds, read_params
 from stamp_core.config.schema import Diagnostics, Split
 from stamp_core.core.devices import device_name, resolve_device
-from stamp_core.core.paths import DATA, ROOT
+from stamp_core.core.paths import DATA
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.plan import Plan, Task
 from stamp_core.data.split import make_plan
@@ -31,17 +31,15 @@ from stamp_core.data.store.cache import Numbers
 from stamp_core.engine.executor import resolve_workers
 from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.engine.train import train
-from workbench.workflow.clusters import sends_stages
-from workbench.workflow.repro import grid_runs
 from workbench.workflow.sweeps import read_sweep, sweep_experiments
 from workbench.workflow.synthetic import published_dataset, synthetic_data
+from workbench.workflow.training import REFERENCE, relative_seconds
 
 SECONDS = 5.0  # for a timed round
 STEPS = 3  # of SGD in it
 TRIAL = 4  # images in a batch of the first training, which shows how many there is time for
 ROUNDS = 2  # of the timed training: in the first one much is slower
 FORWARD_SHARE = 1 / 3  # of a training step's work
-REFERENCE = "glyphs"  # the setting whose seconds of each method are compared
 GB = 1e9
 
 
@@ -94,7 +92,7 @@ def estimate_setting(name: str, profile: str = PAPER) -> Needs:
     print(f"on {where}: {needs.memory / GB:.1f} GB of memory, {needs.disk / GB:.1f} GB of disk")
     print(f"FedAvg takes {needs.steps:,} steps a seed, about {in_digits(needs.hours)} hours")
     print(format_methods(needs.methods))
-    runs = [run for grid in GRIDS for run in grid_runs(grid, [name], params)]
+    runs = expand_grid(f"grid.{name}", params)
     trained = [(needs.methods[method], len(parse_seeds(seeds))) for _, method, seeds in runs]
     print(format_hours("runs", trained))
     if swept := list(swept_hours(name, params, needs.hours)):
@@ -172,13 +170,6 @@ def multiply(hours: float, ratios: Mapping[str, float], experiment: Experiment) 
     known = (ratios[m] for m in (method, method.removesuffix("_published"), kind) if m in ratios)
     ratio = next(known, None)
     return None if ratio is None else hours * ratio
-
-
-def relative_seconds() -> dict[str, float]:
-    """Each method's seconds of clients relative to FedAvg's, of the committed results."""
-    summary = json.loads((ROOT / "figures" / "summary.json").read_text()).get(REFERENCE, {})
-    seconds = {method: row["client_seconds"]["mean"] for method, row in summary.items()}
-    return {method: value / seconds["fedavg"] for method, value in seconds.items()}
 
 
 def time_step(fedavg: Experiment, dataset: ImageDataset, device: str) -> StepCost:
@@ -284,13 +275,18 @@ def require_resources(needs: Needs, name: str) -> None:
 
 def main() -> int:
     """The exit status of the command line."""
-    parser = argparse.ArgumentParser(description="Estimate what a setting of the paper takes.")
-    parser.add_argument("setting", help="a name in the grid of params/paper.yaml")
-    name: str = parser.parse_args().setting
+    parser = argparse.ArgumentParser(description="Estimate what the settings of a profile take.")
+    parser.add_argument("profile", choices=PROFILES)
+    parser.add_argument("setting", nargs="?", help="one of the profile's grid; default: all")
+    arguments = parser.parse_args()
+    elsewhere = os.environ.get("RAY") or os.environ.get("SLURM")
     try:
-        needs = estimate_setting(name)
-        if not sends_stages():
-            require_resources(needs, name)
+        page = f"grid.{arguments.setting}" if arguments.setting else "grid"
+        runs = expand_grid(page, read_params(arguments.profile))
+        for name in dict.fromkeys(setting for setting, _, _ in runs):
+            needs = estimate_setting(name, arguments.profile)
+            if not elsewhere:
+                require_resources(needs, name)
     except (ParameterError, OSError, MemoryError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,12 +30,16 @@ def data_folder(profile: str) -> str:
 
 
 def load_plans(
-    setting: Setting, dataset: ImageDataset, seeds: str, profile: str = QUICK
+    setting: Setting, dataset: ImageDataset, seeds: str | Iterable[str], profile: str = QUICK
 ) -> dict[int, Plan]:
-    """The plans of some seeds: those on disk that still fit the setting, others drawn anew."""
+    """The plans of some seeds: those on disk that still fit the setting, others drawn anew.
+
+    `seeds` is one range, as "0to2", or several.
+    """
+    ranges = [seeds] if isinstance(seeds, str) else seeds
     plans = {}
-    for seed in parse_seeds(seeds):
-        path = plan_file(setting.name, seeds, seed, profile)
+    for seed in dict.fromkeys(seed for each in ranges for seed in parse_seeds(each)):
+        path = plan_file(setting.name, seed, profile)
         plan = Plan.load(path, dataset) if path.exists() else None
         fits = (setting.split, dataset.digest, seed)
         if not plan or (plan.split, plan.data_digest, plan.seed) != fits:
@@ -44,38 +48,48 @@ def load_plans(
     return plans
 
 
-def save_plans(plans: dict[int, Plan], setting: Setting, seeds: str, profile: str = QUICK) -> None:
+def save_plans(plans: dict[int, Plan], setting: Setting, profile: str = QUICK) -> None:
     """Write the plans of some seeds, one file each."""
     for seed, plan in plans.items():
-        plan.save(plan_file(setting.name, seeds, seed, profile))
+        plan.save(plan_file(setting.name, seed, profile))
 
 
-def plan_file(setting: str, seeds: str, seed: int, profile: str) -> Path:
+def plan_file(setting: str, seed: int, profile: str) -> Path:
     """The file of one seed's plan."""
-    return ROOT / data_folder(profile) / "splits" / f"{setting}-{seeds}" / f"{seed}.json"
+    return ROOT / data_folder(profile) / "splits" / setting / f"{seed}.json"
+
+
+def grid_seeds(setting: str, profile: str) -> list[str]:
+    """The ranges of seeds with which a profile's grid trains on a setting."""
+    runs = expand_grid(f"grid.{setting}", read_params(profile))
+    return list(dict.fromkeys(seeds for _, _, seeds in runs))
 
 
 def run_folder(experiment: Experiment, seeds: str, profile: str = QUICK) -> Path:
     """The folder of an experiment's records, with one folder per seed."""
-    folder = f"sweeps/{experiment.sweep[0]}" if experiment.sweep else "runs"
-    return ROOT / data_folder(profile) / folder / f"{experiment.name}-{seeds}"
+    folder = Path(data_folder(profile), "runs", experiment.setting.name)
+    name = experiment.method
+    if experiment.sweep:
+        folder, name = Path(data_folder(profile), "sweeps", experiment.sweep[0]), experiment.name
+    return ROOT / folder / f"{name}-{seeds}"
 
 
 def save_metrics(
-    records: Iterable[Record], experiment: Experiment, seeds: str, profile: str = QUICK
-) -> None:
-    """Write an experiment's accuracy and forgetting, means over its seeds, which DVC compares."""
+    found: Mapping[str, Sequence[Record]], setting: str, profile: str = QUICK
+) -> dict[str, dict[str, float]]:
+    """Write accuracy and forgetting of a setting's experiments, by name, which DVC compares."""
+    values = {name: _metrics(records) for name, records in found.items()}
+    with atomic_write(ROOT / data_folder(profile) / "metrics" / f"{setting}.json") as part:
+        part.write_text(json.dumps(values, indent=1) + "\n")
+    return values
+
+
+def _metrics(records: Sequence[Record]) -> dict[str, float]:
+    """An experiment's accuracy and forgetting, means over its seeds."""
     models = [(record, record.main_model) for record in records]
     final = [final_accuracy(record.task_accuracies(model)) for record, model in models]
     forgetting = [mean(record.forgetting(model)) for record, model in models]
-    values = {"accuracy": round(mean(final), 4), "forgetting": round(mean(forgetting), 4)}
-    with atomic_write(metrics_file(experiment, seeds, profile)) as part:
-        part.write_text(json.dumps(values) + "\n")
-
-
-def metrics_file(experiment: Experiment, seeds: str, profile: str) -> Path:
-    """The file of an experiment's metrics."""
-    return ROOT / data_folder(profile) / "metrics" / f"{experiment.name}-{seeds}.json"
+    return {"accuracy": round(mean(final), 4), "forgetting": round(mean(forgetting), 4)}
 
 
 def train_and_save(
@@ -196,8 +210,11 @@ def changed_parts(
 ) -> set[str]:
     """The parts of an experiment's identity that are not those of its records."""
     changes = set[str]()
+    first = next(iter(plans.values()))
+    same = experiment.identity(first, resolve_device("auto"))
     for record in records:
-        now = experiment.identity(plans[record.about["seed"]], resolve_device("auto"))
+        plan = plans[record.about["seed"]]
+        now = {**same, "data": plan.data_digest, "plan": plan.hash}
         then = record.about["identity"]
         changes |= {key for key in now if key not in NOT_COMPARED and then.get(key) != now[key]}
     return changes

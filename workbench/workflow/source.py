@@ -6,27 +6,26 @@ the stages depend on copies of the notebooks without outputs and on fingerprints
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 
 from stamp_core.config.params import CHOSEN, DEFAULT, OWN, PAPER, Params, expand_grid, read_params
 from stamp_core.core.atomic import atomic_write
-from stamp_core.core.fingerprint import PACKAGE, fingerprint_files
+from stamp_core.core.fingerprint import PACKAGE, combined_fingerprint
 from stamp_core.core.paths import SOURCE
 from stamp_core.core.plugins import SOURCES, find_modules
-from stamp_core.engine.experiment import check_params, check_setting, load_experiment
+from stamp_core.engine.experiment import Experiment, check_params, check_setting, load_experiment
 from workbench.workflow.notebooks import all_notebooks, strip_outputs
 from workbench.workflow.sweeps import read_sweep, sweep_experiments
+
+WORKBENCH = Path(__file__).parents[1]
 
 
 def write_source() -> None:
     """Write data/source: notebooks without outputs, and the fingerprint of every stage's code."""
-    params, paper = read_params(DEFAULT), read_params(PAPER)
-    miniatures = {profile: read_params(profile) for profile in OWN}
+    params = read_params(DEFAULT)
     count = check_params(params)
-    for other in (paper, *miniatures.values()):
-        check_params(other)
     swept = sum(len(sweep_experiments(name, params)) for name in params["sweeps"])
     for setting in used_settings(params):  # the paper's images are on few machines
         check_setting(setting, params)
@@ -37,88 +36,70 @@ def write_source() -> None:
         text = json.dumps(notebook, indent=1, ensure_ascii=False)  # as JupyterLab writes it
         with atomic_write(SOURCE / path.name) as scratch:
             scratch.write_text(text + "\n", encoding="utf-8")
-    write_parameters(params)
-    write_fingerprints(params, paper, miniatures)
+    for name in params.keys() - {"file", "settings", "methods", CHOSEN}:
+        write_json(f"parameters/{name}", params[name])
+    write_code()
+    write_experiments(params, "")
+    for profile in (PAPER, *OWN):
+        other = read_params(profile)
+        check_params(other)
+        write_experiments(other, f"{profile}-")
 
 
 def used_settings(params: Params) -> list[str]:
     """The settings of the grids and of the sweeps."""
+    trained = [setting for setting, _, _ in expand_grid("grid", params)]
     swept = [setting for name in params["sweeps"] for setting in read_sweep(name, params).setting]
-    return list(
-        dict.fromkeys([*(setting for setting, _, _ in expand_grid("grid", params)), *swept])
-    )
+    return list(dict.fromkeys([*trained, *swept]))
 
 
-def write_parameters(params: Params) -> None:
-    """Write each setting, and of it what plans are drawn from, and the blocks that pages show."""
-    method = next(iter(params["methods"]))
-    for name in params["settings"]:
-        setting = load_experiment(name, method, params).resolved()["setting"]
-        write_json(f"settings/{name}", setting)
-        write_json(f"splits/{name}", {key: setting[key] for key in ("data", "split")})
-    for name in params.keys() - {"file", "settings", "methods", CHOSEN}:
-        write_json(f"parameters/{name}", params[name])
-
-
-def write_fingerprints(params: Params, paper: Params, others: Mapping[str, Params]) -> None:
-    """Write the fingerprint of each stage's code, with the parameters of methods and sweeps.
-
-    `others` are profiles with values of their own, by name.
-    """
-    workbench = Path(__file__).parents[1]
-    report = workbench / "report"
-    modules = [import_module(name) for name in find_modules(SOURCES).values()]
-    sources = [Path(str(module.__file__)) for module in modules]
-    write_fingerprint("split", PACKAGE / "data" / "split.py", *sources)
-    pages = [report / name / "__init__.py" for name in ("figures", "tables")]
+def write_code() -> None:
+    """Write the fingerprints of the code that draws plans, makes pages and attacks uploads."""
+    sources = [import_module(name).__file__ for name in find_modules(SOURCES).values()]
+    write_json("code/split", combined_fingerprint(PACKAGE / "data/split.py", *map(str, sources)))
+    report = WORKBENCH / "report"
+    files = [WORKBENCH / "workflow/sweeps.py"]
+    files += [report / name / "__init__.py" for name in ("figures", "tables")]
     texts = [*sorted((report / "tables").glob("*.csv")), report / "tables" / "definitions.md"]
     digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in texts}
-    sweeps_file = workbench / "workflow" / "sweeps.py"
-    write_fingerprint("report", sweeps_file, *pages, parameters=digests)
-    write_trainings(params, "", params["methods"])  # the paper's are among them
-    write_sweeps(params, "")
-    write_sweeps(paper, "")
-    for name, profile in others.items():
-        write_trainings(profile, f"{name}-")
-        write_sweeps(profile, f"{name}-")
-    attacks = workbench / "studies" / "attacks"
-    write_fingerprint(
-        "attack", *(attacks / f"{name}.py" for name in ("study", "returning", "files"))
-    )
-    write_fingerprint("attack_summaries", attacks / "summaries.py")
+    write_json("code/report", {"code": combined_fingerprint(*files), "texts": digests})
+    attacks = WORKBENCH / "studies/attacks"
+    names = ("study", "returning", "files")
+    write_json("code/attack", combined_fingerprint(*(attacks / f"{name}.py" for name in names)))
+    write_json("code/attack_summaries", combined_fingerprint(attacks / "summaries.py"))
 
 
-def write_trainings(params: Params, prefix: str, others: Iterable[str] = ()) -> None:
-    """Write the fingerprints of trainings, with parameters: of a grid's methods and others."""
-    setting = next(iter(params["settings"]))
-    trained = (m for _, m, _ in expand_grid("grid", params))
-    for method in dict.fromkeys([*trained, *others]):
-        experiment = load_experiment(setting, method, params)
-        resolved = experiment.resolved()["method"]
-        for name in sorted(params.get(CHOSEN, {})):  # values that hold in one setting
-            resolved[name] = load_experiment(name, method, params).resolved()["method"]
-        write_fingerprint(f"{prefix}train-{method}", *experiment.files(), parameters=resolved)
+def write_experiments(params: Params, prefix: str) -> None:
+    """Write what the trainings of a profile depend on: settings, the tour and sweeps, a file each.
 
-
-def write_sweeps(params: Params, prefix: str) -> None:
-    """Write the fingerprint of every sweep of a profile."""
+    Of a setting there is also what its plans are drawn from.
+    """
+    experiments = {run: load_experiment(*run[:2], params) for run in expand_grid("grid", params)}
+    for setting in dict.fromkeys(setting for setting, _, _ in experiments):
+        own = {run: each for run, each in experiments.items() if run[0] == setting}
+        seeds = sorted({seeds for _, _, seeds in own})
+        resolved = next(iter(own.values())).resolved()["setting"]
+        drawn = {"data": resolved["data"], "split": resolved["split"], "seeds": seeds}
+        write_json(f"{prefix}splits/{setting}", drawn)
+        write_json(f"{prefix}trainings/{setting}", describe(own.values(), seeds))
+    if "tour" in params:
+        tour = [experiments[run] for run in expand_grid("tour", params)]
+        write_json(f"{prefix}trainings/tour", describe(tour, params["tour"]["seeds"]))
     for name in params["sweeps"]:
-        experiments = sweep_experiments(name, dict(params))
-        files = {file for experiment in experiments for file in experiment.files()}
-        resolved = {experiment.name: experiment.resolved() for experiment in experiments}
-        used = {"seeds": read_sweep(name, params).seeds, "experiments": resolved}
-        write_fingerprint(f"{prefix}sweep-{name}", *sorted(files), parameters=used)
+        swept = sweep_experiments(name, dict(params))
+        write_json(f"{prefix}sweeps/{name}", describe(swept, read_sweep(name, params).seeds))
 
 
-def write_fingerprint(name: str, *files: Path, parameters: object = None) -> None:
-    """Write the fingerprint of all code that a stage uses, and resolved parameters."""
-    write_json(f"code/{name}", {"code": fingerprint_files(*files), "parameters": parameters})
+def describe(experiments: Iterable[Experiment], seeds: object) -> dict[str, object]:
+    """The code and the parameters of experiments by name, with their seeds."""
+    described = {each.name: {"code": each.code(), **each.resolved()} for each in experiments}
+    return {"seeds": seeds, "experiments": described}
 
 
 def write_json(name: str, content: object) -> None:
     """Write a file of data/source."""
     path = SOURCE / f"{name}.json"
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 

@@ -20,10 +20,10 @@ from stamp_core.config.params import (
     set_value,
 )
 from stamp_core.core.paths import ROOT
-from stamp_core.core.processes import progress_form
 from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.results.records import Record
-from workbench.workflow.grid import data_folder, load_records, load_runs, run_folder, train_and_save
+from workbench.workflow.grid import data_folder, load_records, load_runs, run_folder
+from workbench.workflow.training import Job, require_trained, train_missing
 
 CORESET_BASELINES = ("fedavg", "keep_all")  # without a memory, and with every image in it
 
@@ -117,18 +117,13 @@ def light_experiment(
 def run_sweep(name: str, profile: str, workers: int = 1, device: str = "auto") -> list[Record]:
     """The records of a sweep; experiments without current ones are trained, stale ones deleted."""
     params = read_params(profile)
-    sweep = read_sweep(name, params)
-    records: list[Record] = []
-    folders = set()
-    for experiment in sweep_experiments(name, params):
-        loaded = load_records(experiment, sweep.seeds, profile, outdated=False)
-        records += loaded or train_and_save(experiment, sweep.seeds, profile, workers, device)
-        folders.add(run_folder(experiment, sweep.seeds, profile))
-        if progress_form() != "none":
-            print(f"{experiment.name}: {'kept' if loaded else 'trained'}", flush=True)
+    seeds = read_sweep(name, params).seeds
+    jobs = [Job(experiment, seeds, profile) for experiment in sweep_experiments(name, params)]
+    found = require_trained(*train_missing(jobs, workers, device))
+    folders = {run_folder(job.experiment, seeds, profile) for job in jobs}
     for folder in set((ROOT / data_folder(profile) / "sweeps" / name).iterdir()) - folders:
         shutil.rmtree(folder)
-    return records
+    return [record for records in found.values() for record in records]
 
 
 def load_sweeps(figure: str, profile: str = QUICK) -> list[Record]:

@@ -6,9 +6,7 @@ is the one to put into params/methods.yaml. Candidates with current records are 
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from typing import Any
 
 from stamp_core.config.decode import build, invalid, unknown_name
@@ -20,21 +18,19 @@ from stamp_core.config.params import (
     read_params,
     read_yaml,
 )
-from stamp_core.core.devices import resolve_device
 from stamp_core.core.paths import ROOT
-from stamp_core.engine.executor import resolve_workers
 from stamp_core.engine.experiment import Experiment
-from stamp_core.methods.base.method import DivergedError
 from stamp_core.methods.base.registry import override, resolve_preset
 from stamp_core.results.records import Record
 from workbench.report.frames import CHOOSING
 from workbench.report.tables.sweeps import ALL, KINDS, write_tuning
-from workbench.workflow.grid import load_records, train_and_save
 from workbench.workflow.sweeps import light_experiment
+from workbench.workflow.training import Job, require_trained, train_missing
 
 FILES = {DEFAULT: "params/tuning.yaml", CIFAR100: "params/tuning_cifar100.yaml"}
 FOLDERS = {DEFAULT: "figures", CIFAR100: "figures/cifar100"}
 PROFILE = "tuning"  # of the records
+DIVERGED = ("DivergedError", "SeedsDiverged")  # such a candidate counts as undefined
 
 
 @dataclass(frozen=True)
@@ -106,21 +102,26 @@ def default_candidates(tuning: Tuning) -> set[tuple[str, str]]:
     }
 
 
-def candidate_records(experiment: Experiment, seeds: str) -> list[Record]:
-    """The records of a candidate in one setting, trained if needed; none if it diverges."""
-    try:
-        found = load_records(experiment, seeds, PROFILE, outdated=False)
-        records = found or train_and_save(experiment, seeds, PROFILE)
-        reasons = records[0].about.get("diverged", {}).values()
-    except DivergedError as error:
-        records, reasons = [], [str(error)]
-    for reason in reasons:
-        print(f"{experiment.name} counts as undefined: {reason}", flush=True)
-    return [] if reasons else records
+def candidate_records(experiments: Sequence[Experiment], seeds: str, workers: int) -> list[Record]:
+    """The records of candidates, trained where needed; none of one that diverges."""
+    jobs = [Job(experiment, seeds, PROFILE) for experiment in experiments]
+    found, failures = train_missing(jobs, workers)
+    others = {name: why for name, why in failures.items() if why.kind not in DIVERGED}
+    require_trained(found, others)
+    reasons = {name: why.message for name, why in failures.items()}
+    reasons |= {name: each for name in found for each in _diverged(found[name])}
+    for name, reason in reasons.items():
+        print(f"{name} counts as undefined: {reason}", flush=True)
+    return [record for name in found if name not in reasons for record in found[name]]
+
+
+def _diverged(records: Sequence[Record]) -> list[str]:
+    """Why some seeds of an experiment have no record."""
+    return list(records[0].about.get("diverged", {}).values())
 
 
 def tune(
-    jobs: int, only: Sequence[str] = (), profile: str = DEFAULT, setting: str | None = None
+    workers: int, only: Sequence[str] = (), profile: str = DEFAULT, setting: str | None = None
 ) -> None:
     """Train what is missing, and write tuning.md and tuning.csv.
 
@@ -128,7 +129,6 @@ def tune(
     tuned for this setting alone, and what they were tuned for another one stays.
     """
     tuning = read_tuning(profile)
-    records: list[Record] = []
     known = {(kind, m) for kind in KINDS for m in tuning.methods(kind)}
     if unknown := set(only) - {method for _, method in known}:
         raise unknown_name(f"{FILES[profile]}: candidates", unknown.pop(), tuning.candidates)
@@ -137,12 +137,7 @@ def tune(
         for experiment in candidate_experiments(tuning, profile, setting)
         if not only or experiment.method in only
     ]
-    seeds = [tuning.seeds] * len(experiments)
-    with ProcessPoolExecutor(jobs, get_context("forkserver")) as pool:
-        found = (pool.map if jobs > 1 else map)(candidate_records, experiments, seeds)
-        for count, (experiment, some) in enumerate(zip(experiments, found, strict=True), 1):
-            print(f"{count}/{len(experiments)} {experiment.name}", flush=True)
-            records += some
+    records = candidate_records(experiments, tuning.seeds, workers)
     tried = [
         (each.sweep[0], each.method, each.sweep[1], each.setting.name)
         for each in experiments
@@ -166,5 +161,4 @@ if __name__ == "__main__":
     parser.add_argument("--profile", default=DEFAULT, choices=FILES)
     parser.add_argument("--setting", help="one of the profile's: values for it alone")
     arguments = parser.parse_args()
-    jobs = resolve_workers(0, resolve_device("auto"))
-    tune(jobs, arguments.methods, arguments.profile, arguments.setting)
+    tune(0, arguments.methods, arguments.profile, arguments.setting)
