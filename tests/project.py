@@ -90,7 +90,7 @@ class Project:
         YAML().dump(values, self.root / file)
 
     def outdated(self) -> set[str]:
-        """The stages that `dvc repro` would run, after `source`."""
+        """The stages that `dvc repro` would run first, after `source`: without those of pages."""
         self.run("python", "-m", "workbench.workflow.source")
         return set(json.loads(self.run("dvc", "status", "--json", "dvc.yaml"))) - {"source"}
 

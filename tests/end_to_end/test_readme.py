@@ -52,7 +52,7 @@ def test_every_block_of_commands(clone: Path) -> None:
         lines = [line for line in block.splitlines() if not line.startswith(HOURS)]
         shell(clone, "\n".join(lines))
     assert (clone / "figures/tour/results.md").exists()
-    assert (clone / "data/runs/glyphs-replay-200to205/200/run.json").exists()
+    assert (clone / "data/runs/digits/replay-200to205/200/run.json").exists()
 
 
 def test_the_script(clone: Path) -> None:
@@ -67,7 +67,7 @@ def test_the_script(clone: Path) -> None:
 def test_ones_own_method(clone: Path) -> None:
     """Its file, its two lines in params.yaml, and the commands of that paragraph."""
     (method,) = (block for block in blocks("python") if "class FedAvgM" in block)
-    (clone / "stamp_core/methods/fedavgm.py").write_text(method)
+    (clone / "workbench/methods/fedavgm.py").write_text(method)
     params = clone / "params.yaml"
     values = YAML().load(params)
     for grid in ("grid", "tour"):

@@ -9,18 +9,19 @@ import pytest
 from parameters import PARAMS
 
 from stamp_core.engine.experiment import Experiment
-from workbench.workflow import grid, source, sweeps
+from workbench.workflow import grid, source, sweeps, training
 
 
 @pytest.fixture
 def params(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     """The parameters that every profile has, for a project in an empty folder."""
     changeable = deepcopy(PARAMS)
-    for module in (sweeps, grid, source):
+    for module in (sweeps, grid, source, training):
         monkeypatch.setattr(module, "read_params", lambda *profile: deepcopy(changeable))
-    for module in (sweeps, grid):
+    for module in (sweeps, grid, training):
         monkeypatch.setattr(module, "ROOT", tmp_path)
-    monkeypatch.setattr(grid, "RESUME", tmp_path / "resume")
+    for module in (grid, training):
+        monkeypatch.setattr(module, "RESUME", tmp_path / "resume")
     monkeypatch.setattr(source, "SOURCE", tmp_path / "source")
     return changeable
 

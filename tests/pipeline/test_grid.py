@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,15 +79,15 @@ def test_studies_are_shown_with_the_default_runs(params: dict[str, Any]) -> None
 
 
 def test_metrics_are_means_over_seeds_of_the_model_a_method_is_compared_by(
-    params: dict[str, Any],
+    params: dict[str, Any], tmp_path: Path
 ) -> None:
     for method, model in (("fedavg", "global"), ("local", "personal")):
         experiment = load_experiment("tiny", method, params)
         records = grid.train_and_save(experiment, "0to1", "default", device="cpu")
-        grid.save_metrics(records, experiment, "0to1", "default")
-        path = grid.metrics_file(experiment, "0to1", "default")
+        saved = grid.save_metrics({experiment.name: records}, "tiny", "default")
+        assert json.loads((tmp_path / "data/metrics/tiny.json").read_text()) == saved
         metrics = [run_metrics(r.accuracy(model), r.tests) for r in records]
-        for name, value in json.loads(path.read_text()).items():
+        for name, value in saved[experiment.name].items():
             assert value == round((metrics[0][name] + metrics[1][name]) / 2, 4)
 
 
@@ -96,8 +97,8 @@ def test_plans_are_loaded_while_they_fit_the_setting(params: dict[str, Any]) -> 
     plans = grid.load_plans(experiment.setting, dataset, "0to1", "default")
     other_seed = grid.load_plans(experiment.setting, dataset, "5", "default")[5]
     renumbered = replace(other_seed, seed=0)
-    grid.save_plans({0: renumbered, 1: other_seed}, experiment.setting, "0to1", "default")
-    loaded = grid.load_plans(experiment.setting, dataset, "0to1", "default")
+    grid.save_plans({0: renumbered, 1: other_seed}, experiment.setting, "default")
+    loaded = grid.load_plans(experiment.setting, dataset, ["0", "0to1"], "default")
     assert loaded == {0: renumbered, 1: plans[1]}  # of the wrong seed: drawn anew
     params["settings"]["tiny"]["split"]["tasks"] = 1
     other = load_experiment("tiny", "fedavg", params)

@@ -1,12 +1,12 @@
 """The first stage: what other stages depend on, and what is refused before anything runs."""
 
-import json
 from typing import Any
 
 import pytest
 
 from stamp_core.config.decode import ParameterError
-from stamp_core.config.params import OWN
+from stamp_core.config.params import OWN, PAPER
+from stamp_core.engine import experiment
 from workbench.workflow import source, sweeps
 
 
@@ -17,47 +17,42 @@ def written() -> dict[str, str]:
     return {f"{file.parent.name}/{file.stem}": file.read_text() for file in files}
 
 
-def of_profiles(names: set[str], params: dict[str, Any]) -> set[str]:
-    """With the files of other profiles, of grids and sweeps; here all have the same blocks."""
-    trained = {f"code/train-{name}" for name in params["grid"]["method"]}
-    swept = {f"code/sweep-{name}" for name in params["sweeps"]}
-    own = names & (trained | swept)
-    return names | {name.replace("/", f"/{other}-") for name in own for other in OWN}
+PROFILES = (PAPER, *OWN)  # here all have the blocks of the default one
+
+
+def of_profiles(names: set[str]) -> set[str]:
+    """With the files of other profiles, of plans, trainings and sweeps."""
+    own = {name for name in names if not name.startswith(("code/", "parameters/"))}
+    return names | {f"{other}-{name}" for name in own for other in PROFILES}
 
 
 def test_a_file_changes_with_what_its_stages_use_and_no_other(params: dict[str, Any]) -> None:
     before = written()
-    stages = {f"code/train-{name}" for name in params["methods"]}
-    stages |= {f"code/sweep-{name}" for name in params["sweeps"]} | {"code/split"}
-    stages |= {"code/report", "code/attack", "code/attack_summaries"}
-    plain = {f"{kind}/{name}" for kind in ("settings", "splits") for name in params["settings"]}
-    blocks = {f"parameters/{name}" for name in ("grid", "ablation", "sweeps")}
-    assert before.keys() == of_profiles(stages, params) | plain | blocks
-    train_near, swept = "code/train-near", {"code/sweep-kappa", "parameters/sweeps"}
+    stages = {f"{kind}/tiny" for kind in ("splits", "trainings")}
+    stages |= {f"sweeps/{name}" for name in params["sweeps"]}
+    stages |= {f"code/{name}" for name in ("split", "report", "attack", "attack_summaries")}
+    stages |= {f"parameters/{name}" for name in ("grid", "ablation", "sweeps")}
+    assert before.keys() == of_profiles(stages)
+    trained, swept = "trainings/tiny", {"sweeps/kappa", "parameters/sweeps"}
+    of_tiny = {"sweeps/kappa", "sweeps/exemplars"}
     changes: list[tuple[str, Any, set[str]]] = [
-        ("methods.near.temporal.normalise", "mean", {train_near, "code/sweep-kappa"}),
-        ("methods.sam.server_lr", 0.5, {"code/train-sam"}),
-        ("methods.fedavg.server_lr", 0.5, {"code/train-fedavg", "code/sweep-alpha"}),
-        ("settings.shared.training.lr", 0.05, {"settings/shared", "code/sweep-alpha"}),
-        (
-            "settings.shared.split.alpha",
-            0.5,
-            {"settings/shared", "splits/shared"},  # the sweep sets its own values of it
-        ),
+        ("methods.near.temporal.normalise", "mean", {trained, "sweeps/kappa"}),
+        ("methods.sam.server_lr", 0.5, {trained}),
+        ("methods.fedavg.server_lr", 0.5, {trained, "sweeps/alpha"}),
+        ("methods.herded.server_lr", 0.5, {"sweeps/exemplars"}),
+        ("settings.shared.training.lr", 0.05, {"sweeps/alpha"}),
+        ("settings.shared.split.alpha", 0.5, set()),  # the sweep sets its own values of it
+        ("settings.tiny.split.tasks", 3, {"splits/tiny", trained, *of_tiny}),
         ("sweeps.kappa.values", [0.25], swept),
         ("sweeps.kappa.seeds", "5to6", swept),
-        ("grid.seeds", ["0", "1"], {"parameters/grid"}),
-        (
-            "methods.near.memory.exemplars_per_class",
-            4,
-            {train_near, "code/train-sam", "code/sweep-kappa"},
-        ),
+        ("grid.seeds", ["0", "1"], {"parameters/grid", "splits/tiny", trained}),
+        ("grid.method", ["near", "sam"], {"parameters/grid", trained}),
     ]
     for key, value, expected in changes:
         sweeps.set_value(params, key.split("."), value)
         after = written()
         changed = {name for name, text in after.items() if text != before[name]}
-        assert changed == of_profiles(expected, params), key
+        assert changed == of_profiles(expected), key
         before = after
 
 
@@ -67,15 +62,25 @@ def test_values_of_one_setting_count_in_any_order(params: dict[str, Any]) -> Non
     before = written()
     params["chosen"] = dict(reversed(chosen.items()))
     assert written() == before
-    params["chosen"] = {"tiny": chosen["tiny"]}
-    assert written()["code/train-near"] != before["code/train-near"]
+    params["chosen"] = {"other": chosen["other"]}
+    assert written()["trainings/tiny"] != before["trainings/tiny"]
 
 
-def test_a_fingerprint_has_the_selection_rule_which_no_import_names(params: dict[str, Any]) -> None:
-    file = "k_centre"
-    assert file not in json.loads(written()["code/train-near"])["code"]
+def test_code_has_the_selection_rule_which_no_import_names(
+    params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = list[str]()
+    fingerprint = experiment.combined_fingerprint
+    monkeypatch.setattr(
+        experiment,
+        "combined_fingerprint",
+        lambda *files: names.extend(f.stem for f in files) or fingerprint(*files),
+    )
+    written()
+    assert "herding" in names and "k_centre" not in names
     sweeps.set_value(params, ["methods", "near", "memory", "selection"], "k_centre")
-    assert file in json.loads(written()["code/train-near"])["code"]
+    written()
+    assert "k_centre" in names
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_the_best_mean_accuracy_is_chosen_and_current_records_are_kept(
     tuning: dict[str, Any], trained: list[str], tmp_path: Path
 ) -> None:
     """A candidate that diverges is undefined, and never chosen."""
-    tune.tune(jobs=1)
+    tune.tune(workers=1)
     table = pd.read_csv(tmp_path / "figures" / "tuning.csv")
     assert len(trained) == len(table) == 5
     assert not table[table.kind == "explored"].chosen.any()  # it is in a table of its own
@@ -76,7 +76,7 @@ def test_the_best_mean_accuracy_is_chosen_and_current_records_are_kept(
     assert "| near | spatial.kappa 0.5, server_lr 1.0 |" in candidates
     assert "| sam | spatial.kappa 0.75 |" in explored and "| near |" not in explored
     trained.clear()
-    tune.tune(jobs=1)
+    tune.tune(workers=1)
     assert trained == ["tiny-kept-tuning-server_lr 1e+30"]
 
 
@@ -85,7 +85,7 @@ def test_a_method_whose_every_candidate_diverges_has_rows(
 ) -> None:
     """None of them is chosen."""
     tuning["candidates"]["kept"] = [{"server_lr": 1e29}, {"server_lr": 1e30}]
-    tune.tune(jobs=1, only=["kept"])
+    tune.tune(workers=1, only=["kept"])
     table = pd.read_csv(tmp_path / "figures" / "tuning.csv")
     assert len(trained) == len(table) == 2 and not table.chosen.any()
 
@@ -95,12 +95,12 @@ def test_one_method_is_tuned_and_the_results_of_the_others_stay(
 ) -> None:
     """Those of a method that is no longer in the file go."""
     tuning["candidates"]["fedavg"] = [{"server_lr": 1.0}, {"server_lr": 2.0}]
-    tune.tune(jobs=1)
+    tune.tune(workers=1)
     before = pd.read_csv(tmp_path / "figures" / "tuning.csv")
     tuning["candidates"]["kept"] = [{"memory.exemplars_per_class": n} for n in (2, 3)]
     del tuning["candidates"]["fedavg"]
     trained.clear()
-    tune.tune(jobs=1, only=["kept"])
+    tune.tune(workers=1, only=["kept"])
     after = pd.read_csv(tmp_path / "figures" / "tuning.csv")
     assert len(trained) == 2 and set(after.method) == {"near", "kept", "sam"}
     others = [
@@ -108,7 +108,7 @@ def test_one_method_is_tuned_and_the_results_of_the_others_stay(
     ]
     assert others[0] == others[1]
     with pytest.raises(ParameterError, match="'nera' is unknown; did you mean 'near'"):
-        tune.tune(jobs=1, only=["nera"])
+        tune.tune(workers=1, only=["nera"])
 
 
 def test_a_method_is_tuned_for_one_setting_alone(
@@ -118,25 +118,25 @@ def test_a_method_is_tuned_for_one_setting_alone(
     params["settings"]["other"] = deepcopy(params["settings"]["tiny"])
     tuning["setting"] = ["tiny", "other"]
     file = tmp_path / "figures" / "tuning.csv"
-    tune.tune(jobs=1)
+    tune.tune(workers=1)
     together = pd.read_csv(file)
-    tune.tune(jobs=1, only=["near"], setting="other")
+    tune.tune(workers=1, only=["near"], setting="other")
     table = pd.read_csv(file)
     near, kept = (table[table.method == method] for method in ("near", "kept"))
     assert near.tiny.isna().all() and kept.tiny.notna().any()
     assert near.chosen.tolist() == (near.other == near.other.max()).tolist()
     assert all(f" | {DASH} | " in line for line in page_lines(tmp_path, "near"))
-    tune.tune(jobs=1, only=["near"], setting="tiny")
+    tune.tune(workers=1, only=["near"], setting="tiny")
     alone = pd.read_csv(file)
     alone = alone[alone.method == "near"]
     assert alone.setting.tolist() == ["other"] * 2 + ["tiny"] * 2
     assert alone[alone.setting == "other"].equals(near.set_index(alone.index[:2]))
     best = [f"| {DASH} | other, tiny |" in line for line in page_lines(tmp_path, "near")]
     assert best == near.chosen.tolist()  # both settings are the same
-    tune.tune(jobs=1, only=["near"])  # together again: the rows for one setting go
+    tune.tune(workers=1, only=["near"])  # together again: the rows for one setting go
     assert_frame_equal(sorted_rows(pd.read_csv(file)), sorted_rows(together))
     with pytest.raises(ParameterError, match="setting 'tniy' is unknown; did you mean 'tiny'"):
-        tune.tune(jobs=1, setting="tniy")
+        tune.tune(workers=1, setting="tniy")
 
 
 def page_lines(folder: Path, method: str) -> list[str]:
@@ -158,14 +158,14 @@ def test_the_candidate_that_is_chosen_on_drawn_images_is_marked(
         "near": [{"spatial.kappa": 0.5}, {"spatial.kappa": 0.25}],
         "kept": [{"server_lr": 1.5}, {"server_lr": 2.0}],
     }
-    tune.tune(jobs=1, profile="cifar100")
+    tune.tune(workers=1, profile="cifar100")
     folder = tmp_path / "figures" / "cifar100"
     marked = [line for line in (folder / "tuning.md").read_text().split("\n") if "| yes |" in line]
     assert [line.split(" | ")[1] for line in marked if line.endswith("| yes |")] == [
         "spatial.kappa 0.25"
     ]
     assert "drawn" not in (folder / "tuning.csv").read_text()
-    tune.tune(jobs=1)
+    tune.tune(workers=1)
     assert "| on drawn images |" not in (tmp_path / "figures" / "tuning.md").read_text()
 
 

@@ -191,7 +191,7 @@ def load_planned(
         return []
     if changes:
         command = f"make {'repro' if profile == DEFAULT else profile}"
-        made = f"{folder.name} was made with other {', '.join(sorted(changes))}"
+        made = f"{experiment.name}-{seeds} was made with other {', '.join(sorted(changes))}"
         warnings.warn(f"{made}: run `{command}`", stacklevel=2)
     return records
 

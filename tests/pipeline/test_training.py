@@ -1,0 +1,142 @@
+"""Trainings of a grid: what is missing, several at a time; none takes another one with it."""
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small
+from processes import wait_until
+from torch import Tensor
+
+from stamp_core.data.plan import Plan
+from stamp_core.engine.experiment import Experiment, load_experiment
+from stamp_core.methods.base.method import Method
+from workbench.workflow import grid, training
+from workbench.workflow.training import Job, TrainingError, train_grid, train_missing
+
+
+class Broken(Method):
+    """It fails, or takes its process with it, or waits, while there is a file of this name."""
+
+    def train_indices(self, plan: Plan, client: int, task: int) -> Tensor:
+        folder = Path(os.environ["STAMP_BROKEN"])
+        if (folder / "broken").exists():
+            raise RuntimeError("broken on purpose")
+        if (folder / "killed").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        while (folder / "held").exists():
+            time.sleep(0.02)
+        return super().train_indices(plan, client, task)
+
+
+@pytest.fixture
+def jobs(tmp_path: Path, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+    """FedAvg, replay, and a method that breaks, in a project whose folders processes share."""
+    monkeypatch.setenv("STAMP_BROKEN", str(tmp_path))
+    tiny = load_experiment("tiny", "fedavg", params)
+    broken = Experiment(tiny.setting, "broken", Broken, tiny.params)
+    experiments = (tiny, broken, load_experiment("tiny", "kept", params))
+    return [Job(each, "0to1", "default") for each in experiments]
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that begin as copies of this one: with the folders of the test's project."""
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr(training.multiprocessing, "get_context", lambda _: fork)
+
+
+def test_several_processes_give_the_records_of_this_one(
+    jobs: list[Job], here: None, tmp_path: Path
+) -> None:
+    serial, none = train_missing(jobs, workers=1)
+    assert not none and list(serial) == [job.name for job in jobs]
+    (tmp_path / "data").rename(tmp_path / "elsewhere")
+    parallel, _ = train_missing(jobs, workers=2)
+    for name, records in parallel.items():
+        for mine, theirs in zip(records, serial[name], strict=True):
+            small.assert_same(mine, theirs)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_one_that_fails_is_named_and_alone_trained_again(
+    jobs: list[Job], here: None, tmp_path: Path, workers: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken").touch()
+    found, failures = train_missing(jobs, workers)
+    assert list(found) == ["tiny-fedavg-0to1", "tiny-kept-0to1"]
+    assert failures["tiny-broken-0to1"][:2] == ("RuntimeError", "broken on purpose")
+    assert "train_indices" in capfd.readouterr().out  # where it has failed
+    with pytest.raises(TrainingError) as error:
+        training.require_trained(found, failures)
+    assert str(error.value) == (
+        "1 of 3 experiments failed, the records of the others are kept: "
+        "tiny-broken-0to1 (RuntimeError: broken on purpose)"
+    )
+    (tmp_path / "broken").unlink()
+    again, failures = train_missing(jobs, workers)
+    assert len(again) == 3 and not failures
+    assert "1 experiments to train, 2 have current records" in capfd.readouterr().out
+
+
+def test_one_that_is_killed_leaves_the_others(jobs: list[Job], here: None, tmp_path: Path) -> None:
+    (tmp_path / "killed").touch()
+    found, failures = train_missing(jobs, workers=2)
+    assert len(found) == 2
+    assert "ended with status -9" in failures["tiny-broken-0to1"].message
+
+
+def test_a_second_training_waits_for_the_first_and_trains_nothing(
+    jobs: list[Job], here: None, tmp_path: Path, trained: list[str]
+) -> None:
+    """The second is in this process, where it would be noted."""
+    (tmp_path / "held").touch()
+    broken = jobs[1:2]
+    first = threading.Thread(target=train_missing, args=(2 * broken[:1] + jobs[:1], 2))
+    first.start()
+    lock = tmp_path / "resume" / ".default-tiny-broken-0to1.lock"
+    wait_until(lock.exists, "the first training")
+    second = threading.Thread(target=train_missing, args=(broken, 1))
+    second.start()
+    time.sleep(0.2)
+    assert second.is_alive()
+    (tmp_path / "held").unlink()
+    first.join()
+    second.join()
+    assert trained == [] and broken[0].records()
+
+
+def test_an_interrupt_ends_what_trains(jobs: list[Job], here: None, tmp_path: Path) -> None:
+    (tmp_path / "held").touch()
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        train_missing(jobs, workers=2)
+    wait_until(lambda: not multiprocessing.active_children(), "the end of the processes")
+
+
+def test_the_longest_first_and_unknown_ones_before_them(
+    jobs: list[Job], trained: list[str], tmp_path: Path
+) -> None:
+    rows = {name: {"client_seconds": {"mean": s}} for name, s in (("fedavg", 2.0), ("kept", 5.0))}
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures/summary.json").write_text(json.dumps({training.REFERENCE: rows}))
+    train_missing(jobs)
+    assert trained == ["tiny-broken", "tiny-kept", "tiny-fedavg"]
+
+
+def test_a_page_is_trained_as_its_grid_says(params: dict[str, Any], trained: list[str]) -> None:
+    found = train_grid("grid.tiny", "default")
+    assert list(found) == [f"tiny-{name}-0" for name in ("fedavg", "near", "sam", "keep_all")]
+    assert len(trained) == 4 and not train_grid("grid.tiny", "default").keys() - found.keys()
+    params["methods"]["near"]["spatial"]["kappa"] = 0.75  # `sam` extends it
+    trained.clear()
+    train_grid("grid.tiny", "default")
+    assert sorted(trained) == ["tiny-near", "tiny-sam"]
+    assert grid.grid_seeds("tiny", "default") == ["0"]
