@@ -30,8 +30,8 @@ logger = getLogger(__name__)
 
 # Notebook -> its executed copies in data/executed: the first that exists is shown.
 EXECUTED = {
-    "1_split": ("split-glyphs-*",),
-    "2_train": ("train-glyphs-stamp-0to2", "train-glyphs-stamp-*"),
+    "1_split": ("split-glyphs",),
+    "2_train": ("train-glyphs",),
     "3_compare": ("compare",),
     "4_ablation": ("ablation",),
     "5_sweep": ("sweep-kappa*", "sweep-*"),
@@ -79,7 +79,7 @@ def copy_sources() -> None:
     copies |= {path.relative_to(ROOT).as_posix(): path for path in pages}
     copies |= {path.name: path for path in (ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md")}
     contents = {name: source.read_bytes() for name, source in copies.items()}
-    made = {**reference_pages(ROOT / "stamp_core"), "figures/figures.md": figure_page()}
+    made = {**reference_pages(ROOT / "stamp_core", ROOT / "workbench"), "figures/figures.md": figure_page()}
     contents |= {name: text.encode() for name, text in made.items()}
     for name, content in contents.items():
         target = GENERATED / name

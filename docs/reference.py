@@ -1,4 +1,4 @@
-"""The API reference: a page for each package of stamp_core, made from its docstrings by `ast`.
+"""The API reference: a page for each part of both packages, made from docstrings by `ast`.
 
 Nothing is imported: the site is built without torch.
 """
@@ -11,15 +11,15 @@ from pathlib import Path
 Documented = ast.ClassDef | ast.FunctionDef
 
 
-def reference_pages(package: Path) -> dict[str, str]:
+def reference_pages(*packages: Path) -> dict[str, str]:
     """The Markdown of every page, by its name."""
-    folders = sorted(path for path in package.iterdir() if (path / "__init__.py").exists())
-    return {f"api/{folder.name}.md": _package_page(folder) for folder in folders}
+    folders = [path.parent for package in packages for path in sorted(package.glob("*/__init__.py"))]
+    return {f"api/{each.parent.name}.{each.name}.md": _package_page(each) for each in folders}
 
 
 def _package_page(folder: Path) -> str:
     """One package: its docstring, then its modules with their public names."""
-    parts = [f"# `stamp_core.{folder.name}`", _docstring(folder / "__init__.py")]
+    parts = [f"# `{folder.parent.name}.{folder.name}`", _docstring(folder / "__init__.py")]
     for path in sorted(folder.rglob("*.py")):
         members = list(_public(path))
         if members:
