@@ -79,7 +79,10 @@ def copy_sources() -> None:
     copies |= {path.relative_to(ROOT).as_posix(): path for path in pages}
     copies |= {path.name: path for path in (ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md")}
     contents = {name: source.read_bytes() for name, source in copies.items()}
-    made = {**reference_pages(ROOT / "stamp_core", ROOT / "workbench"), "figures/figures.md": figure_page()}
+    made = {
+        **reference_pages(ROOT / "stamp_core", ROOT / "workbench"),
+        "figures/figures.md": figure_page(),
+    }
     contents |= {name: text.encode() for name, text in made.items()}
     for name, content in contents.items():
         target = GENERATED / name

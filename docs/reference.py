@@ -13,7 +13,9 @@ Documented = ast.ClassDef | ast.FunctionDef
 
 def reference_pages(*packages: Path) -> dict[str, str]:
     """The Markdown of every page, by its name."""
-    folders = [path.parent for package in packages for path in sorted(package.glob("*/__init__.py"))]
+    folders = [
+        path.parent for package in packages for path in sorted(package.glob("*/__init__.py"))
+    ]
     return {f"api/{each.parent.name}.{each.name}.md": _package_page(each) for each in folders}
 
 

@@ -44,6 +44,5 @@ def more_elsewhere() -> str:
 
 def _folders(package: str) -> list[str]:
     """The folders of a package; none if it is not installed."""
-    root = package.partition(".")[0]
-    spec = find_spec(package) if find_spec(root) else None
-    return list(spec.submodule_search_locations or ()) if spec else []
+    installed = find_spec(package.partition(".")[0])
+    return list(importlib.import_module(package).__path__) if installed else []

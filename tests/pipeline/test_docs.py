@@ -23,7 +23,7 @@ from workbench import import_plan, load_plans
 
 PAGES = [paths.ROOT / "README.md", *sorted((paths.ROOT / "docs").glob("*.md"))]
 FILE = re.compile(
-    r"This is all\s+of\s+`stamp_core/([\w/]+)/(\w+)\.py`[^`]*?```python\n(.*?)```", re.S
+    r"This is all\s+of\s+`workbench/([\w/]+)/(\w+)\.py`[^`]*?```python\n(.*?)```", re.S
 )
 FILES = {
     (folder, name): code
@@ -41,7 +41,7 @@ def blocks(language: str) -> list[str]:
 
 
 def named(folder: str) -> list[str]:
-    """The names of the pages' files in a folder of stamp_core."""
+    """The names of the pages' files in a folder of the workbench."""
     return [name for place, name in FILES if place == folder]
 
 
@@ -49,7 +49,7 @@ def named(folder: str) -> list[str]:
 def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """All files of the pages are in the package during a test; no cache or download is shared."""
     for (folder, name), code in FILES.items():
-        package = importlib.import_module(f"stamp_core.{folder.replace('/', '.')}")
+        package = importlib.import_module(f"workbench.{folder.replace('/', '.')}")
         place = tmp_path / folder
         place.mkdir(parents=True, exist_ok=True)
         (place / f"{name}.py").write_text(code)
@@ -61,7 +61,7 @@ def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(paths, "RAW", tmp_path)
     yield
     for folder, name in FILES:
-        sys.modules.pop(f"stamp_core.{folder.replace('/', '.')}.{name}", None)
+        sys.modules.pop(f"workbench.{folder.replace('/', '.')}.{name}", None)
 
 
 def run(kind: str, **preset: Any) -> Record:
@@ -78,7 +78,7 @@ def differ(one: Record, other: Record) -> bool:
 
 
 def test_every_kind_of_extension_has_a_complete_file() -> None:
-    assert {folder for folder, _ in FILES} == {"methods", "coresets/selection", "data/sources"}
+    assert {folder for folder, _ in FILES} == {"methods", "selection", "sources"}
 
 
 @pytest.mark.parametrize("name", named("methods"))
@@ -88,7 +88,7 @@ def test_a_method_is_fedavg_with_its_neutral_parameters_only(name: str) -> None:
     assert differ(run(name), fedavg)
 
 
-@pytest.mark.parametrize("name", named("coresets/selection"))
+@pytest.mark.parametrize("name", named("selection"))
 def test_a_rule_selects_other_exemplars_than_a_random_choice(name: str) -> None:
     memory = {"exemplars_per_class": 3, "merge": "reservoir"}
     random = run("replay", memory={**memory, "selection": "uniform"})

@@ -108,9 +108,9 @@ def train_missing(
     missing = sorted((job for job in jobs if job.name not in found), key=_seconds, reverse=True)
     if not missing:
         return found, {}
-    for setting in {job.experiment.setting.name: job.experiment for job in missing}.values():
-        setting.dataset()  # once: each process would make the images otherwise
-    progress = Progress(len(missing), len(found))
+    for experiment in {job.experiment.setting.name: job.experiment for job in missing}.values():
+        experiment.dataset()  # once: each process would make the images otherwise
+    progress = TrainingProgress(len(missing), len(found))
     failures: dict[str, Failure] = {}
     with runner(len(missing), workers, device) as (run, count):
         for job, failure in _run_all(missing, run, count):
@@ -225,7 +225,7 @@ def _exclusive(job: Job) -> Iterator[None]:
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """What is printed as experiments end."""
 
     missing: int
