@@ -30,7 +30,6 @@ class FedAvgTuned(Method):
     group = "control"
 
     def load_personal_model(self, client_round: ClientRound) -> None:
-        """Load the global model and fine-tune it as in local training."""
         self.receive(client_round)
         indices = client_round.indices
         steps = self.params.ft_epochs * math.ceil(len(indices) / self.runtime.training.batch_size)

@@ -56,9 +56,7 @@ class FBLParams(RehearsalParams):
             raise invalid(name, getattr(self, name), "absent: `weights` has its place")
 
 
-class FBLState(TypedDict):
-    """What a client remembers besides its memory."""
-
+class FBLState(TypedDict):  # besides the memory
     old: dict[str, Tensor]  # the model that was received when the task began; {}: none
     experience: int  # in which the client has trained last
     epochs: int  # of local training on the task so far
@@ -77,8 +75,6 @@ class Past:
 
 @dataclass
 class FBLContext(RehearsalContext):
-    """What the steps read besides their batches, and the next state."""
-
     state: FBLState
     past: Past | None  # None: no old model
 
@@ -106,15 +102,13 @@ class FBL(Rehearsal):
             self.teacher = FlatModel(runtime.network(seed=0).to(runtime.device).eval())
 
     def init_client(self, client: int, server: State) -> State:
-        """No old model and no entropy yet."""
         own = FBLState(old={}, experience=-1, epochs=0, entropy=-1.0)
         return {**super().init_client(client, server), **own}
 
     # --- before training
 
     def start(self, client_round: ClientRound) -> FBLContext:
-        """Load the received model, and keep it as the teacher if the task is new."""
-        self.receive(client_round)
+        """The received model becomes the teacher if the task is new."""
         before: FBLState = client_round.state
         experience = client_round.experience
         new = before["experience"] != experience
@@ -284,7 +278,6 @@ class FBL(Rehearsal):
     # --- after training
 
     def update_state(self, client_round: ClientRound, context: FBLContext) -> State:
-        """The state with the memory and the old model."""
         return {**super().update_state(client_round, context), **context.state}
 
 

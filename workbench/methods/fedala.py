@@ -46,8 +46,6 @@ class FedALAParams(FedAvgParams):
 
 
 class FedALAState(TypedDict):
-    """What a client remembers."""
-
     own: Tensor  # [M], the last tensors after training
     weights: Tensor  # [M], W
     settled: bool  # whether W was learnt once
@@ -56,8 +54,6 @@ class FedALAState(TypedDict):
 
 @dataclass
 class FedALAContext(StepContext):
-    """What local aggregation leaves for the end of the round."""
-
     weights: Tensor  # [M]
     settled: bool
 
@@ -89,8 +85,7 @@ class FedALA(Method):
         return {"own": own, "weights": weights, "settled": False, "experiences": []}
 
     def start(self, client_round: ClientRound) -> FedALAContext:
-        """Load the received model, its last tensors aggregated with the own ones."""
-        self.receive(client_round)
+        """The last tensors of the received model are aggregated with the own ones."""
         state: FedALAState = client_round.state
         weights = state["weights"].to(self.runtime.device, copy=True)
         context = FedALAContext(weights, state["settled"])
@@ -149,7 +144,6 @@ class FedALA(Method):
         return indices[start : start + count]
 
     def update_state(self, client_round: ClientRound, context: FedALAContext) -> State:
-        """The last tensors after training, and W."""
         return {
             **super().update_state(client_round, context),
             "own": self.model.parameters[-self.size :].cpu().clone(),
@@ -159,7 +153,7 @@ class FedALA(Method):
         }
 
     def load_personal_model(self, client_round: ClientRound) -> None:
-        """Load the received model after local aggregation."""
+        self.receive(client_round)
         self.start(client_round)
 
 

@@ -75,7 +75,6 @@ class FedAS(Method):
     # --- the server
 
     def broadcast(self, server: State, client: int) -> Message:
-        """The encoder, and the head where it is shared."""
         message = super().broadcast(server, client)
         return message if self.params.head == "shared" else self.without_head(message)
 
@@ -110,7 +109,6 @@ class FedAS(Method):
     # --- a client
 
     def init_client(self, client: int, server: State) -> State:
-        """The parts of the initial model that will be used."""
         return {**self.own_parts(server["parameters"], server["buffers"]), "experiences": []}
 
     def own_parts(self, parameters: Tensor, buffers: Tensor) -> dict[str, Tensor]:
@@ -124,18 +122,15 @@ class FedAS(Method):
         return {name: part.cpu().clone() for name, part in parts.items()}
 
     def start(self, client_round: ClientRound) -> StepContext:
-        """Load the received encoder, aligned, with the client's head."""
+        """Align the received encoder."""
         if self.params.align and len(client_round.indices):
             with client_round.log.clock("alignment"):
                 prototypes = self.prototypes(client_round)
-                self.receive(client_round)
+                self.receive(client_round)  # again: prototypes are those of the own encoder
                 self.align(client_round, prototypes)
-        else:
-            self.receive(client_round)
         return StepContext()
 
     def receive(self, client_round: ClientRound) -> None:
-        """Load the received encoder as it is, with the client's head unless heads are shared."""
         message = client_round.message
         if self.params.head != "shared":
             message = with_head(message, client_round.state["head"])
@@ -179,13 +174,11 @@ class FedAS(Method):
         return self.runtime.plain_batches(indices[order], size)
 
     def update_state(self, client_round: ClientRound, context: StepContext) -> State:
-        """The parts of the trained model that the client's next round uses."""
         state = super().update_state(client_round, context)
         parts = self.own_parts(self.model.parameters, self.model.buffers)
         return {**state, **parts, "experiences": recorded(client_round)}
 
     def upload(self, client_round: ClientRound, context: StepContext) -> Message:
-        """The encoder, the head where the server averages it, and the Fisher trace."""
         message = super().upload(client_round, context)
         if self.params.head == "local":
             message = self.without_head(message)
@@ -215,11 +208,9 @@ class FedAS(Method):
 
         Without alignment for a client that was never selected: its head is untrained.
         """
-        state: FedASState = client_round.state
-        if state["experiences"]:
+        self.receive(client_round)
+        if client_round.state["experiences"]:
             self.start(client_round)
-        else:
-            self.receive(client_round)
 
 
 def with_head(message: Message, head: Tensor) -> Message:

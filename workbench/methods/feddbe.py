@@ -46,23 +46,17 @@ class FedDBEParams(FedAvgParams):
 
 
 class FedDBEState(TypedDict):
-    """What a client remembers."""
-
     offset: NotRequired[Tensor]  # [F]
     shared: NotRequired[Tensor]  # [F], the latest global mean
 
 
-class FedDBEServer(TypedDict):
-    """What the server remembers besides FedAvg's model, once the global mean was renewed."""
-
+class FedDBEServer(TypedDict):  # once the global mean was renewed
     mean: NotRequired[Tensor]  # [F]
     informed: NotRequired[list[int]]  # the clients that have replied since
 
 
 @dataclass
 class FedDBEContext(StepContext):
-    """What the steps read besides their batches, and what they leave."""
-
     offset: Tensor | None  # [F], with a gradient
     shared: Tensor | None  # [F]
     mean: Tensor | None = None  # [F], the running mean of the features
@@ -80,7 +74,6 @@ class FedDBE(Method):
     group = "personalised"
 
     def initial_states(self, plan: Plan) -> InitialStates:
-        """The initial states, with the global mean from a warm-up where it is used."""
         initial = super().initial_states(plan)
         if not self.params.feddbe_kappa:
             return initial
@@ -125,13 +118,10 @@ class FedDBE(Method):
     # --- a client
 
     def init_client(self, client: int, server: State) -> FedDBEState:
-        """An offset of zero."""
         weight, _ = self.classifier.head.parameters()  # [classes, F]
         return {"offset": torch.zeros(weight.shape[1])} if self.params.trained else {}
 
     def start(self, client_round: ClientRound) -> FedDBEContext:
-        """Load the received model; the offset and the global mean are on the device."""
-        self.receive(client_round)
         state: FedDBEState = client_round.state
         device = self.runtime.device
         offset = state.get("offset")
@@ -142,7 +132,6 @@ class FedDBE(Method):
         )
 
     def loss(self, batch: Batch, context: FedDBEContext) -> Tensor:
-        """Cross-entropy with the offset, and the mean regularisation."""
         features = self.classifier.encode(batch.images)
         moved = features if context.offset is None else features + context.offset
         loss = F.cross_entropy(self.classifier.head(moved), batch.targets)
@@ -171,7 +160,6 @@ class FedDBE(Method):
             offset.grad = None
 
     def update_state(self, client_round: ClientRound, context: FedDBEContext) -> State:
-        """The trained offset and the latest global mean."""
         found = {"shared": context.shared, "offset": context.offset}
         state = {k: v.detach().cpu().clone() for k, v in found.items() if v is not None}
         return {**super().update_state(client_round, context), **state}
@@ -188,12 +176,10 @@ class FedDBE(Method):
     # --- the personal model
 
     def local_model(self, context: FedDBEContext) -> LocalModel:
-        """The trained model with the offset."""
         self.add_offset(context.offset)
         return super().local_model(context)
 
     def load_personal_model(self, client_round: ClientRound) -> None:
-        """Load the received model with the client's offset."""
         self.receive(client_round)
         state: FedDBEState = client_round.state
         self.add_offset(state.get("offset"))

@@ -44,8 +44,6 @@ class FedSSIParams(FedAvgParams):
 
 
 class FedSSIState(TypedDict):
-    """What a client remembers."""
-
     experiences: list[int]
     measured: bool  # whether it has completed the last round of the latest of them
     omega: NotRequired[Tensor]  # Ω [P], the importance of past tasks
@@ -76,12 +74,10 @@ class FedSSI(Method):
             raise invalid("lam", params.lam, f"{least} is below 2")
 
     def init_client(self, client: int, server: State) -> FedSSIState:
-        """No importance yet, and none missed."""
         return {"experiences": [], "measured": True}
 
     def start(self, client_round: ClientRound) -> FedSSIContext:
-        """Load the received model; the first one of a task is the anchor of the penalty."""
-        self.receive(client_round)
+        """The first received model of a task is the anchor of the penalty."""
         state: FedSSIState = client_round.state
         if is_first(client_round):
             self.log_start(client_round, state)

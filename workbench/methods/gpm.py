@@ -37,8 +37,6 @@ class GpmParams(FedAvgParams):
 
 
 class GpmState(TypedDict):
-    """What a client remembers."""
-
     bases: Bases  # [d, k] of each layer
     tasks: dict[str, Tensor]  # int32 [k], the task of each column
     experiences: list[int]  # those whose inputs are in the bases
@@ -47,8 +45,6 @@ class GpmState(TypedDict):
 
 @dataclass
 class GpmContext(StepContext):
-    """What the steps read besides their batches, and what they leave."""
-
     bases: Bases  # of other tasks, on the device
     removed: list[Tensor]  # the protected share of each step's length
 
@@ -72,7 +68,6 @@ class Gpm(Method):
             layer.write(self.normalisation, torch.zeros(layer.shape))
 
     def init_client(self, client: int, server: State) -> GpmState:
-        """Bases without columns."""
         bases = subspaces.empty_bases(self.layers)
         tasks = {name: torch.zeros(0, dtype=torch.int32) for name in bases}
         return {"bases": bases, "tasks": tasks, "experiences": [], "received": {}}
@@ -80,8 +75,6 @@ class Gpm(Method):
     # --- training
 
     def start(self, client_round: ClientRound) -> GpmContext:
-        """Load the received model."""
-        self.receive(client_round)
         return GpmContext(self.other_columns(client_round), [])
 
     def other_columns(self, client_round: ClientRound) -> Bases:
@@ -100,9 +93,11 @@ class Gpm(Method):
         if self.params.project == "update":
             end = self.model.parameters
             end.sub_(self.protected_part(end - start, context))
+        return losses
+
+    def finish(self, client_round: ClientRound, context: GpmContext) -> None:
         if context.removed:
             client_round.log.numbers["removed"] = float(torch.stack(context.removed).mean())
-        return losses
 
     def correct_gradient(self, batch: Batch, context: GpmContext) -> None:
         """Take the protected part from the gradient, and from what weight decay will add to it."""
@@ -132,7 +127,6 @@ class Gpm(Method):
     # --- the bases
 
     def update_state(self, client_round: ClientRound, context: GpmContext) -> State:
-        """The state with the task's inputs in the bases, made after training in the last round."""
         state = super().update_state(client_round, context)
         if self.params.drift:
             received = client_round.message["parameters"].clone()

@@ -47,8 +47,6 @@ class GradMAServer(TypedDict):
 
 @dataclass
 class GradMAContext(StepContext):
-    """What the steps read besides their batches, and what they leave."""
-
     received: Tensor  # [P]
     previous: Tensor  # [P], the iterate before
     corrections: Corrections
@@ -69,7 +67,6 @@ class GradMA(Method):
     # --- the server
 
     def init_server(self, seed: int) -> State:
-        """The initial weights with no momentum and no remembered update."""
         server = super().init_server(seed)
         if not self.params.server:
             return server
@@ -81,11 +78,9 @@ class GradMA(Method):
         return replies
 
     def averaged_vectors(self) -> tuple[str, ...]:
-        """The buffers alone where the parameters move along the momentum."""
         return self.shared_buffers() if self.params.server else super().averaged_vectors()
 
     def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
-        """The server's model moved along the corrected momentum; buffers are averaged."""
         averaged = super().aggregate(server, replies, log)
         replies = [reply for reply in replies if reply.samples]
         if not self.params.server or not replies:
@@ -130,16 +125,12 @@ class GradMA(Method):
     # --- a client
 
     def start(self, client_round: ClientRound) -> GradMAContext:
-        """Load the received model, which is also a point where gradients are taken."""
-        self.receive(client_round)
+        """The received model is also a point where gradients are taken."""
         received = client_round.message["parameters"].to(self.runtime.device)
         return GradMAContext(received, received, Corrections(), client_round.log)
 
-    def train(self, client_round: ClientRound, context: GradMAContext) -> list[Tensor]:
-        """Local SGD, with the share of corrected steps in the log."""
-        losses = super().train(client_round, context)
+    def finish(self, client_round: ClientRound, context: GradMAContext) -> None:
         context.corrections.log(client_round.log, "gradma")
-        return losses
 
     def correct_gradient(self, batch: Batch, context: GradMAContext) -> None:
         """Remove conflicts of the step with three vectors: the gradients at the previous iterate

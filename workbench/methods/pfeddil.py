@@ -50,8 +50,6 @@ class PersonalModel(TypedDict):
 
 
 class PFedDILState(TypedDict):
-    """What a client remembers."""
-
     models: list[PersonalModel]
     current: int  # the place of the model in training
     experiences: list[int]
@@ -60,8 +58,6 @@ class PFedDILState(TypedDict):
 
 @dataclass
 class PFedDILContext(StepContext):
-    """What the steps read besides their batches, and the place of the model in training."""
-
     current: int
     target: Tensor | None  # [P], the models' sum in their proportions
 
@@ -90,13 +86,12 @@ class PFedDIL(Method):
             raise invalid("migration", params.migration, right)
 
     def init_client(self, client: int, server: State) -> PFedDILState:
-        """No model."""
         return {"models": [], "current": 0, "experiences": []}
 
     # --- the choice of a model
 
     def start(self, client_round: ClientRound) -> PFedDILContext:
-        """Load the received model, or what the training of a new task starts from."""
+        """Load what the training of a new task starts from, if not the received model."""
         state: PFedDILState = client_round.state
         models = state["models"]
         current = state["current"]
@@ -157,7 +152,6 @@ class PFedDIL(Method):
             self.model.gradients.add_(away, alpha=2 * self.params.migration)
 
     def update_state(self, client_round: ClientRound, context: PFedDILContext) -> State:
-        """The state with the trained model, whose auxiliary classifier has seen the task."""
         state = super().update_state(client_round, context)
         if not len(client_round.indices):
             return state

@@ -52,8 +52,6 @@ class SRFDILParams(CacheParams):
 
 
 class SRFDILState(CacheState):
-    """What a client remembers."""
-
     importance: NotRequired[Tensor]  # [2] if clients are drawn: mean of cached, of new samples
 
 
@@ -68,8 +66,6 @@ class SRFDILServer(TypedDict):
 
 @dataclass
 class SRFDILContext(CacheContext):
-    """What a client round prepares for its batches and its end."""
-
     importance: Tensor | None  # [2]
 
 
@@ -102,11 +98,9 @@ class SRFDIL(SampleCache):
     # --- the server
 
     def initial_weights(self, name: str, seed: int) -> Tensor:
-        """The initial weights of the generator or the discriminator."""
         return FlatModel(self.network(name, seed)).parameters
 
     def initial_states(self, plan: Plan) -> InitialStates:
-        """The first states; where clients are drawn, no importance is known."""
         states = super().initial_states(plan)
         if self.params.selected == 1:
             return states
@@ -116,7 +110,6 @@ class SRFDIL(SampleCache):
         return states._replace(server={**states.server, **own})
 
     def participants(self, chosen: list[int], server: State) -> list[int]:
-        """Those of the chosen clients that the server has drawn."""
         return [client for client in chosen if client in server.get("drawn", chosen)]
 
     def draw_clients(self, importance: Tensor, seed: int, round_: int) -> list[int]:
@@ -127,7 +120,6 @@ class SRFDIL(SampleCache):
         return sorted(torch.multinomial(shares, count, generator=draw).tolist())
 
     def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
-        """The means of all networks, weighted by samples, and the clients of the next round."""
         state = super().aggregate(server, replies, log)
         if self.params.selected == 1:
             return state
@@ -144,8 +136,6 @@ class SRFDIL(SampleCache):
     # --- a client
 
     def start(self, client_round: ClientRound) -> SRFDILContext:
-        """Load what was received; train the networks of features on the cache."""
-        self.receive(client_round)
         cache = self.updated_cache(client_round)
         drawn = self.params.selected < 1
         importance = self.joint_importance(client_round, cache) if drawn else None
@@ -168,12 +158,10 @@ class SRFDIL(SampleCache):
         return torch.stack([part.sum() / max(1, len(part)) for part in parts])
 
     def update_state(self, client_round: ClientRound, context: SRFDILContext) -> State:
-        """The state with the cache and, where clients are drawn, the mean importance."""
         state = super().update_state(client_round, context)
         return state if context.importance is None else {**state, "importance": context.importance}
 
     def upload(self, client_round: ClientRound, context: SRFDILContext) -> Message:
-        """The model, both networks of features and, where clients are drawn, the importance."""
         message = super().upload(client_round, context)
         if context.importance is not None:
             message["importance"] = context.importance.clone()

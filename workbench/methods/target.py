@@ -49,7 +49,6 @@ class MetaSynthesis(Synthesis):
         self.meta_adam = FlatAdam(self.meta, lr, betas=BETAS)
 
     def start_round(self, targets: Tensor) -> tuple[Tensor, list[FlatAdam]]:
-        """New noise, which is trained too, and a copy of the meta-generator."""
         self.generator.load(self.meta.parameters)
         self.meta.gradients.zero_()
         noise = torch.randn(len(targets), self.params.latent, generator=self.draw)
@@ -58,11 +57,9 @@ class MetaSynthesis(Synthesis):
         return latent.tensors[0], [adam, FlatAdam(latent, self.params.latent_lr, betas=BETAS)]
 
     def after_backward(self) -> None:
-        """Add the gradient of a step to that of the meta-generator."""
         self.meta.gradients.add_(self.generator.gradients)
 
     def end_round(self) -> None:
-        """One step of the meta-generator."""
         super().end_round()
         self.meta_adam.step()
 
@@ -74,5 +71,4 @@ class Target(Inversion):
     fedavg_equivalent: ClassVar = {"kd": 0.0, "ce_classes": "all"}
 
     def synthesis(self, source: Source, server: Any, log: Log) -> Synthesis:
-        """Synthesis by a meta-generator."""
         return MetaSynthesis(self.runtime, self.params, source, log)

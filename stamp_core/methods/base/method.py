@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stamp_core.client.batches import Batch, StepContext
+from stamp_core.client.by_class import first_per_class
 from stamp_core.client.runtime import ClientRuntime, RoundId
 from stamp_core.client.scoring import score
 from stamp_core.config.decode import invalid, require_above
@@ -163,6 +164,7 @@ class Method:
     fedavg_equivalent: ClassVar[Mapping[str, Any] | None] = {}
     group: ClassVar[Group] = "federated"
     masks: ClassVar[bool] = False  # whether it can learn masks of images instead of labels
+    averages: bool = True  # whether the server uses only the mean of the clients' models
     in_clear: ClassVar[tuple[str, ...]] = ()  # vectors of a message that secure sums do not hide
     # Whether a step depends only on its batch, the live model and the tensors of its context, so
     # that a GPU may capture it. A class that overrides one of `step_parts` has to say so again.
@@ -263,11 +265,13 @@ class Method:
         return plan.train_indices(self.runtime.dataset, client, task)
 
     def train_client(self, client_round: ClientRound) -> Reply:
-        """One client round: start from the received model, train, reply."""
+        """One client round: receive the model, train it, reply."""
         log = client_round.log
         before = self.classifier.images_backpropagated
+        self.receive(client_round)
         context = self.start(client_round)
         losses = self.train(client_round, context)
+        self.finish(client_round, context)
         if losses and not torch.isfinite(self.model.parameters).all():
             raise DivergedError(client_round.round_id, self.runtime.setting)
         loss = float(torch.stack(losses).mean()) if losses else float("nan")
@@ -278,16 +282,15 @@ class Method:
         samples = self.sample_count(client_round, context)
         return Reply(client_round.client, state, message, samples, len(losses), loss, log, local)
 
-    def start(self, client_round: ClientRound) -> Any:
-        """Load the model that training starts from; the context of the client round."""
-        self.receive(client_round)
-        return StepContext()
-
     def receive(self, client_round: ClientRound) -> None:
         """Load the received model into the live model, and the extra networks into theirs."""
         self.runtime.load_received(client_round.message, client_round.state)
         for name, network in self.extra_networks.items():
             network.load(client_round.message[name])
+
+    def start(self, client_round: ClientRound) -> Any:
+        """The context of the client round; what is loaded now is what training starts from."""
+        return StepContext()
 
     def train(self, client_round: ClientRound, context: Any) -> list[Tensor]:
         """Local SGD on the live model; the loss of every step."""
@@ -297,6 +300,9 @@ class Method:
     def batches(self, client_round: ClientRound, context: Any) -> Iterator[Batch]:
         """The batches of local training; a method with a memory adds its exemplars here."""
         return self.runtime.batches(client_round.round_id, client_round.indices)
+
+    def finish(self, client_round: ClientRound, context: Any) -> None:
+        """Log what training did, or end what it left open."""
 
     def sample_count(self, client_round: ClientRound, context: Any) -> int:
         """How many images local training is on: the weight of the client's model in the mean."""
@@ -346,9 +352,18 @@ class Method:
         address = client_round.round_id
         return score(self.runtime, client_round.plan, [address.client], address.experience)
 
-    def memory_samples(self, server: State, client: State, count: int) -> dict[str, Tensor]:
-        """Up to `count` images per class of what is remembered ("images", "labels")."""
+    def remembered(self, server: State, client: State) -> Mapping[str, Any]:
+        """The "images" that are remembered and their "labels", if there are any."""
         return {}
+
+    def memory_samples(self, server: State, client: State, count: int) -> dict[str, Tensor]:
+        """The first `count` images of each class of what is remembered, with their labels."""
+        memory = self.remembered(server, client)
+        if "labels" not in memory:
+            return {}
+        labels = memory["labels"].long()
+        indices = first_per_class(labels, count)
+        return {"images": memory["images"][indices], "labels": labels[indices]}
 
     # --- the vectors of a message
 

@@ -1,6 +1,6 @@
 """Rehearsal: a client keeps exemplars of its classes and mixes them into local training."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NotRequired, TypedDict
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stamp_core.client.batches import Batch, StepContext, append_exemplars
-from stamp_core.client.by_class import class_means, first_per_class, sample_balanced
+from stamp_core.client.by_class import class_means, sample_balanced
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_at_least
 from stamp_core.core.devices import storage_device
@@ -20,6 +20,8 @@ from stamp_core.coresets.memory import (
     MemoryParams,
     class_samples,
     empty_memory,
+    past_tasks,
+    task_indices,
     update_memory,
 )
 from stamp_core.coresets.selection.base import (
@@ -66,8 +68,6 @@ class RehearsalParams(FedAvgParams):
 
 
 class RehearsalState(TypedDict):
-    """What a client remembers."""
-
     memory: Memory
     experiences: list[int]  # those whose tasks are in memory
     anchors: NotRequired[Tensor]  # [L, L], mean logits of each class when it was learnt
@@ -75,8 +75,6 @@ class RehearsalState(TypedDict):
 
 @dataclass
 class RehearsalContext(StepContext):
-    """What the steps read besides their batches."""
-
     anchors: Tensor | None  # [L, L]
 
 
@@ -98,7 +96,6 @@ class Rehearsal(Method):
             raise invalid(key, value, "one that needs no labels of images, as the data have masks")
 
     def init_client(self, client: int, server: State) -> State:
-        """An empty memory."""
         soft = self.params.memory.soft
         memory = empty_memory(self.runtime.dataset.x_train, self.runtime.classes, soft)
         state: RehearsalState = {"memory": memory, "experiences": []}
@@ -109,8 +106,6 @@ class Rehearsal(Method):
     # --- exemplars in training
 
     def start(self, client_round: ClientRound) -> Any:
-        """Load the received model; the anchors are on the device."""
-        self.receive(client_round)
         return RehearsalContext(self.anchors_on_device(client_round))
 
     def anchors_on_device(self, client_round: ClientRound) -> Tensor | None:
@@ -122,6 +117,11 @@ class Rehearsal(Method):
         """Indices of the exemplars of other tasks.  # [m]"""
         memory: Memory = client_round.state["memory"]
         return (memory["tasks"] != client_round.task).nonzero().flatten()
+
+    def past_exemplars(self, client_round: ClientRound) -> dict[int, Tensor]:
+        """Indices of the exemplars of each other task.  # [m] each"""
+        memory: Memory = client_round.state["memory"]
+        return {task: task_indices(memory, task) for task in past_tasks(memory, client_round.task)}
 
     def batches(self, client_round: ClientRound, context: Any) -> Iterator[Batch]:
         """The batches of the task, each followed by exemplars of other tasks.
@@ -136,7 +136,6 @@ class Rehearsal(Method):
         return map(append_exemplars, new, self.exemplar_batches(client_round))
 
     def sample_count(self, client_round: ClientRound, context: Any) -> int:
-        """The images of the task, or the exemplars of a client without a part in it."""
         alone = not client_round.classes
         return len(self.past_indices(client_round) if alone else client_round.indices)
 
@@ -155,7 +154,7 @@ class Rehearsal(Method):
             yield replace(read(drawn), soft=logits, tasks=tasks[drawn.index])
 
     def draw_exemplars(self, labels: Tensor, new: int, draw: torch.Generator) -> Tensor:
-        """Places of the exemplars that a batch with so many new images gets.  # [m]
+        """Indices of the exemplars that a batch with so many new images gets.  # [m]
 
         `labels` are those of all exemplars of other tasks.
         """
@@ -171,7 +170,6 @@ class Rehearsal(Method):
         return memory["images"].to(device), memory["labels"].to(device)
 
     def loss(self, batch: Batch, context: Any) -> Tensor:
-        """The loss of new images and exemplars."""
         return self.weighted_loss(self.model.module(batch.images), batch, context)
 
     def weighted_loss(self, logits: Tensor, batch: Batch, context: RehearsalContext) -> Tensor:
@@ -201,7 +199,6 @@ class Rehearsal(Method):
     # --- the memory
 
     def update_state(self, client_round: ClientRound, context: Any) -> State:
-        """The state with this task in memory, selected after training in its last round."""
         state = super().update_state(client_round, context)
         if not self.params.memory.exemplars_per_class:
             return state
@@ -307,11 +304,9 @@ class Rehearsal(Method):
         features = self.runtime.outputs(images, self.classifier.encode)
         return features.flatten(2).mean(2) if self.runtime.dataset.masks else features
 
-    def memory_samples(self, server: State, client: State, count: int) -> dict[str, Tensor]:
-        """The first `count` exemplars of each class in a client's memory, with their labels."""
+    def remembered(self, server: State, client: State) -> Mapping[str, Any]:
         memory: Memory = client["memory"]
-        indices = first_per_class(memory["labels"], count)
-        return {name: memory[name][indices] for name in ("images", "labels")}
+        return memory
 
 
 def _without_class(memory: Memory, label: int) -> Memory:

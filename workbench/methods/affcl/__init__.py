@@ -75,17 +75,13 @@ class AFFCLParams(FedAvgParams):
         return ("parameters", *flow) if self.distils else flow
 
 
-class AFFCLState(TypedDict):
-    """What a client remembers besides what was announced."""
-
+class AFFCLState(TypedDict):  # besides what was announced
     last: NotRequired[Message]  # the classifier and the flow of the last task's end
     moments: NotRequired[Mapping[str, Any]]  # of Adam; empty after the flow has failed
 
 
 @dataclass
 class AFFCLContext(TaskContext):
-    """What the steps read besides their batches, and what they leave."""
-
     last: Message  # as in the state
     replay: FlowReplay | None
 
@@ -121,11 +117,9 @@ class AFFCL(TaskServer):
     # --- the server
 
     def initial_weights(self, name: str, seed: int) -> Tensor:
-        """The initial weights of the flow."""
         return self.new_flow(seed).parameters.cpu()
 
     def broadcast(self, server: TaskServerState, client: int) -> Message:
-        """The model, the flow, and the classes learnt so far, as bits."""
         message = super().broadcast(server, client)
         if self.extra_networks and client in server["informed"]:  # else they are announced
             message["learnt"] = pack_bits(server["classes"])
@@ -134,8 +128,6 @@ class AFFCL(TaskServer):
     # --- a client
 
     def start(self, client_round: ClientRound) -> AFFCLContext:
-        """Load the received networks and those of the last task."""
-        self.receive(client_round)
         announced = self.announced(client_round)
         past = self.past_classes(announced)
         last = self.last_task(client_round, past)
@@ -184,15 +176,11 @@ class AFFCL(TaskServer):
         flow: Any = self.last_flow.module
         return flow.sample(noise, labels), labels
 
-    def train(self, client_round: ClientRound, context: AFFCLContext) -> list[Tensor]:
-        """Local SGD, with steps of the flow and of replay between its steps."""
-        losses = super().train(client_round, context)
+    def finish(self, client_round: ClientRound, context: AFFCLContext) -> None:
         if context.replay:
             context.replay.finish(client_round.message["flow"])
-        return losses
 
     def loss(self, batch: Batch, context: AFFCLContext) -> Tensor:
-        """Cross-entropy and distillation, after the steps of the flow and of replay."""
         distils = "parameters" in context.last
         if not context.replay and not distils:
             return super().loss(batch, context)
@@ -224,7 +212,6 @@ class AFFCL(TaskServer):
         return loss
 
     def update_state(self, client_round: ClientRound, context: AFFCLContext) -> State:
-        """The state with what is kept of the last task, and the moments of Adam."""
         state = super().update_state(client_round, context)
         if self.params.kept:
             state["last"] = context.last

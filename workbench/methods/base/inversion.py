@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from stamp_core.client.batches import Batch
-from stamp_core.client.by_class import first_per_class
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import require_above, require_at_least
 from stamp_core.core.seeding import address
@@ -49,8 +48,6 @@ class InversionParams(SynthesisParams):
 
 
 class InversionServer(TaskServerState):
-    """What the server remembers."""
-
     replay: Message  # "images", "labels", "teacher" and "teacher buffers", if there are any
 
 
@@ -67,8 +64,6 @@ class Replay:
 
 @dataclass
 class InversionContext(TaskContext):
-    """What the steps read besides their batches."""
-
     ce_classes: Tensor | None  # bool [L], among which cross-entropy is; None: all
     replay: Replay | None
 
@@ -94,11 +89,9 @@ class Inversion(TaskServer, ABC):
     # --- the server
 
     def init_server(self, seed: int) -> State:
-        """The initial weights, and nothing to replay."""
         return {**super().init_server(seed), "replay": {}}
 
     def announcement(self, server: InversionServer) -> Message:
-        """The synthetic set and the teacher."""
         return server["replay"]
 
     def end_experience(self, server: Any, log: Log) -> State:
@@ -142,21 +135,12 @@ class Inversion(TaskServer, ABC):
         FlatModel(network.to(self.runtime.device)).load(parameters, buffers)
         return network.eval().requires_grad_(False)
 
-    def memory_samples(
-        self, server: InversionServer, client: State, count: int
-    ) -> dict[str, Tensor]:
-        """The first `count` synthetic images of each class, with their labels."""
-        if not server["replay"]:
-            return {}
-        labels = server["replay"]["labels"].long()
-        indices = first_per_class(labels, count)
-        return {"images": server["replay"]["images"][indices], "labels": labels[indices]}
+    def remembered(self, server: InversionServer, client: State) -> Message:
+        return server["replay"]
 
     # --- a client
 
     def start(self, client_round: ClientRound) -> Any:
-        """Load the received model; replay synthetic images of classes of other tasks, if any."""
-        self.receive(client_round)
         announced = self.announced(client_round)
         past = self.past_classes(announced) & ~self.current_classes(client_round)
         masked = self.params.ce_classes == "new" and bool(past.any())
@@ -191,7 +175,6 @@ class Inversion(TaskServer, ABC):
             yield from map(read, self.runtime.draw(order.split(size), draw))
 
     def loss(self, batch: Batch, context: Any) -> Tensor:
-        """The loss of new images and, where there is replay, of a batch of synthetic ones."""
         replay: Replay | None = context.replay
         if replay is None:
             return self.new_loss(self.network(batch.images), batch.targets, context)

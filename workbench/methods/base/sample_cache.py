@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stamp_core.client.batches import Batch, StepContext
-from stamp_core.client.by_class import first_per_class
 from stamp_core.config.decode import invalid, require_above, require_at_least
 from stamp_core.coresets.learner import head_gradient_factors, per_sample_gradients
 from stamp_core.methods.base.ledger import is_first, latest, recorded
@@ -54,16 +53,12 @@ class CacheParams(FedAvgParams):
 
 
 class CacheState(TypedDict):
-    """What a client remembers."""
-
     cache: ExemplarLists
     experiences: list[int]  # in which the client has trained
 
 
 @dataclass
 class CacheContext(StepContext):
-    """What a client round prepares for its batches."""
-
     cache: ExemplarLists  # of this experience
 
 
@@ -79,14 +74,11 @@ class SampleCache(Method):
     group: ClassVar[Group] = "continual"
 
     def init_client(self, client: int, server: State) -> CacheState:
-        """An empty cache."""
         return {"cache": empty_lists(self.runtime.dataset.x_train), "experiences": []}
 
     # --- training
 
     def start(self, client_round: ClientRound) -> Any:
-        """Load the received model; choose a new cache in the first round of an experience."""
-        self.receive(client_round)
         return CacheContext(self.updated_cache(client_round))
 
     def batches(self, client_round: ClientRound, context: CacheContext) -> Iterator[Batch]:
@@ -110,15 +102,12 @@ class SampleCache(Method):
         return {name: torch.cat([new[name], cache[name][others]]) for name in new}
 
     def update_state(self, client_round: ClientRound, context: Any) -> State:
-        """The state with the cache of this experience."""
         state = super().update_state(client_round, context)
         return {**state, "cache": context.cache, "experiences": recorded(client_round)}
 
-    def memory_samples(self, server: State, client: State, count: int) -> dict[str, Tensor]:
-        """The first `count` cached images of each class, with their labels."""
+    def remembered(self, server: State, client: State) -> ExemplarLists:
         cache: ExemplarLists = client["cache"]
-        indices = first_per_class(cache["labels"], count)
-        return {name: cache[name][indices] for name in ("images", "labels")}
+        return cache
 
     # --- the cache
 

@@ -24,8 +24,6 @@ PREFIX = "announced "  # of the parts of a message that a client keeps for the e
 
 
 class TaskServerState(TypedDict):
-    """What the server remembers."""
-
     parameters: Tensor  # [P]
     buffers: Tensor  # [B]
     seed: int
@@ -38,9 +36,7 @@ class TaskServerState(TypedDict):
 
 @dataclass
 class TaskContext(StepContext):
-    """What was announced to the client in this experience: "past" and what the method adds."""
-
-    announced: Message
+    announced: Message  # in this experience: "past" and what the method adds
 
 
 class TaskServer(Method):
@@ -51,7 +47,6 @@ class TaskServer(Method):
     """
 
     def initial_states(self, plan: Plan) -> InitialStates:
-        """The first states; the server's with the counters, and without any class."""
         states = super().initial_states(plan)
         none = torch.zeros(self.runtime.classes, dtype=torch.bool)
         counters = {"seed": plan.seed, "round": 0, "experiences": plan.experiences}
@@ -65,7 +60,6 @@ class TaskServer(Method):
         return {}
 
     def broadcast(self, server: Any, client: int) -> Message:
-        """The global model and, the first time in an experience, the announcement."""
         message = super().broadcast(server, client)
         if client in server["informed"]:
             return message
@@ -73,7 +67,6 @@ class TaskServer(Method):
         return {**message, **{PREFIX + name: value for name, value in announced.items()}}
 
     def aggregate(self, server: Any, replies: list[Reply], log: Log) -> State:
-        """The mean of the models, the reported classes, and the end of an experience if due."""
         state: State = {**super().aggregate(server, replies, log)}
         classes = state["classes"].clone()
         for reply in replies:
@@ -101,8 +94,6 @@ class TaskServer(Method):
     # --- a client
 
     def start(self, client_round: ClientRound) -> Any:
-        """Load the received model; the context has what was announced."""
-        self.receive(client_round)
         return TaskContext(self.announced(client_round))
 
     def announced(self, client_round: ClientRound) -> Message:
@@ -121,12 +112,10 @@ class TaskServer(Method):
         return class_mask(labels.unique().tolist(), self.runtime.classes)
 
     def update_state(self, client_round: ClientRound, context: Any) -> State:
-        """The client's state with what was announced."""
         state = super().update_state(client_round, context)
         return {**state, "announced": context.announced}
 
     def upload(self, client_round: ClientRound, context: Any) -> Message:
-        """The trained model and, in the client's first round of an experience, its classes."""
         message = super().upload(client_round, context)
         if not is_announced(client_round):
             return message

@@ -64,18 +64,14 @@ class TaskGenerator(TypedDict):
     classes: Tensor  # bool [L], of which it makes images
 
 
-class FedCILServer(TaskServerState):
-    """What the server remembers, with adversarial training."""
-
+class FedCILServer(TaskServerState):  # with adversarial training
     adversarial_head: Tensor
     generator: Tensor
     clients: dict[str, Message]  # what each sent last besides its networks, once in an experience
     moments: dict[str, Any] | None  # of Adam
 
 
-class FedCILState(TypedDict):
-    """What a client remembers besides what was announced."""
-
+class FedCILState(TypedDict):  # besides what was announced
     last: NotRequired[TaskGenerator | None]  # replayed in the current task
     next: NotRequired[TaskGenerator | None]  # where the last round may be missed: for the next task
     moments: NotRequired[dict[str, Any] | None]  # of Adam
@@ -83,8 +79,6 @@ class FedCILState(TypedDict):
 
 @dataclass
 class FedCILContext(TaskContext):
-    """What adversarial training reads and leaves."""
-
     last: TaskGenerator | None  # of the previous task
     known: Tensor  # bool [L], the classes that the generator learns
     training: AcganTraining
@@ -119,15 +113,12 @@ class FedCIL(TaskServer):
     # --- the server
 
     def init_server(self, seed: int) -> State:
-        """The initial weights of all networks, and nothing known about the clients."""
         return {**super().init_server(seed), "clients": {}, "moments": None}
 
     def initial_weights(self, name: str, seed: int) -> Tensor:
-        """The initial weights of the adversarial head or the generator."""
         return self.acgan.network(name, seed).parameters.cpu()
 
     def aggregate(self, server: FedCILServer, replies: list[Reply], log: Log) -> State:
-        """The means of all networks, consolidated on images of the clients' generators."""
         state: State = {**super().aggregate(server, replies, log)}
         replies = [reply for reply in replies if reply.samples]
         if not self.params.consolidation or not replies:
@@ -201,10 +192,8 @@ class FedCIL(TaskServer):
     # --- a client
 
     def start(self, client_round: ClientRound) -> Any:
-        """Load the received networks; the previous task's generator replays its classes."""
         if not self.params.adversarial:
             return super().start(client_round)
-        self.receive(client_round)
         announced = self.announced(client_round)
         state: FedCILState = client_round.state
         last = state.get("next") if is_announced(client_round) else None
@@ -244,22 +233,19 @@ class FedCIL(TaskServer):
             images = self.acgan.normalised(self.acgan.sample(parameters, labels, noise))
             yield from map(Batch, images.split(size), labels.split(size))
 
-    def train(self, client_round: ClientRound, context: Any) -> list[Tensor]:
-        """Local training; a generator that has failed is the received one again."""
-        losses = super().train(client_round, context)
-        if self.params.adversarial:
-            training: AcganTraining = context.training
-            failure = training.failure()
-            client_round.log.numbers.update(training.numbers())
-            if failure:
-                client_round.log.events.append(failure)
-                self.acgan.generator.load(client_round.message["generator"])
-            else:
-                context.moments = training.adam.moments()
-        return losses
+    def finish(self, client_round: ClientRound, context: Any) -> None:
+        """A generator that has failed is the received one again."""
+        if not self.params.adversarial:
+            return
+        training: AcganTraining = context.training
+        client_round.log.numbers.update(training.numbers())
+        if failure := training.failure():
+            client_round.log.events.append(failure)
+            self.acgan.generator.load(client_round.message["generator"])
+        else:
+            context.moments = training.adam.moments()
 
     def step(self, batch: Batch, context: Any) -> Tensor:
-        """One step of classifier, adversarial head and generator; its loss."""
         if not self.params.adversarial:
             return super().step(batch, context)
         training: AcganTraining = context.training
@@ -285,7 +271,6 @@ class FedCIL(TaskServer):
         return {**state, **kept}
 
     def upload(self, client_round: ClientRound, context: Any) -> Message:
-        """All networks and, once in an experience, the generator of the previous task."""
         message = super().upload(client_round, context)
         if self.params.consolidation and context.last and is_announced(client_round):
             message["last generator"] = context.last["generator"].clone()

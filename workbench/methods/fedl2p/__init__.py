@@ -80,15 +80,11 @@ class FedL2PState(TypedDict, total=False):
 
 
 class FedL2PServer(TypedDict):
-    """What the server remembers besides FedAvg's model."""
-
     meta: Tensor  # [M]
 
 
 @dataclass
 class FedL2PContext(StepContext):
-    """What training leaves for the message; no step reads it."""
-
     meta: Tensor  # [M], on the CPU
 
 
@@ -118,11 +114,9 @@ class FedL2P(Method):
     # --- the server
 
     def init_server(self, seed: int) -> State:
-        """The initial network and meta-networks."""
         return {**super().init_server(seed), "meta": self.nets.initial(seed, self.params.lr)}
 
     def initial_states(self, plan: Plan) -> InitialStates:
-        """The initial states, after a warm-up where the network is frozen."""
         return self.warm_up(plan) if self.frozen else super().initial_states(plan)
 
     def warm_up(self, plan: Plan) -> InitialStates:
@@ -149,7 +143,6 @@ class FedL2P(Method):
         return InitialStates(server, clients, down, up)
 
     def broadcast(self, server: FedL2PServer, client: int) -> Message:
-        """The meta-networks and, unless it is frozen, the network."""
         net = {} if self.frozen else super().broadcast(server, client)
         return {**net, "meta": server["meta"]}
 
@@ -170,12 +163,9 @@ class FedL2P(Method):
     # --- a client
 
     def start(self, client_round: ClientRound) -> FedL2PContext:
-        """Load the network."""
-        self.receive(client_round)
         return FedL2PContext(client_round.message["meta"])
 
     def receive(self, client_round: ClientRound) -> None:
-        """Load the client's frozen network, or the received one."""
         if self.frozen:
             state: FedL2PState = client_round.state
             self.model.load(state["parameters"], state["buffers"])
@@ -183,13 +173,11 @@ class FedL2P(Method):
             super().receive(client_round)
 
     def train(self, client_round: ClientRound, context: FedL2PContext) -> list[Tensor]:
-        """Outer steps; then, unless it is frozen, local training of the received network."""
         with client_round.log.clock("meta"):
             losses = self.learn_meta(client_round, context)
         return losses if self.frozen else super().train(client_round, StepContext())
 
     def upload(self, client_round: ClientRound, context: FedL2PContext) -> Message:
-        """The client's meta-networks and, unless it is frozen, the network."""
         net = {} if self.frozen else super().upload(client_round, context)
         return {**net, "meta": context.meta}
 

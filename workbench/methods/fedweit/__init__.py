@@ -58,8 +58,6 @@ class FedWeITParams(FedAvgParams):
 
 
 class FedWeITServer(TaskServerState):
-    """What the server remembers."""
-
     base: Tensor  # [N], B as it is sent
     rest: Tensor  # [R]
     knowledge: Message  # the last A of each client, sparse: its "values" and "places"
@@ -76,8 +74,6 @@ class LearntTask(TypedDict):
 
 
 class FedWeITState(TypedDict):
-    """What a client remembers."""
-
     experiences: list[int]
     tasks: dict[str, LearntTask]
     base: Tensor  # [N], B
@@ -88,8 +84,6 @@ class FedWeITState(TypedDict):
 
 @dataclass
 class FedWeITContext(TaskContext):
-    """What the steps read besides their batches."""
-
     weights: Decomposed  # of the current task
     sgd: FlatSGD  # of its parts
     past: PastWeights | None  # what holds the weights of past tasks
@@ -117,7 +111,6 @@ class FedWeIT(TaskServer):
 
     @classmethod
     def adapt(cls, training: Training, params: FedWeITParams) -> Training:
-        """The setting's training with the step of these weights."""
         return replace(training, lr=params.lr or training.lr)
 
     def __init__(self, params: FedWeITParams, runtime: ClientRuntime) -> None:
@@ -139,7 +132,6 @@ class FedWeIT(TaskServer):
     # --- the server
 
     def init_server(self, seed: int) -> State:
-        """The initial model, also as B and the rest, and an empty knowledge base."""
         server = super().init_server(seed)
         base = self.channels.gather(server["parameters"])
         rest = self.channels.gather(server["parameters"], decomposed=False)
@@ -155,7 +147,6 @@ class FedWeIT(TaskServer):
         return message
 
     def announcement(self, server: FedWeITServer) -> Message:
-        """The knowledge base."""
         return server["knowledge"]
 
     def averaged_vectors(self) -> tuple[str, ...]:
@@ -206,15 +197,12 @@ class FedWeIT(TaskServer):
     # --- a client
 
     def init_client(self, client: int, server: FedWeITServer) -> State:
-        """The initial B and, unless it is sent, the rest that a task starts with."""
         state: FedWeITState = {"experiences": [], "tasks": {}, "base": server["base"]}
         if self.params.head == "task":
             state["rest"] = server["rest"]
         return state
 
     def start(self, client_round: ClientRound) -> FedWeITContext:
-        """Load the weights of the current task; their parts are in the context."""
-        self.receive(client_round)
         announced = self.announced(client_round)
         weights = self.weights(client_round, self.knowledge(announced))
         weights.compose(self.model.parameters)
@@ -223,7 +211,6 @@ class FedWeIT(TaskServer):
         return FedWeITContext(announced, weights, sgd, self.past_weights(client_round), first_task)
 
     def receive(self, client_round: ClientRound) -> None:
-        """Load B and the rest: as received where it is shared, else the task's."""
         state: FedWeITState = client_round.state
         self.load_base(client_round, state["tasks"].get(str(client_round.task), state))
 
@@ -281,14 +268,7 @@ class FedWeIT(TaskServer):
         squares = self.channels.expand(squares).to(self.runtime.device)
         return PastWeights(_target(client_round).to(self.runtime.device), squares, size)
 
-    def train(self, client_round: ClientRound, context: FedWeITContext) -> list[Tensor]:
-        """Local SGD on the live model, whose decomposed weights are composed for every step."""
-        losses = super().train(client_round, context)
-        context.weights.compose(self.model.parameters)
-        return losses
-
     def loss(self, batch: Batch, context: FedWeITContext) -> Tensor:
-        """The cross-entropy at the composed weights."""
         context.weights.compose(self.model.parameters)
         return super().loss(batch, context)
 
@@ -311,8 +291,10 @@ class FedWeIT(TaskServer):
         if context.past is not None:
             context.past.retain(weights.base)
 
+    def finish(self, client_round: ClientRound, context: FedWeITContext) -> None:
+        context.weights.compose(self.model.parameters)
+
     def update_state(self, client_round: ClientRound, context: FedWeITContext) -> State:
-        """B, alpha, the target of past tasks, and all learnt tasks."""
         weights = context.weights
         parts = {"base": weights.base, "attention": weights.attention}
         if context.past is not None:

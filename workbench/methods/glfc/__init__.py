@@ -59,9 +59,7 @@ class KnownTasks(TypedDict):
     old: Message  # the old model, if there is one
 
 
-class GLFCState(TypedDict):
-    """What a client remembers besides what was announced."""
-
+class GLFCState(TypedDict):  # besides what was announced
     memory: ExemplarLists
     known: KnownTasks
     experiences: list[int]
@@ -69,8 +67,6 @@ class GLFCState(TypedDict):
 
 @dataclass
 class GLFCContext(TaskContext):
-    """What the steps read besides their batches."""
-
     known: KnownTasks
     signal: bool  # of a new task
     columns: Tensor  # int64 [K], the classes in the loss
@@ -102,7 +98,6 @@ class GLFC(ProxyServer):
             self.teacher = FlatModel(runtime.network(seed=0).to(runtime.device).eval())
 
     def init_client(self, client: int, server: ProxyState) -> State:
-        """No exemplars, no class learnt, no old model."""
         none = torch.zeros(self.runtime.classes, dtype=torch.bool)
         known: KnownTasks = {
             "learnt": torch.full((self.runtime.classes,), -1),
@@ -117,8 +112,6 @@ class GLFC(ProxyServer):
     # --- before training
 
     def start(self, client_round: ClientRound) -> GLFCContext:
-        """Load the received model and the old one; detect a new task."""
-        self.receive(client_round)
         announced = self.announced(client_round)
         known, signal = self.detect_task(client_round, announced)
         if signal:
@@ -184,7 +177,6 @@ class GLFC(ProxyServer):
     # --- training
 
     def batches(self, client_round: ClientRound, context: GLFCContext) -> Iterator[Batch]:
-        """The local epochs over the task's images and the exemplars of other tasks together."""
         state: GLFCState = client_round.state
         used = self.learnt_elsewhere(client_round, context)
         if not used.any() or not self.sample_count(client_round, context):
@@ -195,7 +187,6 @@ class GLFC(ProxyServer):
         return self.runtime.epochs(client_round.round_id, images, labels, torch.arange(len(labels)))
 
     def sample_count(self, client_round: ClientRound, context: GLFCContext) -> int:
-        """The images of the task, or the exemplars of a client without a part in it."""
         if client_round.classes:
             return len(client_round.indices)
         return int(self.learnt_elsewhere(client_round, context).sum())
@@ -256,7 +247,6 @@ class GLFC(ProxyServer):
     # --- after training
 
     def update_state(self, client_round: ClientRound, context: GLFCContext) -> State:
-        """What the client knows of its tasks and, when it is due, its exemplars."""
         state = {**super().update_state(client_round, context), "known": context.known}
         if self.params.exemplars and is_due(client_round, self.runtime.training):
             with client_round.log.clock("exemplars"):
@@ -290,7 +280,6 @@ class GLFC(ProxyServer):
         return F.normalize(self.runtime.outputs(images, self.classifier.encode))
 
     def upload(self, client_round: ClientRound, context: GLFCContext) -> Message:
-        """The trained model and, where there is a signal, the gradients of the prototypes."""
         message = super().upload(client_round, context)
         asked = self.params.proxy == "dlg" and self.params.old_weight > 0 and context.signal
         if not asked or not len(client_round.indices):

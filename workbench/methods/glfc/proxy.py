@@ -1,12 +1,12 @@
 """A proxy server: it chooses an old model by images that it reconstructs from gradients."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
 
-from stamp_core.client.by_class import first_per_class
 from stamp_core.config.decode import require_at_least
 from stamp_core.methods.base.method import FedAvgParams, Log, Message, Reply, State
 from workbench.methods.base.task_server import TaskServer, TaskServerState, pack_bits
@@ -53,8 +53,6 @@ class BestModel(TypedDict):
 
 
 class ProxyState(TaskServerState):
-    """What the server remembers."""
-
     monitor: Monitor
     best: BestModel | None  # of the running experience so far
     old: BestModel | None  # of the experience before
@@ -68,7 +66,6 @@ class ProxyServer(TaskServer):
     """
 
     def init_server(self, seed: int) -> State:
-        """The initial model; no reconstructed images, no best and no old model."""
         images = self.runtime.dataset.x_train[:0].clone()
         none: Monitor = {
             "images": images,
@@ -78,7 +75,6 @@ class ProxyServer(TaskServer):
         return {**super().init_server(seed), "monitor": none, "best": None, "old": None}
 
     def announcement(self, server: ProxyState) -> Message:
-        """The old model with the classes that it was trained on."""
         old = server["old"]
         if old is None:
             return {}
@@ -87,7 +83,6 @@ class ProxyServer(TaskServer):
         return {**message, OLD + "classes": pack_bits(old["classes"])}
 
     def aggregate(self, server: ProxyState, replies: list[Reply], log: Log) -> State:
-        """The mean of the models, and the best model of the experience so far."""
         monitor = self.extended_monitor(server, replies, log)
         state: State = super().aggregate({**server, "monitor": monitor}, replies, log)
         if not self.params.old_weight:
@@ -156,10 +151,7 @@ class ProxyServer(TaskServer):
         """The public encoder of a run."""
         return GradientEncoder(self.runtime.shape, self.runtime.classes, seed, self.runtime.device)
 
-    def memory_samples(self, server: ProxyState, client: Any, count: int) -> Message:
-        """Up to `count` reconstructed images of each class; if there are none, exemplars."""
+    def remembered(self, server: ProxyState, client: Any) -> Mapping[str, Any]:
+        """The reconstructed images; if there are none, exemplars."""
         monitor = server["monitor"]
-        seen = {"images": monitor["images"], "labels": monitor["labels"]}
-        seen = seen if len(seen["labels"]) else client["memory"]
-        indices = first_per_class(seen["labels"], count)
-        return {name: seen[name][indices] for name in ("images", "labels")}
+        return monitor if len(monitor["labels"]) else client["memory"]

@@ -83,8 +83,6 @@ class TagFedParams(FedAvgParams):
 
 
 class TagFedServer(TypedDict):
-    """What the server remembers besides the initial model."""
-
     seed: int
     round: int
     groups: dict[str, Message]  # what each group of clients has averaged, or
@@ -95,8 +93,6 @@ class TagFedServer(TypedDict):
 
 @dataclass
 class TagFedContext(StepContext):
-    """What the steps read besides their batches, and the state that training starts from."""
-
     state: PackedState
     weights: TaskWeights | None = None  # unless the task trains all weights
     answers: Tensor | None = None  # [n, L], the server's logits for the task's images
@@ -138,7 +134,6 @@ class TagFed(Method):
     # --- the server
 
     def init_server(self, seed: int) -> State:
-        """The initial weights; no group of clients has anything yet."""
         names = ("groups", "tails", "members", "answers")
         return {**super().init_server(seed), "seed": seed, "round": 0, **{n: {} for n in names}}
 
@@ -154,7 +149,6 @@ class TagFed(Method):
         return super().broadcast(server, client) if group is None else dict(server["groups"][group])
 
     def aggregate(self, server: TagFedServer, replies: list[Reply], log: Log) -> State:
-        """The server's next state: every group of clients by itself."""
         if self.params.averages_all:
             return super().aggregate(server, replies, log)
         groups: dict[str, list[Reply]] = {}
@@ -213,7 +207,6 @@ class TagFed(Method):
     # --- the current task
 
     def init_client(self, client: int, server: State) -> PackedState:
-        """The initial weights, which no task owns."""
         return {
             "owners": self.owners.clone(),
             "weights": server["parameters"].clone(),
@@ -264,7 +257,6 @@ class TagFed(Method):
         elif state["new"] == client_round.experience and rounds > 1:
             state = self.prune(state, client_round.round_id.round / (rounds - 1))
         if not state["task"]:
-            self.receive(client_round)
             return TagFedContext(state)
         self.model.load(*sub_model(state, state["task"]))
         lr = self.params.mask_lr if starts else None
@@ -279,7 +271,6 @@ class TagFed(Method):
         self.runtime.load_received(message, client_round.state)
 
     def batches(self, client_round: ClientRound, context: TagFedContext) -> Iterator[Batch]:
-        """The local epochs, with the server's answers if there are any."""
         if context.answers is None or not self.params.kd:
             yield from super().batches(client_round, context)
             return
@@ -291,20 +282,17 @@ class TagFed(Method):
             yield replace(batch, targets=labels[places], soft=answers[places])
 
     def step(self, batch: Batch, context: TagFedContext) -> Tensor:
-        """One SGD step, after which the weights of other tasks are restored."""
         loss = super().step(batch, context)
         if context.weights is not None:
             context.weights.compose(self.model.parameters)
         return loss
 
     def loss(self, batch: Batch, context: TagFedContext) -> Tensor:
-        """Cross-entropy, mixed with distillation from the server's answers if there are any."""
         if batch.soft is None:
             return super().loss(batch, context)
         return self.mixed_loss(self.model.module(batch.images), batch.targets, batch.soft)
 
     def correct_gradient(self, batch: Batch, context: TagFedContext) -> None:
-        """One step of the mask that picks the weights of earlier tasks."""
         if context.weights is not None:
             context.weights.train_mask(self.model.gradients)
 

@@ -25,8 +25,6 @@ class TaskRecord(TypedDict):
 
 
 class PackedState(TypedDict):
-    """What a client remembers."""
-
     owners: Tensor  # uint8 [P]
     weights: Tensor  # [P], as tasks first left them
     augmented: Tensor  # [P], as they left them after their returns
