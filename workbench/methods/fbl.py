@@ -136,12 +136,11 @@ class FBL(Rehearsal):
 
     def log_entropy(self, client_round: ClientRound, new: bool) -> float:
         """The received model's mean entropy; log it, and if it would have told a new task."""
-        state: FBLState = client_round.state
         images = self.runtime.dataset.x_train[client_round.indices]
         p = samples(self.runtime.outputs(images)).softmax(1)
         entropy = float(torch.special.entr(p).sum(1).mean())  # in nats, as published
         told = "monitor: hits" if new else "monitor: false alarms"
-        jumped = float(entropy - state["entropy"] > JUMP)
+        jumped = float(entropy - client_round.state["entropy"] > JUMP)
         client_round.log.numbers |= {"entropy": entropy, told: jumped}
         return entropy
 

@@ -139,10 +139,9 @@ class FedAS(Method):
     def prototypes(self, client_round: ClientRound) -> Tensor:
         """Mean features of the classes present, by the client's own encoder.  # [classes, F]"""
         runtime = self.runtime
-        state: FedASState = client_round.state
         indices = client_round.indices
-        self.model.parameters[self.base] = state["base"]
-        self.model.buffers.copy_(state["base_buffers"])
+        self.model.parameters[self.base] = client_round.state["base"]
+        self.model.buffers.copy_(client_round.state["base_buffers"])
         features = runtime.outputs(runtime.train_images(indices)[0], self.classifier.encode)
         means, present = class_means(features, runtime.dataset.y_train[indices])
         table = torch.zeros(runtime.classes, means.shape[1])

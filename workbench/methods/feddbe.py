@@ -122,10 +122,9 @@ class FedDBE(Method):
         return {"offset": torch.zeros(weight.shape[1])} if self.params.trained else {}
 
     def start(self, client_round: ClientRound) -> FedDBEContext:
-        state: FedDBEState = client_round.state
         device = self.runtime.device
-        offset = state.get("offset")
-        shared = client_round.message.get("mean", state.get("shared"))
+        offset = client_round.state.get("offset")
+        shared = client_round.message.get("mean", client_round.state.get("shared"))
         return FedDBEContext(
             None if offset is None else offset.to(device, copy=True).requires_grad_(),
             None if shared is None else shared.to(device),
@@ -181,8 +180,7 @@ class FedDBE(Method):
 
     def load_personal_model(self, client_round: ClientRound) -> None:
         self.receive(client_round)
-        state: FedDBEState = client_round.state
-        self.add_offset(state.get("offset"))
+        self.add_offset(client_round.state.get("offset"))
 
     @torch.no_grad()
     def add_offset(self, offset: Tensor | None) -> None:

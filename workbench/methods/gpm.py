@@ -114,8 +114,7 @@ class Gpm(Method):
 
     def log_drift(self, client_round: ClientRound, bases: Bases) -> None:
         """Log the protected share of the global update since a round with the same bases."""
-        state: GpmState = client_round.state
-        before = state["received"].get(str(client_round.experience))
+        before = client_round.state["received"].get(str(client_round.experience))
         if before is None:
             return
         move = (client_round.message["parameters"] - before).to(self.runtime.device)

@@ -182,14 +182,13 @@ class PFedDIL(Method):
 
     def personal_scores(self, client_round: ClientRound) -> Tensor:
         """Scores of its models' vote, or of the received one without any.  # [scorings, 1, T]"""
-        state: PFedDILState = client_round.state
-        if not state["models"]:
+        if not client_round.state["models"]:
             return super().personal_scores(client_round)
         runtime = self.runtime
         address = client_round.plan, [client_round.client]
         needed = indices_of_tests(runtime, *address)
         votes = torch.empty(len(runtime.dataset.y_test), runtime.classes)
-        votes[needed] = self.vote(state["models"], runtime.dataset.x_test[needed])
+        votes[needed] = self.vote(client_round.state["models"], runtime.dataset.x_test[needed])
         return accuracies(runtime, *address, client_round.experience, votes)
 
     def vote(self, models: list[PersonalModel], images: Tensor) -> Tensor:

@@ -213,16 +213,14 @@ class Rehearsal(Method):
 
     def updated_anchors(self, client_round: ClientRound) -> Tensor:
         """The mean logits of every class, those of the task's by the trained model.  # [L, L]"""
-        state: RehearsalState = client_round.state
         indices = client_round.indices
         logits = self.runtime.outputs(self.runtime.train_images(indices)[0])
         means, classes = class_means(logits, self.runtime.dataset.y_train[indices])
-        return state["anchors"].index_copy(0, classes, means)
+        return client_round.state["anchors"].index_copy(0, classes, means)
 
     def updated_memory(self, client_round: ClientRound) -> Memory:
         """The memory with the task's classes, which replace an earlier selection of the task."""
-        state: RehearsalState = client_round.state
-        memory = state["memory"]
+        memory = client_round.state["memory"]
         first = is_first(client_round)
         reservoir = self.params.memory.merge == "reservoir"
         if self.repeats_task(client_round) and (reservoir or not first):

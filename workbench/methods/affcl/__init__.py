@@ -141,9 +141,8 @@ class AFFCL(TaskServer):
 
         A client that misses this round takes the first ones that it receives.
         """
-        state: AFFCLState = client_round.state
         if not is_announced(client_round):
-            return state.get("last", {})
+            return client_round.state.get("last", {})
         names = self.params.kept if past.any() else ()
         last = {name: client_round.message[name].clone() for name in names}
         if "parameters" in last and len(self.model.buffers):
@@ -152,7 +151,6 @@ class AFFCL(TaskServer):
 
     def flow_replay(self, client_round: ClientRound, past: Tensor, last: Message) -> FlowReplay:
         """The flow's work in this client round."""
-        state: AFFCLState = client_round.state
         message = client_round.message
         draw = client_round.round_id.generator
         classes = self.runtime.classes
@@ -167,7 +165,7 @@ class AFFCL(TaskServer):
             of_past = partial(draw_inputs, past, size, draw("replay of the last task"), device)
             old_samples = Pool(lambda: self.past_samples(*of_past()))
         old_head = self.teacher.head if "parameters" in last else None
-        options = old_samples, old_head, state.get("moments", {}), client_round.log
+        options = old_samples, old_head, client_round.state.get("moments", {}), client_round.log
         return FlowReplay(self.runtime, self.params, self.flow, draws, *options)
 
     @torch.no_grad()

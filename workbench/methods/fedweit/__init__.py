@@ -224,9 +224,8 @@ class FedWeIT(TaskServer):
 
     def merged_base(self, client_round: ClientRound) -> Tensor:
         """The received B; the client's own where that is exactly 0.  # [N]"""
-        state: FedWeITState = client_round.state
         received = client_round.message["base"]
-        return torch.where(received == 0, state["base"], received)
+        return torch.where(received == 0, client_round.state["base"], received)
 
     def knowledge(self, announced: Message) -> Tensor:
         """The knowledge base that was received with the task, in the order of clients.  # [K, N]"""
@@ -239,10 +238,9 @@ class FedWeIT(TaskServer):
 
     def weights(self, client_round: ClientRound, knowledge: Tensor) -> Decomposed:
         """The trained parts of the current task's weights: its own, or those it starts with."""
-        state: FedWeITState = client_round.state
         draw = client_round.round_id.generator
         base = self.merged_base(client_round)
-        if own := state["tasks"].get(str(client_round.task)):
+        if own := client_round.state["tasks"].get(str(client_round.task)):
             mask = own["mask"]
             adaptive = own["adaptive"]
         else:
@@ -253,7 +251,7 @@ class FedWeIT(TaskServer):
             attention = torch.randn(size, generator=draw("attention"))
             attention = attention / max(1, len(knowledge)) ** 0.5
         else:
-            attention = state["attention"]
+            attention = client_round.state["attention"]
         parts = (base, mask, adaptive, attention, knowledge)
         *trained, knowledge = (part.to(self.runtime.device) for part in parts)
         return Decomposed(self.channels, trained, knowledge)
@@ -313,8 +311,7 @@ class FedWeIT(TaskServer):
         self, client_round: ClientRound, past: PastWeights | None
     ) -> dict[str, LearntTask]:
         """All learnt tasks; A_i of past ones have moved against the target."""
-        state: FedWeITState = client_round.state
-        tasks = {**state["tasks"]}
+        tasks = {**client_round.state["tasks"]}
         if past is None:
             return tasks
         moved = _target(client_round) - past.target.cpu()
@@ -394,5 +391,4 @@ def _past_tasks(client_round: ClientRound) -> dict[str, LearntTask]:
 
 def _target(client_round: ClientRound) -> Tensor:
     """The B at which no past task has moved: the one of before this task, or its target.  # [N]"""
-    state: FedWeITState = client_round.state
-    return state["base"] if is_first(client_round) else state["target"]
+    return client_round.state["base"] if is_first(client_round) else client_round.state["target"]

@@ -177,13 +177,12 @@ class GLFC(ProxyServer):
     # --- training
 
     def batches(self, client_round: ClientRound, context: GLFCContext) -> Iterator[Batch]:
-        state: GLFCState = client_round.state
         used = self.learnt_elsewhere(client_round, context)
         if not used.any() or not self.sample_count(client_round, context):
             return super().batches(client_round, context)
         images, labels = self.runtime.train_images(client_round.indices)
-        images = torch.cat([images, state["memory"]["images"][used].to(images)])
-        labels = torch.cat([labels, state["memory"]["labels"][used].to(labels)])
+        images = torch.cat([images, client_round.state["memory"]["images"][used].to(images)])
+        labels = torch.cat([labels, client_round.state["memory"]["labels"][used].to(labels)])
         return self.runtime.epochs(client_round.round_id, images, labels, torch.arange(len(labels)))
 
     def sample_count(self, client_round: ClientRound, context: GLFCContext) -> int:
@@ -193,9 +192,8 @@ class GLFC(ProxyServer):
 
     def learnt_elsewhere(self, client_round: ClientRound, context: GLFCContext) -> Tensor:
         """Which exemplars are those of other tasks whose classes are learnt.  # bool [m]"""
-        state: GLFCState = client_round.state
-        learnt = context.known["learnt"][state["memory"]["labels"]] >= 0
-        return learnt & (state["memory"]["tasks"] != client_round.task)
+        learnt = context.known["learnt"][client_round.state["memory"]["labels"]] >= 0
+        return learnt & (client_round.state["memory"]["tasks"] != client_round.task)
 
     def loss(self, batch: Batch, context: GLFCContext) -> Tensor:
         """The mean over images and columns of weighted binary cross-entropies, or FedAvg's loss."""
@@ -259,9 +257,8 @@ class GLFC(ProxyServer):
         All have an equal share of the budget. Where a class returns, its exemplars from both tasks
         stay. A list that must become shorter loses the exemplars that were chosen last.
         """
-        state: GLFCState = client_round.state
         stay = self.learnt_elsewhere(client_round, context)
-        lists = {name: part[stay] for name, part in state["memory"].items()}
+        lists = {name: part[stay] for name, part in client_round.state["memory"].items()}
         images = self.runtime.dataset.x_train[client_round.indices]
         labels = self.runtime.dataset.y_train[client_round.indices]
         keys = (lists["tasks"] << 32) + lists["labels"]
