@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NotRequired, TypedDict
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -42,15 +42,6 @@ class FedASParams(FedAvgParams):
         super().__post_init__()
         require_above(self, 0, "align_lr")
         require_at_least(self, 1, "align_batch_size")
-
-
-class FedASState(TypedDict):
-    """What a client remembers: its own model, as far as its next round uses it."""
-
-    experiences: list[int]
-    base: NotRequired[Tensor]  # the parameters of its encoder, if it aligns
-    base_buffers: NotRequired[Tensor]
-    head: NotRequired[Tensor]  # unless heads are shared
 
 
 class FedAS(Method):
@@ -115,8 +106,7 @@ class FedAS(Method):
         """The parts of its own model that a client keeps for its next round."""
         parts = dict[str, Tensor]()
         if self.params.align:
-            parts["base"] = parameters[self.base]
-            parts["base_buffers"] = buffers
+            parts |= {"base": parameters[self.base], "base_buffers": buffers}
         if self.params.head != "shared":
             parts["head"] = parameters[self.head]
         return {name: part.cpu().clone() for name, part in parts.items()}

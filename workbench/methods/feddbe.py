@@ -1,7 +1,7 @@
 """FedDBE (Zhang et al., 2023): a personal feature offset and mean regularisation."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NotRequired, TypedDict
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -45,16 +45,6 @@ class FedDBEParams(FedAvgParams):
             raise invalid("momentum", self.momentum, "at most 1")
 
 
-class FedDBEState(TypedDict):
-    offset: NotRequired[Tensor]  # [F]
-    shared: NotRequired[Tensor]  # [F], the latest global mean
-
-
-class FedDBEServer(TypedDict):  # once the global mean was renewed
-    mean: NotRequired[Tensor]  # [F]
-    informed: NotRequired[list[int]]  # the clients that have replied since
-
-
 @dataclass
 class FedDBEContext(StepContext):
     offset: Tensor | None  # [F], with a gradient
@@ -65,7 +55,8 @@ class FedDBEContext(StepContext):
 class FedDBE(Method):
     """FedAvg whose clients train head(encoder(x) + offset) with an offset of their own (F numbers).
 
-    The regulariser keeps each client's running mean of the features near the global mean.
+    The regulariser keeps each client's running mean of the features near the global mean, which a
+    client remembers as "shared" and the server as "mean", with the clients "informed" since.
     """
 
     Params: ClassVar = FedDBEParams
@@ -97,14 +88,14 @@ class FedDBE(Method):
 
     # --- the server
 
-    def broadcast(self, server: FedDBEServer, client: int) -> Message:
+    def broadcast(self, server: State, client: int) -> Message:
         """The model, and a renewed mean until the client has replied."""
         message = super().broadcast(server, client)
         if "mean" in server and client not in server["informed"]:
             message["mean"] = server["mean"]
         return message
 
-    def aggregate(self, server: FedDBEServer, replies: list[Reply], log: Log) -> State:
+    def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
         """The averages of the models and, after the last round of a task, of the means."""
         averaged = super().aggregate(server, replies, log)
         senders = [reply for reply in replies if "mean" in reply.message]
@@ -117,7 +108,7 @@ class FedDBE(Method):
 
     # --- a client
 
-    def init_client(self, client: int, server: State) -> FedDBEState:
+    def init_client(self, client: int, server: State) -> State:
         weight, _ = self.classifier.head.parameters()  # [classes, F]
         return {"offset": torch.zeros(weight.shape[1])} if self.params.trained else {}
 

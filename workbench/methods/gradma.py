@@ -1,12 +1,13 @@
 """GradMA (Luo et al., 2023): updates of clients and server are corrected by gradient memories."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypedDict
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from stamp_core.client.batches import Batch, StepContext
+from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import require_at_least, require_fraction
 from stamp_core.matching.gram import Difference, Vector
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Log, Method, Reply, State
@@ -36,15 +37,6 @@ class GradMAParams(FedAvgParams):
         require_fraction(self, "beta1", "beta2")
 
 
-class GradMAServer(TypedDict):
-    """What the server remembers besides FedAvg's model, if it corrects."""
-
-    parameters: Tensor  # [P]
-    momentum: Tensor  # [P]
-    memory: dict[str, Tensor]  # the update of each client that is remembered
-    counts: dict[str, int]  # how often each of them took part since
-
-
 @dataclass
 class GradMAContext(StepContext):
     received: Tensor  # [P]
@@ -59,6 +51,10 @@ class GradMA(Method):
     Params: ClassVar = GradMAParams
     fedavg_equivalent: ClassVar = {"worker": False, "server": False}
 
+    def __init__(self, params: GradMAParams, runtime: ClientRuntime) -> None:
+        super().__init__(params, runtime)
+        self.averages = not params.server
+
     def block_sizes(self) -> list[int] | None:
         """The sizes of the blocks that are corrected separately."""
         tensors = self.model.module.parameters()
@@ -68,10 +64,11 @@ class GradMA(Method):
 
     def init_server(self, seed: int) -> State:
         server = super().init_server(seed)
-        if not self.params.server:
-            return server
-        momentum = torch.zeros_like(server["parameters"])
-        return {**server, "momentum": momentum, "memory": {}, "counts": {}}
+        if self.params.server:
+            server["momentum"] = torch.zeros_like(server["parameters"])
+            server["memory"] = {}  # the update of each client that is remembered
+            server["counts"] = {}  # how often each of them took part since
+        return server
 
     def gather(self, replies: list[Reply]) -> list[Reply]:
         """The replies as they are: the updates that the server remembers are on the CPU."""
@@ -106,7 +103,7 @@ class GradMA(Method):
         }
 
     def remember(
-        self, server: GradMAServer, updates: dict[str, Tensor], log: Log
+        self, server: State, updates: dict[str, Tensor], log: Log
     ) -> tuple[dict[str, Tensor], dict[str, int]]:
         """The remembered updates with this round's, and how often each client took part since."""
         memory, counts = dict(server["memory"]), dict(server["counts"])

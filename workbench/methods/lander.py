@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NotRequired, TypedDict
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -179,10 +179,6 @@ class LanderServer(InversionServer):
     holders: list[int]  # clients that have the anchors
 
 
-class LanderState(TypedDict):  # besides what was announced
-    anchors: NotRequired[Tensor]  # float16 [L, A]
-
-
 @dataclass
 class LanderContext(InversionContext):
     anchors: Tensor  # [L, A]
@@ -238,11 +234,9 @@ class Lander(Inversion):
 
     def start(self, client_round: ClientRound) -> LanderContext:
         shared = vars(super().start(client_round))
-        state: LanderState = client_round.state
-        held = state["anchors"] if "anchors" in state else client_round.message["anchors"]
-        anchors = held.to(self.runtime.device, torch.float32)
-        sgd = self.runtime.new_sgd(self.map)
-        return LanderContext(**shared, anchors=anchors, map_sgd=sgd)
+        held = client_round.state if "anchors" in client_round.state else client_round.message
+        anchors = held["anchors"].to(self.runtime.device, torch.float32)
+        return LanderContext(**shared, anchors=anchors, map_sgd=self.runtime.new_sgd(self.map))
 
     def loss_weights(self, past: int, new: int) -> tuple[float, float]:
         """The weights balanced by the numbers of classes in distillation and in the task."""

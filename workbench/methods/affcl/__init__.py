@@ -1,9 +1,9 @@
 """AF-FCL (Wuerkaixi et al., 2024): a normalising flow replays features that are credible."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NotRequired, TypedDict
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -75,14 +75,9 @@ class AFFCLParams(FedAvgParams):
         return ("parameters", *flow) if self.distils else flow
 
 
-class AFFCLState(TypedDict):  # besides what was announced
-    last: NotRequired[Message]  # the classifier and the flow of the last task's end
-    moments: NotRequired[Mapping[str, Any]]  # of Adam; empty after the flow has failed
-
-
 @dataclass
 class AFFCLContext(TaskContext):
-    last: Message  # as in the state
+    last: Message  # the classifier and the flow of the last task's end
     replay: FlowReplay | None
 
 

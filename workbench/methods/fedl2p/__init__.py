@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import ClassVar, Literal, TypedDict
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -72,17 +72,6 @@ class FedL2PParams(FedAvgParams):
         require_fraction(self, "held_out")
 
 
-class FedL2PState(TypedDict, total=False):
-    """What a client remembers: the network where it is frozen."""
-
-    parameters: Tensor  # [P]
-    buffers: Tensor
-
-
-class FedL2PServer(TypedDict):
-    meta: Tensor  # [M]
-
-
 @dataclass
 class FedL2PContext(StepContext):
     meta: Tensor  # [M], on the CPU
@@ -142,7 +131,7 @@ class FedL2P(Method):
         down = messages * tree_bytes(fedavg.broadcast(server, 0))
         return InitialStates(server, clients, down, up)
 
-    def broadcast(self, server: FedL2PServer, client: int) -> Message:
+    def broadcast(self, server: State, client: int) -> Message:
         net = {} if self.frozen else super().broadcast(server, client)
         return {**net, "meta": server["meta"]}
 
@@ -167,8 +156,7 @@ class FedL2P(Method):
 
     def receive(self, client_round: ClientRound) -> None:
         if self.frozen:
-            state: FedL2PState = client_round.state
-            self.model.load(state["parameters"], state["buffers"])
+            self.model.load(client_round.state["parameters"], client_round.state["buffers"])
         else:
             super().receive(client_round)
 
