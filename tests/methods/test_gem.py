@@ -14,8 +14,7 @@ from reference import CONFIGURATIONS, Array, Numbers, RehearsalReference, State,
 from small import BATCH_NORM, P, kept, plan, run, tiny
 
 from workbench.methods.agem import remove_conflict
-from workbench.methods.base.projection import exemplar_gradient
-from workbench.methods.base.quadratic import project_gradient
+from workbench.methods.base.gradient_projection import exemplar_gradient, project_gradient
 
 BOTH = pytest.mark.parametrize("kind", ["agem", "gem"])
 

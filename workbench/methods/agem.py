@@ -12,8 +12,7 @@ from stamp_core.client.batches import Batch
 from stamp_core.config.decode import require_at_least
 from stamp_core.methods.base.method import ClientRound, Log
 from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalContext, RehearsalParams
-from workbench.methods.base.projection import exemplar_gradient, log_projection
-from workbench.methods.base.quadratic import NOT_FINITE
+from workbench.methods.base.gradient_projection import NOT_FINITE, exemplar_gradient, log_projection
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,11 @@ from stamp_core.client.batches import Batch
 from stamp_core.config.decode import require_at_least
 from stamp_core.methods.base.method import ClientRound, Log
 from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalContext, RehearsalParams
-from workbench.methods.base.projection import Corrections, exemplar_gradient
-from workbench.methods.base.quadratic import project_gradient
+from workbench.methods.base.gradient_projection import (
+    Corrections,
+    exemplar_gradient,
+    project_gradient,
+)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from stamp_core.config.decode import require_at_least, require_fraction
 from stamp_core.matching.gram import Difference, Vector
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Log, Method, Reply, State
 from stamp_core.models.flat import flatten_like, weighted_average
-from workbench.methods.base.projection import Corrections, log_projection
-from workbench.methods.base.quadratic import project_gradient
+from workbench.methods.base.gradient_projection import Corrections, log_projection, project_gradient
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from stamp_core.models.networks import set_train_mode
 from workbench.methods.affcl.flow import Flow, Scale
 from workbench.methods.affcl.replay import TEMPERATURE, FlowReplay
 from workbench.methods.base.distillation import soft_cross_entropy
-from workbench.methods.base.generators import build_seeded, draw_inputs
-from workbench.methods.base.pool import Pool
+from workbench.methods.base.generators import Pool, build_seeded, draw_inputs
 from workbench.methods.base.task_server import (
     TaskContext,
     TaskServer,

@@ -15,8 +15,7 @@ from stamp_core.config.decode import invalid, require_above, require_at_least, r
 from stamp_core.core.seeding import generator
 from stamp_core.methods.base.ledger import may_miss_rounds
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Log, Message, Reply, State
-from workbench.methods.base.generators import draw_inputs
-from workbench.methods.base.pool import Pool
+from workbench.methods.base.generators import Pool, draw_inputs
 from workbench.methods.base.task_server import (
     TaskContext,
     TaskServer,
