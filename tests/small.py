@@ -30,7 +30,7 @@ from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.trees import flatten, read_tree
 from stamp_core.engine.worker import Worker
 from stamp_core.methods.base import registry
-from stamp_core.methods.base.method import ClientRound
+from stamp_core.methods.base.method import ClientRound, Method
 from stamp_core.models import networks as models
 from stamp_core.models.networks import Classifier
 from stamp_core.results.records import Record
@@ -265,6 +265,12 @@ def arrived(worker: Worker, plan: Plan, experience: int, client: int = 0) -> Cli
         state = worker.train_client(round_id, state, sent).reply.state
     round_id = RoundId(plan.seed, client, experience, 0, last=True)
     return worker.method.client_round(round_id, plan, state, sent)
+
+
+def started(method: Method, client_round: ClientRound) -> Any:
+    """The context of a client round that has begun: the received model is loaded."""
+    method.receive(client_round)
+    return method.start(client_round)
 
 
 def network(experiment: Experiment, parameters: Tensor) -> Classifier:

@@ -33,5 +33,5 @@ class FedAvgTuned(Method):
         self.receive(client_round)
         indices = client_round.indices
         steps = self.params.ft_epochs * math.ceil(len(indices) / self.runtime.training.batch_size)
-        batches = self.runtime.endless_batches(client_round.round_id, indices, "personal")
+        batches = self.runtime.endless_batches(client_round, indices, "personal")
         self.runtime.fit(islice(batches, steps))

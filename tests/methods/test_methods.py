@@ -180,7 +180,7 @@ def test_a_client_round_is_a_function_of_its_arguments(
         small.assert_equal_trees(each.given, each.before)
         torch.manual_seed(each.client_round.client)
         drawn = torch.get_rng_state()
-        again = worker.train_client(each.client_round.round_id, *each.before)
+        again = worker.train_client(each.client_round, *each.before)
         assert torch.equal(torch.get_rng_state(), drawn), "drawn from the global generator"
         small.assert_equal_trees(again.reply.state, reply.state)
         small.assert_equal_trees(again.reply.message, reply.message)

@@ -54,7 +54,7 @@ class AGem(Rehearsal):
         steps = self.runtime.batch_sizes(len(client_round.indices))
         if not steps or not len(past):
             return iter(())
-        draw = client_round.round_id.generator("reference")
+        draw = client_round.generator("reference")
         orders = [torch.randperm(len(past), generator=draw)[: self.params.reference] for _ in steps]
         return iter(past[torch.stack(orders)].to(device))
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from stamp_core.client.batches import StepContext
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_above, require_at_least
-from stamp_core.methods.base.ledger import is_first, recorded
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Method, State
 from stamp_core.models.flat import flatten_like
 
@@ -89,7 +88,7 @@ class FedALA(Method):
         state: FedALAState = client_round.state
         weights = state["weights"].to(self.runtime.device, copy=True)
         context = FedALAContext(weights, state["settled"])
-        if self.params.refresh == "task" and is_first(client_round):
+        if self.params.refresh == "task" and client_round.first:
             context.weights.fill_(1)
             context.settled = False
         own = state["own"].to(self.runtime.device)
@@ -136,7 +135,7 @@ class FedALA(Method):
     def window(self, client_round: ClientRound) -> Tensor:
         """The training images of the current task on which W is learnt.  # [n]"""
         indices = client_round.indices
-        draw = client_round.round_id.generator("window")
+        draw = client_round.generator("window")
         if self.params.window == "random":
             indices = indices[torch.randperm(len(indices), generator=draw)]
         count = min(len(indices), max(1, math.floor(self.params.share * len(indices))))
@@ -149,7 +148,7 @@ class FedALA(Method):
             "own": self.model.parameters[-self.size :].cpu().clone(),
             "weights": context.weights.cpu(),
             "settled": context.settled,
-            "experiences": recorded(client_round),
+            "experiences": client_round.recorded,
         }
 
     def load_personal_model(self, client_round: ClientRound) -> None:

@@ -12,10 +12,8 @@ from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.by_class import class_means
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import require_above, require_at_least
-from stamp_core.methods.base.ledger import recorded
 from stamp_core.methods.base.method import (
     ClientRound,
-    DivergedError,
     FedAvgParams,
     Log,
     Message,
@@ -148,9 +146,7 @@ class FedAS(Method):
             _, classes, counts = batch.targets.unique(return_inverse=True, return_counts=True)
             (errors / counts[classes]).sum().backward()  # the sum of the means of the classes
             model.parameters.add_(model.gradients, alpha=-lr)  # the head's gradients are zero
-        if not model.parameters.isfinite().all():
-            cause = f"align_lr (now {lr:g})"
-            raise DivergedError(client_round.round_id, self.runtime.setting, cause)
+        self.require_finite(model.parameters, client_round, f"align_lr (now {lr:g})")
 
     def shuffled(self, client_round: ClientRound, purpose: str, size: int) -> Iterator[Batch]:
         """The client's images in random order; the live model is put into evaluation mode.
@@ -159,13 +155,13 @@ class FedAS(Method):
         """
         self.model.module.eval()
         indices = client_round.indices
-        order = torch.randperm(len(indices), generator=client_round.round_id.generator(purpose))
+        order = torch.randperm(len(indices), generator=client_round.generator(purpose))
         return self.runtime.plain_batches(indices[order], size)
 
     def update_state(self, client_round: ClientRound, context: StepContext) -> State:
         state = super().update_state(client_round, context)
         parts = self.own_parts(self.model.parameters, self.model.buffers)
-        return {**state, **parts, "experiences": recorded(client_round)}
+        return {**state, **parts, "experiences": client_round.recorded}
 
     def upload(self, client_round: ClientRound, context: StepContext) -> Message:
         message = super().upload(client_round, context)

@@ -158,7 +158,7 @@ class FedDBE(Method):
         """The model and, in the warm-up or where it is renewed after a task, the running mean."""
         message = super().upload(client_round, context)
         renewed = self.params.refresh == "task" and client_round.last
-        wanted = renewed or client_round.round_id.round == WARM_UP
+        wanted = renewed or client_round.round == WARM_UP
         if wanted and context.mean is not None:
             message["mean"] = context.mean.cpu()
         return message

@@ -11,8 +11,7 @@ from torch import Tensor
 from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_above, require_at_least, require_fraction
-from stamp_core.methods.base.ledger import is_first, latest, recorded
-from stamp_core.methods.base.method import ClientRound, DivergedError, FedAvgParams, Method, State
+from stamp_core.methods.base.method import ClientRound, FedAvgParams, Method, State
 
 UNVERIFIED = "importance: the constants could not be verified against the paper"
 MISSED = "importance: the last round of a task was missed, the task has no importance"
@@ -79,18 +78,18 @@ class FedSSI(Method):
     def start(self, client_round: ClientRound) -> FedSSIContext:
         """The first received model of a task is the anchor of the penalty."""
         state: FedSSIState = client_round.state
-        if is_first(client_round):
+        if client_round.first:
             self.log_start(client_round, state)
         if "omega" not in state:
             return FedSSIContext(None, None)
-        first = is_first(client_round)
+        first = client_round.first
         anchor = client_round.message["parameters"] if first else state["anchor"]
         device = self.runtime.device
         return FedSSIContext(state["omega"].to(device), anchor.to(device, copy=True))
 
     def log_start(self, client_round: ClientRound, state: FedSSIState) -> None:
         """Log what was not measured since the last round, and a penalty that overshoots."""
-        missed = client_round.experience - 1 - latest(state) + (not state["measured"])
+        missed = client_round.experience - 1 - client_round.latest + (not state["measured"])
         client_round.log.events += [MISSED] * missed
         strength = self.runtime.lr * self.params.fedssi_alpha
         if "omega" in state and strength * state["omega"].max() > 1:
@@ -107,7 +106,7 @@ class FedSSI(Method):
         """The anchor and, after the last round of a task, Ω with the importance of the task."""
         log = client_round.log
         state = super().update_state(client_round, context)
-        state = {**state, "experiences": recorded(client_round), "measured": client_round.last}
+        state = {**state, "experiences": client_round.recorded, "measured": client_round.last}
         if context.anchor is not None:
             state["anchor"] = context.anchor.cpu()
         if client_round.last and len(client_round.indices):  # the last access to the task's images
@@ -131,8 +130,7 @@ class FedSSI(Method):
         displacement = self.model.parameters - start
         self.model.load(*trained)
         omega: Tensor = integral.clamp(min=0) / (displacement.square() + self.params.epsilon)
-        if not omega.isfinite().all():
-            raise DivergedError(client_round.round_id, self.runtime.setting)
+        self.require_finite(omega, client_round)
         return omega.cpu()
 
     def train_surrogate(
@@ -148,7 +146,7 @@ class FedSSI(Method):
         integral = torch.zeros_like(start)
         indices = client_round.indices
         steps = math.ceil(len(indices) / training.batch_size)
-        batches = self.runtime.endless_batches(client_round.round_id, indices, "surrogate")
+        batches = self.runtime.endless_batches(client_round, indices, "surrogate")
         for batch in islice(batches, steps):
             self.runtime.start_step(len(batch))
             self.loss(batch, context).backward()

@@ -106,7 +106,7 @@ class FsDgpm(Rehearsal):
         past = self.past_indices(client_round)
         if not len(past):
             return empty
-        order = torch.randperm(len(past), generator=client_round.round_id.generator("basis"))
+        order = torch.randperm(len(past), generator=client_round.generator("basis"))
         images = memory["images"][past[order[: self.params.images]]]
         later = len(memory["tasks"][past].unique()) - 1
         epsilon = self.params.epsilon + later * self.params.increment

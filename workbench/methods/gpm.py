@@ -10,7 +10,6 @@ from torch import Tensor
 from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import require_at_least
-from stamp_core.methods.base.ledger import is_due, recorded
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Group, Method, State
 from workbench.methods.base import subspaces
 from workbench.methods.base.subspaces import Bases
@@ -130,7 +129,7 @@ class Gpm(Method):
         if self.params.drift:
             received = client_round.message["parameters"].clone()
             state = {**state, "received": {str(client_round.experience): received}}
-        if len(client_round.indices) and is_due(client_round, self.runtime.training):
+        if len(client_round.indices) and self.is_due(client_round):
             with client_round.log.clock("basis"):
                 state = {**state, **self.remember(client_round, context)}
         client_round.log.numbers |= subspaces.filled(self.layers, state["bases"])
@@ -140,7 +139,7 @@ class Gpm(Method):
         """The bases with the task's inputs at the trained model; its former ones are replaced."""
         state: GpmState = client_round.state
         task = client_round.task
-        draw = client_round.round_id.generator("basis")
+        draw = client_round.generator("basis")
         order = torch.randperm(len(client_round.indices), generator=draw)[: self.params.images]
         images = self.runtime.dataset.x_train[client_round.indices[order]]
         learnt = {each % client_round.plan.tasks for each in state["experiences"]} - {task}
@@ -151,4 +150,4 @@ class Gpm(Method):
             others = state["tasks"][name][state["tasks"][name] != task]
             tasks[name] = F.pad(others, (0, basis.shape[1] - len(others)), value=task)
         bases = {name: basis.cpu() for name, basis in grown.items()}
-        return {"bases": bases, "tasks": tasks, "experiences": recorded(client_round)}
+        return {"bases": bases, "tasks": tasks, "experiences": client_round.recorded}

@@ -11,7 +11,6 @@ from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.client.scoring import accuracies, indices_of_tests
 from stamp_core.config.decode import invalid, require_at_least
-from stamp_core.methods.base.ledger import is_first, recorded
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Method, State
 from stamp_core.models.flat import FlatModel
 
@@ -96,7 +95,7 @@ class PFedDIL(Method):
         models = state["models"]
         current = state["current"]
         target = state.get("target")
-        starts = is_first(client_round) and len(client_round.indices) > 0
+        starts = client_round.first and len(client_round.indices) > 0
         if starts:
             near = self.mean_shares(models, client_round.indices)
             current = nearest_model(near, self.params.threshold, self.params.models)
@@ -166,7 +165,7 @@ class PFedDIL(Method):
             "tasks": {**tasks, str(client_round.task): known},
         }
         models[current : current + 1] = [model]
-        experiences = recorded(client_round)
+        experiences = client_round.recorded
         new = {**state, "models": models, "current": current, "experiences": experiences}
         new.pop("target", None)
         if context.target is not None and not client_round.last:

@@ -13,7 +13,6 @@ from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_above, require_at_least
 from stamp_core.core.seeding import generator
 from stamp_core.data.plan import Plan
-from stamp_core.methods.base.ledger import is_first
 from stamp_core.methods.base.method import ClientRound, InitialStates, Log, Message, Reply, State
 from stamp_core.models.flat import FlatAdam, FlatModel
 from workbench.methods.base.exemplar_lists import ExemplarLists, empty_lists
@@ -147,7 +146,7 @@ class SRFDIL(SampleCache):
     def joint_importance(self, client_round: ClientRound, cache: ExemplarLists) -> Tensor:
         """Mean importance of cached and of new samples, once in an experience.  # [2]"""
         state: SRFDILState = client_round.state
-        if not is_first(client_round):
+        if not client_round.first:
             return state["importance"]
         samples = self.local_set(client_round.indices, client_round.task, cache)
         if not len(samples["labels"]):
@@ -203,7 +202,7 @@ class SRFDIL(SampleCache):
     def fit_networks(self, client_round: ClientRound, cache: ExemplarLists) -> None:
         """Steps of both networks on features of the cache; the classifier is not changed."""
         features, classes = self.features(cache)
-        draw = client_round.round_id.generator("features")
+        draw = client_round.generator("features")
         places = list[Tensor]()
         noise = list[Tensor]()
         for _ in range(self.params.gan_steps):

@@ -15,7 +15,7 @@ from stamp_core.client.by_class import first_per_class
 from stamp_core.client.runtime import ClientRuntime, RoundId
 from stamp_core.client.scoring import score
 from stamp_core.config.decode import invalid, require_above
-from stamp_core.config.schema import Setting, Training
+from stamp_core.config.schema import Training
 from stamp_core.core.devices import has_room
 from stamp_core.data.plan import Plan
 from stamp_core.models.flat import FlatModel
@@ -29,19 +29,7 @@ Message = dict[str, Tensor]  # what is sent; its bytes are counted from these te
 
 
 class DivergedError(ArithmeticError):
-    """Training has produced weights that are not finite."""
-
-    def __init__(self, round_id: RoundId, setting: Setting, cause: str = "") -> None:
-        super().__init__(round_id, setting, cause)  # a worker process pickles these alone
-
-    def __str__(self) -> str:
-        """Where it happened and which parameter to lower: the cause, or the learning rate."""
-        round_id, setting, cause = self.args
-        lr = f"params/settings.yaml: {setting.name}.training.lr (now {setting.training.lr:g})"
-        return (
-            f"client {round_id.client}, experience {round_id.experience}, round {round_id.round}: "
-            f"the weights are no longer finite; lower {cause or lr}"
-        )
+    """Training has produced values that are not finite."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +65,10 @@ class Log:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
 
-@dataclass(frozen=True)
-class ClientRound:
-    """The input of one client's work in one round; only its log is written to."""
+@dataclass(frozen=True, kw_only=True)
+class ClientRound(RoundId):
+    """The address and the input of one client's work in one round; only its log is written to."""
 
-    round_id: RoundId
     plan: Plan
     state: State  # never changed in place: `update_state` returns the new one
     message: Message
@@ -89,34 +76,32 @@ class ClientRound:
     log: Log = field(default_factory=Log)
 
     @property
-    def seed(self) -> int:
-        """The seed of the run."""
-        return self.round_id.seed
-
-    @property
-    def client(self) -> int:
-        """The number of the client."""
-        return self.round_id.client
-
-    @property
-    def experience(self) -> int:
-        """The place in the client's sequence, through all cycles."""
-        return self.round_id.experience
-
-    @property
     def task(self) -> int:
         """The task of the experience; a later cycle repeats it."""
-        return self.round_id.experience % self.plan.tasks
+        return self.experience % self.plan.tasks
 
     @property
     def classes(self) -> tuple[int, ...]:
         """The classes of the task; none where the client has no part in it."""
         return self.plan.clients[self.client][self.task].classes
 
+    # A method that needs the rest keeps "experiences" in the state, sorted: those in which the
+    # client has completed a round or, with a memory, those whose tasks are in it.
+
     @property
-    def last(self) -> bool:
-        """Whether this is the last round of the experience."""
-        return self.round_id.last
+    def first(self) -> bool:
+        """Whether the client has completed no round of this experience yet."""
+        return self.experience not in self.state["experiences"]
+
+    @property
+    def latest(self) -> int:
+        """The experience in which the client last completed a round; -1 before the first."""
+        return max(self.state["experiences"], default=-1)
+
+    @property
+    def recorded(self) -> list[int]:
+        """The experiences with this one."""
+        return sorted({*self.state["experiences"], self.experience})
 
 
 class LocalModel(NamedTuple):
@@ -258,7 +243,8 @@ class Method:
         """The input of a client round, or of an evaluation of the client's model."""
         task = round_id.experience % plan.tasks
         indices = self.train_indices(plan, round_id.client, task)
-        return ClientRound(round_id, plan, state, message, indices)
+        address = round_id.seed, round_id.client, round_id.experience, round_id.round, round_id.last
+        return ClientRound(*address, plan=plan, state=state, message=message, indices=indices)
 
     def train_indices(self, plan: Plan, client: int, task: int) -> Tensor:
         """Indices of the training images of a client's task.  # [n]"""
@@ -272,8 +258,8 @@ class Method:
         context = self.start(client_round)
         losses = self.train(client_round, context)
         self.finish(client_round, context)
-        if losses and not torch.isfinite(self.model.parameters).all():
-            raise DivergedError(client_round.round_id, self.runtime.setting)
+        if losses:
+            self.require_finite(self.model.parameters, client_round)
         loss = float(torch.stack(losses).mean()) if losses else float("nan")
         state = self.update_state(client_round, context)
         message = self.upload(client_round, context)
@@ -288,6 +274,17 @@ class Method:
         for name, network in self.extra_networks.items():
             network.load(client_round.message[name])
 
+    def require_finite(self, values: Tensor, client_round: ClientRound, cause: str = "") -> None:
+        """Refuse to go on with other values: lower the cause, or the learning rate."""
+        if values.isfinite().all():
+            return
+        setting = self.runtime.setting
+        lr = f"params/settings.yaml: {setting.name}.training.lr (now {setting.training.lr:g})"
+        raise DivergedError(
+            f"client {client_round.client}, experience {client_round.experience}, "
+            f"round {client_round.round}: the weights are no longer finite; lower {cause or lr}"
+        )
+
     def start(self, client_round: ClientRound) -> Any:
         """The context of the client round; what is loaded now is what training starts from."""
         return StepContext()
@@ -299,7 +296,7 @@ class Method:
 
     def batches(self, client_round: ClientRound, context: Any) -> Iterator[Batch]:
         """The batches of local training; a method with a memory adds its exemplars here."""
-        return self.runtime.batches(client_round.round_id, client_round.indices)
+        return self.runtime.batches(client_round, client_round.indices)
 
     def finish(self, client_round: ClientRound, context: Any) -> None:
         """Log what training did, or end what it left open."""
@@ -323,6 +320,20 @@ class Method:
 
     def correct_gradient(self, batch: Batch, context: Any) -> None:
         """Change the flat gradient in place before the SGD step."""
+
+    def may_miss_rounds(self) -> bool:
+        """Whether clients may miss a round, the last one of an experience among them."""
+        training = self.runtime.training
+        some = training.participation < 1 or training.clients_per_round is not None
+        return some or training.dropout > 0
+
+    def is_due(self, client_round: ClientRound) -> bool:
+        """Whether a client adds the task to its memory after this round.
+
+        That is the last round of an experience. Where clients may miss it, they do so in their
+        first round as well.
+        """
+        return client_round.last or (self.may_miss_rounds() and client_round.first)
 
     def update_state(self, client_round: ClientRound, context: Any) -> State:
         """The client's state after training."""
@@ -349,8 +360,8 @@ class Method:
     def personal_scores(self, client_round: ClientRound) -> Tensor:
         """Scores of the client's personal model.  # [scorings, 1, T]"""
         self.load_personal_model(client_round)
-        address = client_round.round_id
-        return score(self.runtime, client_round.plan, [address.client], address.experience)
+        client, experience = client_round.client, client_round.experience
+        return score(self.runtime, client_round.plan, [client], experience)
 
     def remembered(self, server: State, client: State) -> Mapping[str, Any]:
         """The "images" that are remembered and their "labels", if there are any."""

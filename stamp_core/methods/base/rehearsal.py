@@ -32,7 +32,6 @@ from stamp_core.coresets.selection.base import (
     propose_exemplars,
     proposes,
 )
-from stamp_core.methods.base.ledger import is_due, is_first, recorded
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Group, Method, State
 
 
@@ -131,7 +130,7 @@ class Rehearsal(Method):
         if not client_round.classes:
             exemplars = self.exemplars_on_device(client_round)
             past = self.past_indices(client_round)
-            return self.runtime.epochs(client_round.round_id, *exemplars, past)
+            return self.runtime.epochs(client_round, *exemplars, past)
         new = super().batches(client_round, context)
         return map(append_exemplars, new, self.exemplar_batches(client_round))
 
@@ -143,7 +142,7 @@ class Rehearsal(Method):
         """The exemplars of other tasks for each batch of the task; none without any."""
         memory: Memory = client_round.state["memory"]
         past = self.past_indices(client_round)
-        draw = client_round.round_id.generator("replay")
+        draw = client_round.generator("replay")
         sizes = self.runtime.batch_sizes(len(client_round.indices))
         labels = memory["labels"][past]
         samples = self.runtime.draw((self.draw_exemplars(labels, n, draw) for n in sizes), draw)
@@ -202,11 +201,11 @@ class Rehearsal(Method):
         state = super().update_state(client_round, context)
         if not self.params.memory.exemplars_per_class:
             return state
-        if not is_due(client_round, self.runtime.training):
+        if not self.is_due(client_round):
             return state
         with client_round.log.clock("coreset"):
             memory = self.updated_memory(client_round)
-        state = {**state, "memory": memory, "experiences": recorded(client_round)}
+        state = {**state, "memory": memory, "experiences": client_round.recorded}
         if self.params.anchor:
             state["anchors"] = self.updated_anchors(client_round)
         return state
@@ -221,7 +220,7 @@ class Rehearsal(Method):
     def updated_memory(self, client_round: ClientRound) -> Memory:
         """The memory with the task's classes, which replace an earlier selection of the task."""
         memory = client_round.state["memory"]
-        first = is_first(client_round)
+        first = client_round.first
         reservoir = self.params.memory.merge == "reservoir"
         if self.repeats_task(client_round) and (reservoir or not first):
             return memory  # its images were merged before

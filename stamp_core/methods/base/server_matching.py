@@ -61,8 +61,8 @@ class ServerMatching(Method):
         spatial: SpatialParams | None = self.params.spatial
         if spatial is None or spatial.projection is None:
             return message
-        round_id = client_round.round_id
-        draw = generator(round_id.seed, round_id.experience, round_id.round, PROJECTION)
+        address = client_round.seed, client_round.experience, client_round.round
+        draw = generator(*address, PROJECTION)
         update = Difference(client_round.message["parameters"], message["parameters"])
         return {**message, PROJECTION: sketch(update, spatial.projection, draw)}
 

@@ -128,17 +128,16 @@ class Stamp(ServerMatching, Rehearsal):
             finite = bool(self.model.parameters.isfinite().all())  # else matching would hide it
             if of_segment and finite:
                 with client_round.log.clock("temporal"):
-                    result = match_past_tasks(runtime, client_round.round_id, params, update, past)
+                    result = match_past_tasks(runtime, client_round, params, update, past)
                 context.matches.append(result)
         return losses
 
     def past_tasks(self, client_round: ClientRound, params: TemporalParams) -> dict[int, PastTask]:
         """The stored images of the client's other tasks; of many tasks, those of a sample."""
         found = self.stored_images(client_round, params.source)
-        round_id = client_round.round_id
         return {
-            task: PastTask(*found[task], round_id.generator(f"pictures of task {task}"))
-            for task in sample_tasks(sorted(found), params.tasks, round_id)
+            task: PastTask(*found[task], client_round.generator(f"pictures of task {task}"))
+            for task in sample_tasks(sorted(found), params.tasks, client_round)
         }
 
     def stored_images(
@@ -168,7 +167,7 @@ class Stamp(ServerMatching, Rehearsal):
             return indices
         memory: Memory = client_round.state["memory"]
         tasks = past_tasks(memory, client_round.task)
-        chosen = sample_tasks(tasks, self.params.temporal.tasks, client_round.round_id)
+        chosen = sample_tasks(tasks, self.params.temporal.tasks, client_round)
         return indices[torch.isin(memory["tasks"][indices], torch.tensor(chosen))]
 
     def step(self, batch: Batch, context: Any) -> Tensor:

@@ -146,7 +146,7 @@ class AFFCL(TaskServer):
     def flow_replay(self, client_round: ClientRound, past: Tensor, last: Message) -> FlowReplay:
         """The flow's work in this client round."""
         message = client_round.message
-        draw = client_round.round_id.generator
+        draw = client_round.generator
         classes = self.runtime.classes
         learnt = unpack_bits(message["learnt"], classes) if "learnt" in message else past
         learnt = learnt | self.current_classes(client_round)

@@ -166,7 +166,7 @@ class Inversion(TaskServer, ABC):
 
     def replay_batches(self, client_round: ClientRound, images: Tensor) -> Iterator[Tensor]:
         """Augmented batches of synthetic images without end.  # [N, C, H, W]"""
-        draw = client_round.round_id.generator("replay")
+        draw = client_round.generator("replay")
         steps = math.ceil(len(client_round.indices) / self.runtime.training.batch_size)
         size = self.params.replay_batch_size or math.ceil(len(images) / steps)  # of a local epoch
         read = self.runtime.reader(images.to(self.runtime.device), torch.arange(len(images)))

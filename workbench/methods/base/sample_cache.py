@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from stamp_core.client.batches import Batch, StepContext
 from stamp_core.config.decode import invalid, require_above, require_at_least
 from stamp_core.coresets.learner import head_gradient_factors, per_sample_gradients
-from stamp_core.methods.base.ledger import is_first, latest, recorded
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Group, Method, State
 from stamp_core.models.networks import Classifier
 from workbench.methods.base.exemplar_lists import ExemplarLists, empty_lists
@@ -87,7 +86,7 @@ class SampleCache(Method):
             return super().batches(client_round, context)
         samples = self.local_set(client_round.indices, client_round.task, context.cache)
         every = torch.arange(len(samples["labels"]))
-        address = client_round.round_id
+        address = client_round
         return self.runtime.epochs(address, samples["images"], samples["labels"], every)
 
     def local_set(self, indices: Tensor, task: int, cache: ExemplarLists) -> ExemplarLists:
@@ -103,7 +102,7 @@ class SampleCache(Method):
 
     def update_state(self, client_round: ClientRound, context: Any) -> State:
         state = super().update_state(client_round, context)
-        return {**state, "cache": context.cache, "experiences": recorded(client_round)}
+        return {**state, "cache": context.cache, "experiences": client_round.recorded}
 
     def remembered(self, server: State, client: State) -> ExemplarLists:
         cache: ExemplarLists = client["cache"]
@@ -115,10 +114,10 @@ class SampleCache(Method):
         """The cache; a new one if the live model is the first that is received for a task."""
         state: CacheState = client_round.state
         experience = client_round.experience
-        if not self.params.cache or not experience or not is_first(client_round):
+        if not self.params.cache or not experience or not client_round.first:
             return state["cache"]
         # A client holds the images of a task until the next but one: those before are gone.
-        client_round.log.events += [LOST] * (experience - 1 - max(latest(state), 0))
+        client_round.log.events += [LOST] * (experience - 1 - max(client_round.latest, 0))
         previous = (experience - 1) % client_round.plan.tasks
         indices = self.train_indices(client_round.plan, client_round.client, previous)
         samples = self.local_set(indices, previous, state["cache"])

@@ -13,7 +13,6 @@ from stamp_core.client.batches import Batch, append_exemplars
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_above, require_at_least, require_fraction
 from stamp_core.core.seeding import generator
-from stamp_core.methods.base.ledger import may_miss_rounds
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Log, Message, Reply, State
 from workbench.methods.base.generators import Pool, draw_inputs
 from workbench.methods.base.task_server import (
@@ -200,10 +199,10 @@ class FedCIL(TaskServer):
         current = self.current_classes(client_round)
         known = current if last is None else current | last["classes"]
         count = self.runtime.training.epochs * len(client_round.indices)
-        draw = client_round.round_id.generator("adversarial")
+        draw = client_round.generator("adversarial")
         draws = self.pool(known, count, draw)
         teacher = None
-        if self.params.consistency and client_round.round_id.round > 0:
+        if self.params.consistency and client_round.round > 0:
             classes = self.past_classes(announced) | current
             received = client_round.message["generator"].to(self.runtime.device)
             teacher = Teacher(received, self.pool(classes, count, draw, (3,)))
@@ -225,7 +224,7 @@ class FedCIL(TaskServer):
         steps = self.runtime.training.epochs * math.ceil(len(client_round.indices) / size)
         pool_size = size * max(1, min(steps, self.acgan.chunk // size))  # in few passes: faster
         count = pool_size * math.ceil(steps * size / pool_size)
-        draws = self.pool(last["classes"], count, client_round.round_id.generator("replay"))
+        draws = self.pool(last["classes"], count, client_round.generator("replay"))
         parameters = last["generator"].to(self.runtime.device)
         while True:
             labels, noise = draws.take(pool_size)
@@ -265,7 +264,7 @@ class FedCIL(TaskServer):
         kept: FedCILState = {"last": context.last, "next": None, "moments": context.moments}
         if client_round.last:
             kept["last"] = trained or context.last
-        elif may_miss_rounds(self.runtime.training):
+        elif self.may_miss_rounds():
             kept["next"] = trained
         return {**state, **kept}
 

@@ -180,8 +180,8 @@ class FedL2P(Method):
         received = self.local_model(context)
         meta = context.meta.to(self.runtime.device)
         statistics = layer_statistics(self.runtime, self.norms, others)
-        inner = self.runtime.endless_batches(client_round.round_id, others, "inner")
-        outer = self.runtime.endless_batches(client_round.round_id, held, "outer")
+        inner = self.runtime.endless_batches(client_round, others, "inner")
+        outer = self.runtime.endless_batches(client_round, held, "outer")
         for _ in range(self.params.outer_steps):
             step, loss = self.outer_step(meta, statistics, inner, outer)
             self.model.load(*received)
@@ -277,7 +277,7 @@ class FedL2P(Method):
             beta = torch.zeros_like(beta)
         net = self.reset_statistics()
         steps = epochs * math.ceil(len(indices) / self.runtime.training.batch_size)
-        batches = self.runtime.endless_batches(client_round.round_id, indices, "personal")
+        batches = self.runtime.endless_batches(client_round, indices, "personal")
         with mixed_normalisation(self.norms, net, beta):
             self.fine_tune(islice(batches, steps), lrs)
         store_mixture(self.norms, net, beta)

@@ -12,7 +12,6 @@ from stamp_core.client.runtime import ClientRuntime
 from stamp_core.client.scoring import accuracies, predict, score, tests_of_tasks
 from stamp_core.config.decode import require, require_at_least, require_fraction
 from stamp_core.config.schema import Training
-from stamp_core.methods.base.ledger import is_first, recorded
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Log, Message, Reply, State
 from stamp_core.models.flat import FlatSGD
 from stamp_core.results.records import SCORINGS
@@ -238,7 +237,7 @@ class FedWeIT(TaskServer):
 
     def weights(self, client_round: ClientRound, knowledge: Tensor) -> Decomposed:
         """The trained parts of the current task's weights: its own, or those it starts with."""
-        draw = client_round.round_id.generator
+        draw = client_round.generator
         base = self.merged_base(client_round)
         if own := client_round.state["tasks"].get(str(client_round.task)):
             mask = own["mask"]
@@ -246,7 +245,7 @@ class FedWeIT(TaskServer):
         else:
             mask = self.channels.draw_masks(draw("mask"))
             adaptive = base * (self.params.adaptive or 0)
-        if is_first(client_round):
+        if client_round.first:
             size = len(self.channels.blocks), len(knowledge)
             attention = torch.randn(size, generator=draw("attention"))
             attention = attention / max(1, len(knowledge)) ** 0.5
@@ -304,7 +303,7 @@ class FedWeIT(TaskServer):
             **super().update_state(client_round, context),
             **{name: part.cpu().clone() for name, part in parts.items()},
             "tasks": tasks,
-            "experiences": recorded(client_round),
+            "experiences": client_round.recorded,
         }
 
     def moved_tasks(
@@ -391,4 +390,4 @@ def _past_tasks(client_round: ClientRound) -> dict[str, LearntTask]:
 
 def _target(client_round: ClientRound) -> Tensor:
     """The B at which no past task has moved: the one of before this task, or its target.  # [N]"""
-    return client_round.state["base"] if is_first(client_round) else client_round.state["target"]
+    return client_round.state["base"] if client_round.first else client_round.state["target"]

@@ -14,7 +14,6 @@ from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_above, require_at_least
 from stamp_core.coresets.selection.base import Candidates
 from stamp_core.coresets.selection.herding import choose
-from stamp_core.methods.base.ledger import is_due, is_first, recorded
 from stamp_core.methods.base.method import ClientRound, Message, State
 from stamp_core.models.flat import FlatModel
 from workbench.methods.base.exemplar_lists import ExemplarLists, empty_lists
@@ -130,7 +129,7 @@ class GLFC(ProxyServer):
         """What the client knows of its tasks now, and whether it has detected a new one."""
         state: GLFCState = client_round.state
         known: KnownTasks = {**state["known"]}
-        signal = is_first(client_round)
+        signal = client_round.first
         if signal:
             known["waiting"] = known["current"]
             known["current"] = self.current_classes(client_round)
@@ -183,7 +182,7 @@ class GLFC(ProxyServer):
         images, labels = self.runtime.train_images(client_round.indices)
         images = torch.cat([images, client_round.state["memory"]["images"][used].to(images)])
         labels = torch.cat([labels, client_round.state["memory"]["labels"][used].to(labels)])
-        return self.runtime.epochs(client_round.round_id, images, labels, torch.arange(len(labels)))
+        return self.runtime.epochs(client_round, images, labels, torch.arange(len(labels)))
 
     def sample_count(self, client_round: ClientRound, context: GLFCContext) -> int:
         if client_round.classes:
@@ -246,10 +245,10 @@ class GLFC(ProxyServer):
 
     def update_state(self, client_round: ClientRound, context: GLFCContext) -> State:
         state = {**super().update_state(client_round, context), "known": context.known}
-        if self.params.exemplars and is_due(client_round, self.runtime.training):
+        if self.params.exemplars and self.is_due(client_round):
             with client_round.log.clock("exemplars"):
                 state["memory"] = self.updated_memory(client_round, context)
-        return {**state, "experiences": recorded(client_round)}
+        return {**state, "experiences": client_round.recorded}
 
     def updated_memory(self, client_round: ClientRound, context: GLFCContext) -> ExemplarLists:
         """A herded list for each class of this task, and those of other tasks that are learnt.

@@ -16,7 +16,6 @@ from stamp_core.client.scoring import accuracies, indices_of_tests
 from stamp_core.config.decode import invalid, require_above, require_at_least
 from stamp_core.core.seeding import address, generator
 from stamp_core.data.plan import Plan, Task
-from stamp_core.methods.base.ledger import is_first, recorded
 from stamp_core.methods.base.method import (
     ClientRound,
     FedAvgParams,
@@ -251,11 +250,11 @@ class TagFed(Method):
         """Load the sub-model of the current task: new, pruned or known before."""
         state = self.apply_received(client_round)
         rounds = self.runtime.training.rounds
-        starts = is_first(client_round)
+        starts = client_round.first
         if starts and len(client_round.indices):
             state = self.select_task(client_round, state)
         elif state["new"] == client_round.experience and rounds > 1:
-            state = self.prune(state, client_round.round_id.round / (rounds - 1))
+            state = self.prune(state, client_round.round / (rounds - 1))
         if not state["task"]:
             return TagFedContext(state)
         self.model.load(*sub_model(state, state["task"]))
@@ -277,7 +276,7 @@ class TagFed(Method):
         answers = context.answers.to(self.runtime.device)
         images, labels = self.runtime.train_images(client_round.indices)
         every = torch.arange(len(labels))  # batches tell which images they have, not their labels
-        for batch in self.runtime.epochs(client_round.round_id, images, every, every):
+        for batch in self.runtime.epochs(client_round, images, every, every):
             places = batch.targets
             yield replace(batch, targets=labels[places], soft=answers[places])
 
@@ -304,7 +303,7 @@ class TagFed(Method):
             state = {**state, "buffers": base["buffers"]}
         if not len(client_round.indices):
             return state
-        state = {**state, "experiences": recorded(client_round)}
+        state = {**state, "experiences": client_round.recorded}
         values = self.model.parameters.cpu()[trained(state)]
         state = with_values(state, values, self.model.buffers.cpu().clone())
         weights = context.weights

@@ -5,7 +5,6 @@ from typing import NotRequired, TypedDict
 import torch
 from torch import Tensor, nn
 
-from stamp_core.methods.base.ledger import latest
 from stamp_core.models.flat import FlatAdam, FlatModel
 from stamp_core.models.networks import Classifier
 from workbench.methods.base.task_server import pack_bits, unpack_bits
@@ -85,7 +84,7 @@ def with_values(state: PackedState, values: Tensor, buffers: Tensor) -> PackedSt
     state = {**state, "augmented": augmented}
     if not state["task"]:
         return {**state, "weights": augmented}
-    if state["new"] == latest(state):
+    if state["new"] == max(state["experiences"], default=-1):
         owned = state["owners"] == state["task"]
         state["weights"] = torch.where(owned, augmented, state["weights"])
     name = str(state["task"])
