@@ -4,7 +4,6 @@ from stamp_core.config.decode import invalid
 from stamp_core.core.seeding import generator
 from stamp_core.engine.privacy import PURPOSE, refused, share_noisy_mean
 from stamp_core.methods.base.method import Log, Method, Reply, State
-from stamp_core.methods.base.secure_sums import seal_replies
 from stamp_core.models.sealed import SingleUploadError
 
 
@@ -24,7 +23,7 @@ class Server:
         """The replies that the server is handed, on the device where there is room for all."""
         if self.privacy and self.privacy.is_central and not self.method.averages:
             raise refused(self.method, "averages on the server, as privacy.noise is central")
-        return self.method.gather(seal_replies(self.method, replies, log))
+        return self.method.gather(self.method.seal(replies, log))
 
     def aggregate(
         self, server: State, replies: list[Reply], address: tuple[int, int], log: Log

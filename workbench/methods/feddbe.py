@@ -22,7 +22,6 @@ from stamp_core.methods.base.method import (
     Reply,
     State,
 )
-from stamp_core.methods.base.secure_sums import seal_replies
 
 WARM_UP = -1  # the round of the warm-up: its random draws are its own
 
@@ -69,7 +68,7 @@ class FedDBE(Method):
         if not self.params.feddbe_kappa:
             return initial
         replies = [self.warm_up(plan, u, initial.server) for u in range(len(plan.clients))]
-        replies = [reply for reply in seal_replies(self, replies, Log()) if reply.samples]
+        replies = [reply for reply in self.seal(replies, Log()) if reply.samples]
         if not replies:
             return initial
         mean = self.average("mean", replies)

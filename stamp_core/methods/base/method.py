@@ -19,6 +19,7 @@ from stamp_core.config.schema import Training
 from stamp_core.core.devices import has_room
 from stamp_core.data.plan import Plan
 from stamp_core.models.flat import FlatModel
+from stamp_core.models.sealed import Sealed
 from stamp_core.results.records import tree_bytes
 
 # What a client or the server remembers: a dict of tensors and plain values, nested as needed. A
@@ -203,6 +204,24 @@ class Method:
     def broadcast(self, server: State, client: int) -> Message:
         """The message from the server to a client."""
         return {name: server[name] for name in (*self.shared_vectors(), *self.extra_networks)}
+
+    def seal(self, replies: list[Reply], log: Log) -> list[Reply]:
+        """What the server is handed: with `training.secure_sums` replies with sealed vectors.
+
+        One client alone has no sum that hides it: then no reply is handed over, and the round
+        leaves the server as it is.
+        """
+        if not self.runtime.training.secure_sums:
+            return replies
+        if sum(reply.samples > 0 for reply in replies) < 2:
+            log.events.append("secure sums: fewer than two clients have trained")
+            return []
+        return [replace(reply, message=self.sealed(reply)) for reply in replies]
+
+    def sealed(self, reply: Reply) -> Any:
+        """The message with sealed vectors; to a server that only averages they are tensors."""
+        vectors = reply.message.items()
+        return {n: v if n in self.in_clear else Sealed(v, reply.client) for n, v in vectors}
 
     def gather(self, replies: list[Reply]) -> list[Reply]:
         """The replies with the models' vectors on the device, where there is room for all."""

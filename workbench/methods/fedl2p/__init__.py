@@ -27,7 +27,6 @@ from stamp_core.methods.base.method import (
     Reply,
     State,
 )
-from stamp_core.methods.base.secure_sums import seal_replies
 from stamp_core.models.flat import split_like
 from stamp_core.results.records import tree_bytes
 from workbench.methods.fedl2p.meta_networks import LayerStatistics, MetaNets, layer_statistics
@@ -123,8 +122,7 @@ class FedL2P(Method):
                 replies.append(fedavg.train_client(client_round))
             up += tree_bytes([reply.message for reply in replies])
             states = [reply.state for reply in replies]
-            replies = seal_replies(fedavg, replies, Log())
-            server = fedavg.aggregate(server, replies, Log())
+            server = fedavg.aggregate(server, fedavg.seal(replies, Log()), Log())
         net = {name: server[name] for name in ("parameters", "buffers")}
         clients = [{**net, **state} for state in states]  # local buffers replace the server's
         messages = len(clients) * (self.params.warm_rounds + 1)  # the last one is the result
