@@ -69,7 +69,7 @@ PARTS: dict[str, Some] = {
     "glfc": {"exemplars": 12, "perturb_steps": 2, "recon_steps": 3},
     "lander": {**SYNTHESIS, "anchor_features": 6},
     "refed": {"cache": 10, "steps": 2},
-    "srfdil": {"cache": 10, "steps": 2, "gan_steps": 2, "selected": 0.75},
+    "srfdil": {"cache": 10, "steps": 2, "gan_steps": 2},
     "fedweit": {"lambda1": 0.0},  # the size of a message must not depend on rounding
     "pfeddil": {"models": 2, "migration": 0.1, "threshold": 1.1},
     "stamp": {

@@ -18,11 +18,11 @@ class Server:
         self.preset = preset
         self.seed = seed
         self.privacy = method.runtime.setting.privacy
+        if self.privacy and self.privacy.is_central and not method.averages:
+            raise refused(method, "averages on the server, as privacy.noise is central")
 
-    def gather(self, server: State, replies: list[Reply], log: Log) -> list[Reply]:
+    def gather(self, replies: list[Reply], log: Log) -> list[Reply]:
         """The replies that the server is handed, on the device where there is room for all."""
-        if self.privacy and self.privacy.is_central and not self.method.averages:
-            raise refused(self.method, "averages on the server, as privacy.noise is central")
         return self.method.gather(self.method.seal(replies, log))
 
     def aggregate(

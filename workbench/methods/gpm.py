@@ -1,7 +1,7 @@
 """GPM (Saha et al., 2021): no step in the subspace of layers' inputs in past tasks."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypedDict
+from typing import ClassVar, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +22,6 @@ class GpmParams(FedAvgParams):
     epsilon: float = 0.95  # share of the squares of a layer's inputs that its basis must hold
     increment: float = 0.003  # added to it for every task learnt before
     images: int = 125  # of a task, from which the bases are made
-    # Each gradient, or the whole update after free training.
-    project: Literal["step", "update"] = "step"
     # Log which share of the global update lies in the protected subspaces: the client keeps the
     # received model for that.
     drift: bool = False
@@ -82,34 +80,20 @@ class Gpm(Method):
         bases = {n: m[:, state["tasks"][n] != client_round.task] for n, m in state["bases"].items()}
         return {name: basis.contiguous().to(self.runtime.device) for name, basis in bases.items()}
 
-    def train(self, client_round: ClientRound, context: GpmContext) -> list[Tensor]:
-        """Local SGD, of which every step or the whole update is projected."""
-        if not subspaces.has_columns(context.bases):
-            return super().train(client_round, context)
-        self.log_drift(client_round, context.bases)
-        start = self.model.parameters.clone()
-        losses = super().train(client_round, context)
-        if self.params.project == "update":
-            end = self.model.parameters
-            end.sub_(self.protected_part(end - start, context))
-        return losses
-
     def finish(self, client_round: ClientRound, context: GpmContext) -> None:
+        if subspaces.has_columns(context.bases):
+            self.log_drift(client_round, context.bases)
         if context.removed:
             client_round.log.numbers["removed"] = float(torch.stack(context.removed).mean())
 
     def correct_gradient(self, batch: Batch, context: GpmContext) -> None:
         """Take the protected part from the gradient, and from what weight decay will add to it."""
-        if self.params.project == "step" and subspaces.has_columns(context.bases):
+        if subspaces.has_columns(context.bases):
             step = subspaces.descent_direction(self.runtime)
-            self.model.gradients.sub_(self.protected_part(step, context))
-
-    def protected_part(self, step: Tensor, context: GpmContext) -> Tensor:
-        """The protected part of a step, whose share of the length is noted.  # [P]"""
-        fixed = step.where(self.normalisation, 0.0)
-        inside = subspaces.component(step, self.layers, context.bases, fixed)
-        context.removed.append(inside.norm() / step.norm())
-        return inside
+            fixed = step.where(self.normalisation, 0.0)
+            inside = subspaces.component(step, self.layers, context.bases, fixed)
+            context.removed.append(inside.norm() / step.norm())
+            self.model.gradients.sub_(inside)
 
     def log_drift(self, client_round: ClientRound, bases: Bases) -> None:
         """Log the protected share of the global update since a round with the same bases."""
