@@ -139,15 +139,13 @@ def test_a_server_averages_if_its_method_says_so(kind: str, neutral: bool) -> No
     method, (server, states, *_) = worker.method, worker.initial_states(0)
     messages = [method.broadcast(server, client) for client in range(3)]
     ids = [RoundId(0, client, 0, 0, last=True) for client in range(3)]
-    replies = [
-        worker.train_client(*each).reply for each in zip(ids, states, messages, strict=False)
-    ]
+    rounds = zip(ids, states[:3], messages, strict=True)
+    replies = [worker.train_client(*each).reply for each in rounds]
     if all(reply.message.keys() == {"parameters"} for reply in replies):
-        each = [with_model(reply, reply.message["parameters"]) for reply in replies]
-        both = (
-            method.aggregate(server, r, Log()) for r in (each, share_mean(worker.runtime, each))
-        )
-        one, other = (tree_digest(*flatten(state)) for state in both)
+        own = [with_model(reply, reply.message["parameters"]) for reply in replies]
+        mean = share_mean(worker.runtime, own)
+        nexts = [method.aggregate(server, each, Log()) for each in (own, mean)]
+        one, other = (tree_digest(*flatten(state)) for state in nexts)
         assert method.averages == (one == other)
 
 
