@@ -105,8 +105,6 @@ class FBL(Rehearsal):
         own = FBLState(old={}, experience=-1, epochs=0, entropy=-1.0)
         return {**super().init_client(client, server), **own}
 
-    # --- before training
-
     def start(self, client_round: ClientRound) -> FBLContext:
         """The received model becomes the teacher if the task is new."""
         before: FBLState = client_round.state
@@ -213,8 +211,6 @@ class FBL(Rehearsal):
         teacher = logits[:, columns].softmax(1)
         return entropies(teacher).cpu(), columns[teacher.argmax(1)].cpu()
 
-    # --- training
-
     def loss(self, batch: Batch, context: FBLContext) -> Tensor:
         """Weighted cross-entropy of labels and pseudo labels, and the relations of classes."""
         past = context.past
@@ -273,8 +269,6 @@ class FBL(Rehearsal):
         new = 1 - members @ table.sum(0)[:, None]  # [M, 1]
         targets: Tensor = spread + new * (1 - self.params.leak) * (members - spread)
         return targets
-
-    # --- after training
 
     def update_state(self, client_round: ClientRound, context: FBLContext) -> State:
         return {**super().update_state(client_round, context), **context.state}

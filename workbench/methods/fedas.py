@@ -61,8 +61,6 @@ class FedAS(Method):
         if params.head != "local":
             self.models = ("global", "personal", "local")
 
-    # --- the server
-
     def broadcast(self, server: State, client: int) -> Message:
         message = super().broadcast(server, client)
         return message if self.params.head == "shared" else self.without_head(message)
@@ -94,8 +92,6 @@ class FedAS(Method):
             return samples
         log.numbers["trace, largest share"] = float(traces.max() / traces.sum())
         return [float(trace) for trace in traces]
-
-    # --- a client
 
     def init_client(self, client: int, server: State) -> State:
         return {**self.own_parts(server["parameters"], server["buffers"]), "experiences": []}

@@ -85,8 +85,6 @@ class FedDBE(Method):
         message = super().broadcast(server, client)
         return self.train_client(self.client_round(round_id, plan, {}, message))
 
-    # --- the server
-
     def broadcast(self, server: State, client: int) -> Message:
         """The model, and a renewed mean until the client has replied."""
         message = super().broadcast(server, client)
@@ -104,8 +102,6 @@ class FedDBE(Method):
             return averaged
         informed = sorted({*server["informed"], *(reply.client for reply in replies)})
         return {**averaged, "informed": informed}
-
-    # --- a client
 
     def init_client(self, client: int, server: State) -> State:
         weight, _ = self.classifier.head.parameters()  # [classes, F]
@@ -161,8 +157,6 @@ class FedDBE(Method):
         if wanted and context.mean is not None:
             message["mean"] = context.mean.cpu()
         return message
-
-    # --- the personal model
 
     def local_model(self, context: FedDBEContext) -> LocalModel:
         self.add_offset(context.offset)

@@ -124,8 +124,6 @@ class FsDgpm(Rehearsal):
         own = FsDgpmState(protected=client_round.experience, bases=bases, lambdas=lambdas)
         return {**super().update_state(client_round, context), **own}
 
-    # --- a step
-
     def loss(self, batch: Batch, context: FsDgpmContext) -> Tensor:
         """The mean of the losses of new images and exemplars at the weights after each inner step.
 

@@ -69,8 +69,6 @@ class Gpm(Method):
         tasks = {name: torch.zeros(0, dtype=torch.int32) for name in bases}
         return {"bases": bases, "tasks": tasks, "experiences": [], "received": {}}
 
-    # --- training
-
     def start(self, client_round: ClientRound) -> GpmContext:
         return GpmContext(self.other_columns(client_round), [])
 

@@ -59,8 +59,6 @@ class GradMA(Method):
         tensors = self.model.module.parameters()
         return None if self.params.scope == "model" else [p.numel() for p in tensors]
 
-    # --- the server
-
     def init_server(self, seed: int) -> State:
         server = super().init_server(seed)
         if self.params.server:
@@ -117,8 +115,6 @@ class GradMA(Method):
             memory[client] = memory[client] + update if client in memory else update
             counts[client] = counts.get(client, 0) + 1
         return memory, counts
-
-    # --- a client
 
     def start(self, client_round: ClientRound) -> GradMAContext:
         """The received model is also a point where gradients are taken."""

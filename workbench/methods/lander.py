@@ -210,8 +210,6 @@ class Lander(Inversion):
     def initial_weights(self, name: str, seed: int) -> Tensor:
         return FlatModel(self.feature_map(seed, name)).parameters
 
-    # --- the server
-
     def init_server(self, seed: int) -> State:
         table = self.file
         if table is None:
@@ -229,8 +227,6 @@ class Lander(Inversion):
 
     def synthesis(self, source: Source, server: LanderServer, log: Log) -> Synthesis:
         return AnchoredSynthesis(self.runtime, self.params, source, server["anchors"], log)
-
-    # --- a client
 
     def start(self, client_round: ClientRound) -> LanderContext:
         shared = vars(super().start(client_round))

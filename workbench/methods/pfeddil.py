@@ -142,8 +142,6 @@ class PFedDIL(Method):
             vectors = torch.stack([model["parameters"] for model in models])
             numbers["distance of models"] = float(torch.pdist(vectors).mean())
 
-    # --- training
-
     def correct_gradient(self, batch: Batch, context: PFedDILContext) -> None:
         """Add the gradient of c sum_i rho_i |w - w_i|^2, which is 2 c (w - sum_i rho_i w_i)."""
         if context.target is not None:
@@ -171,8 +169,6 @@ class PFedDIL(Method):
         if context.target is not None and not client_round.last:
             new["target"] = context.target.cpu()
         return new
-
-    # --- evaluation
 
     def features(self, model: PersonalModel, images: Tensor) -> Tensor:
         """Features of images by a model, which stays in the live model.  # [n, F]"""

@@ -108,8 +108,6 @@ class AFFCL(TaskServer):
         flow = build_seeded(partial(Flow, *sizes, self.params.flow_scale), seed, "flow")
         return FlatModel(flow.to(self.runtime.device))
 
-    # --- the server
-
     def initial_weights(self, name: str, seed: int) -> Tensor:
         return self.new_flow(seed).parameters.cpu()
 
@@ -118,8 +116,6 @@ class AFFCL(TaskServer):
         if self.extra_networks and client in server["informed"]:  # else they are announced
             message["learnt"] = pack_bits(server["classes"])
         return message
-
-    # --- a client
 
     def start(self, client_round: ClientRound) -> AFFCLContext:
         announced = self.announced(client_round)

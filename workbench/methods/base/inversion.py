@@ -86,8 +86,6 @@ class Inversion(TaskServer, ABC):
         """A map of features with the initial weights of `seed`; here they stay as they are."""
         return nn.Identity()
 
-    # --- the server
-
     def init_server(self, seed: int) -> State:
         return {**super().init_server(seed), "replay": {}}
 
@@ -137,8 +135,6 @@ class Inversion(TaskServer, ABC):
 
     def remembered(self, server: InversionServer, client: State) -> Message:
         return server["replay"]
-
-    # --- a client
 
     def start(self, client_round: ClientRound) -> Any:
         announced = self.announced(client_round)

@@ -75,8 +75,6 @@ class SampleCache(Method):
     def init_client(self, client: int, server: State) -> CacheState:
         return {"cache": empty_lists(self.runtime.dataset.x_train), "experiences": []}
 
-    # --- training
-
     def start(self, client_round: ClientRound) -> Any:
         return CacheContext(self.updated_cache(client_round))
 
@@ -86,8 +84,7 @@ class SampleCache(Method):
             return super().batches(client_round, context)
         samples = self.local_set(client_round.indices, client_round.task, context.cache)
         every = torch.arange(len(samples["labels"]))
-        address = client_round
-        return self.runtime.epochs(address, samples["images"], samples["labels"], every)
+        return self.runtime.epochs(client_round, samples["images"], samples["labels"], every)
 
     def local_set(self, indices: Tensor, task: int, cache: ExemplarLists) -> ExemplarLists:
         """The images of a task, and the cached ones of others: a later cycle repeats tasks."""
@@ -140,12 +137,9 @@ class SampleCache(Method):
         return chosen
 
     def scores(self, client_round: ClientRound, samples: ExemplarLists) -> Tensor:
-        """What the samples are ordered by: their importance.  # [N]"""
-        return self.importance(client_round, samples)
+        """What the samples are ordered by: their importance.  # [N]
 
-    def importance(self, client_round: ClientRound, samples: ExemplarLists) -> Tensor:
-        """The sum over the steps p = 1 … s of the gradient norms divided by p.  # [N]
-
+        It is the sum over the steps p = 1 … s of the gradient norms divided by p.
         The informative model is trained in the live model, which is restored. It starts from the
         received model. Each step is one along the mean gradient of all samples, in evaluation mode:
         statistics of batch normalisation do not change.

@@ -53,8 +53,6 @@ class TaskServer(Method):
         known = {"classes": none, "past": none.clone(), "informed": []}
         return states._replace(server={**states.server, **counters, **known})
 
-    # --- the server
-
     def announcement(self, server: Any) -> Message:
         """What a client receives once in an experience, besides the classes learnt before it."""
         return {}
@@ -90,8 +88,6 @@ class TaskServer(Method):
     def is_over(self, server: TaskServerState) -> bool:
         """Whether all experiences of the run have been trained."""
         return server["round"] == server["experiences"] * self.runtime.training.rounds
-
-    # --- a client
 
     def start(self, client_round: ClientRound) -> Any:
         return TaskContext(self.announced(client_round))

@@ -108,8 +108,6 @@ class FedCIL(TaskServer):
         size = count, *shape, self.params.noise
         return Pool(partial(draw_inputs, classes, size, draw, self.runtime.device))
 
-    # --- the server
-
     def init_server(self, seed: int) -> State:
         return {**super().init_server(seed), "clients": {}, "moments": None}
 
@@ -186,8 +184,6 @@ class FedCIL(TaskServer):
         images = self.acgan.sample(server["generator"], labels.to(device), noise.to(device))
         pixels = ((images + 1) * 127.5).round().to(torch.uint8).cpu()
         return {"images": pixels, "labels": labels}
-
-    # --- a client
 
     def start(self, client_round: ClientRound) -> Any:
         if not self.params.adversarial:

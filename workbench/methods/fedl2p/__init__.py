@@ -99,8 +99,6 @@ class FedL2P(Method):
         if self.frozen:
             self.models = ("personal",)
 
-    # --- the server
-
     def init_server(self, seed: int) -> State:
         return {**super().init_server(seed), "meta": self.nets.initial(seed, self.params.lr)}
 
@@ -146,8 +144,6 @@ class FedL2P(Method):
     def held_out(self, samples: int) -> int:
         """The number of held-out images."""
         return int(self.params.held_out * samples)
-
-    # --- a client
 
     def start(self, client_round: ClientRound) -> FedL2PContext:
         return FedL2PContext(client_round.message["meta"])

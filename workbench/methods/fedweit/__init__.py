@@ -128,8 +128,6 @@ class FedWeIT(TaskServer):
         if params.head == "task":
             self.models = ("personal", "local")
 
-    # --- the server
-
     def init_server(self, seed: int) -> State:
         server = super().init_server(seed)
         base = self.channels.gather(server["parameters"])
@@ -192,8 +190,6 @@ class FedWeIT(TaskServer):
         before = self.channels.gather(server["parameters"])
         counts = self.channels.expand(count)
         return torch.where(counts > 0, total / counts, before).to(before.dtype), count > 0
-
-    # --- a client
 
     def init_client(self, client: int, server: FedWeITServer) -> State:
         state: FedWeITState = {"experiences": [], "tasks": {}, "base": server["base"]}
@@ -345,8 +341,6 @@ class FedWeIT(TaskServer):
             client_round.log.numbers["share of A sent"] = share
             message |= sparse
         return message
-
-    # --- evaluation
 
     def personal_scores(self, client_round: ClientRound) -> Tensor:
         """Scores of each task by its own model, of other tasks by the received B and rest.

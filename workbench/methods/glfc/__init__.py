@@ -108,8 +108,6 @@ class GLFC(ProxyServer):
         memory = empty_lists(self.runtime.dataset.x_train)
         return {"memory": memory, "known": known, "experiences": []}
 
-    # --- before training
-
     def start(self, client_round: ClientRound) -> GLFCContext:
         announced = self.announced(client_round)
         known, signal = self.detect_task(client_round, announced)
@@ -172,8 +170,6 @@ class GLFC(ProxyServer):
         buffers = client_round.state.get("buffers", old.get("buffers", self.runtime.untrained))
         self.teacher.load(old["parameters"], buffers)
         return distilled.to(self.runtime.device)
-
-    # --- training
 
     def batches(self, client_round: ClientRound, context: GLFCContext) -> Iterator[Batch]:
         used = self.learnt_elsewhere(client_round, context)
@@ -240,8 +236,6 @@ class GLFC(ProxyServer):
         new = self.params.new_weight * weights
         old = self.params.old_weight * shared
         return new + old, (new * targets + old * old_targets) / (new + old)
-
-    # --- after training
 
     def update_state(self, client_round: ClientRound, context: GLFCContext) -> State:
         state = {**super().update_state(client_round, context), "known": context.known}

@@ -130,8 +130,6 @@ class TagFed(Method):
             raise invalid("split.tasks", plan.tasks, f"below {COPIED} for tagfed")
         return super().initial_states(plan)
 
-    # --- the server
-
     def init_server(self, seed: int) -> State:
         names = ("groups", "tails", "members", "answers")
         return {**super().init_server(seed), "seed": seed, "round": 0, **{n: {} for n in names}}
@@ -203,8 +201,6 @@ class TagFed(Method):
         distilled = softened_divergence(outputs, teacher, self.params.temperature)
         return torch.lerp(F.cross_entropy(outputs, labels), distilled, self.params.kd)
 
-    # --- the current task
-
     def init_client(self, client: int, server: State) -> PackedState:
         return {
             "owners": self.owners.clone(),
@@ -243,8 +239,6 @@ class TagFed(Method):
         """The state in which the newest task owns as little as after a part of its pruning."""
         share = free_share(self.params.keep, len(state["keys"]), progress)
         return pruned(state, share, self.sizes)
-
-    # --- a client's training
 
     def start(self, client_round: ClientRound) -> TagFedContext:
         """Load the sub-model of the current task: new, pruned or known before."""
@@ -316,8 +310,6 @@ class TagFed(Method):
         state["tasks"][name] = {**state["tasks"][name], "picked": pack_bits(picked)}
         return state
 
-    # --- a client's message
-
     def upload(self, client_round: ClientRound, context: TagFedContext) -> Message:
         """The weights that the current task trains; or features, logits and labels of its images.
 
@@ -351,8 +343,6 @@ class TagFed(Method):
         logits = self.classifier.head(features.to(self.runtime.device)).detach().cpu()
         kind = torch.uint8 if self.runtime.classes <= 256 else torch.int32
         return {"features": features, "logits": logits, "labels": data.y_train[indices].to(kind)}
-
-    # --- evaluation
 
     def personal_scores(self, client_round: ClientRound) -> Tensor:
         """Scores by all sub-models, where the task is known by its own.  # [scorings, 1, T]"""
