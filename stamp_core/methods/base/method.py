@@ -382,7 +382,7 @@ class Method:
         client, experience = client_round.client, client_round.experience
         return score(self.runtime, client_round.plan, [client], experience)
 
-    def remembered(self, server: State, client: State) -> Mapping[str, Any]:
+    def remembered(self, server: State, client: State) -> Any:
         """The "images" that are remembered and their "labels", if there are any."""
         return {}
 

@@ -1,8 +1,8 @@
 """Rehearsal: a client keeps exemplars of its classes and mixes them into local training."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NotRequired, TypedDict
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -66,12 +66,6 @@ class RehearsalParams(FedAvgParams):
             raise invalid("weight", None, "a number, as anchor is above 0")
 
 
-class RehearsalState(TypedDict):
-    memory: Memory
-    experiences: list[int]  # those whose tasks are in memory
-    anchors: NotRequired[Tensor]  # [L, L], mean logits of each class when it was learnt
-
-
 @dataclass
 class RehearsalContext(StepContext):
     anchors: Tensor | None  # [L, L]
@@ -97,20 +91,17 @@ class Rehearsal(Method):
     def init_client(self, client: int, server: State) -> State:
         soft = self.params.memory.soft
         memory = empty_memory(self.runtime.dataset.x_train, self.runtime.classes, soft)
-        state: RehearsalState = {"memory": memory, "experiences": []}
-        if self.params.anchor:
-            state["anchors"] = torch.zeros(2 * [self.runtime.classes])
-        return state
-
-    # --- exemplars in training
+        state: State = {"memory": memory, "experiences": []}  # those whose tasks are in memory
+        anchors = torch.zeros(2 * [self.runtime.classes])
+        return {**state, "anchors": anchors} if self.params.anchor else state
 
     def start(self, client_round: ClientRound) -> Any:
         return RehearsalContext(self.anchors_on_device(client_round))
 
     def anchors_on_device(self, client_round: ClientRound) -> Tensor | None:
         """The mean logits of each class when it was learnt, if they are kept.  # [L, L]"""
-        state: RehearsalState = client_round.state
-        return state["anchors"].to(self.runtime.device) if "anchors" in state else None
+        anchors: Tensor | None = client_round.state.get("anchors")
+        return None if anchors is None else anchors.to(self.runtime.device)
 
     def past_indices(self, client_round: ClientRound) -> Tensor:
         """Indices of the exemplars of other tasks.  # [m]"""
@@ -199,9 +190,7 @@ class Rehearsal(Method):
 
     def update_state(self, client_round: ClientRound, context: Any) -> State:
         state = super().update_state(client_round, context)
-        if not self.params.memory.exemplars_per_class:
-            return state
-        if not self.is_due(client_round):
+        if not self.params.memory.exemplars_per_class or not self.is_due(client_round):
             return state
         with client_round.log.clock("coreset"):
             memory = self.updated_memory(client_round)
@@ -215,11 +204,12 @@ class Rehearsal(Method):
         indices = client_round.indices
         logits = self.runtime.outputs(self.runtime.train_images(indices)[0])
         means, classes = class_means(logits, self.runtime.dataset.y_train[indices])
-        return client_round.state["anchors"].index_copy(0, classes, means)
+        before: Tensor = client_round.state["anchors"]
+        return before.index_copy(0, classes, means)
 
     def updated_memory(self, client_round: ClientRound) -> Memory:
         """The memory with the task's classes, which replace an earlier selection of the task."""
-        memory = client_round.state["memory"]
+        memory: Memory = client_round.state["memory"]
         first = client_round.first
         reservoir = self.params.memory.merge == "reservoir"
         if self.repeats_task(client_round) and (reservoir or not first):
@@ -242,8 +232,7 @@ class Rehearsal(Method):
 
     def repeats_task(self, client_round: ClientRound) -> bool:
         """Whether the task was added to the memory in an earlier cycle."""
-        state: RehearsalState = client_round.state
-        others = [each for each in state["experiences"] if each != client_round.experience]
+        others = {*client_round.state["experiences"]} - {client_round.experience}
         return client_round.task in {each % client_round.plan.tasks for each in others}
 
     def propose_class(self, client_round: ClientRound, labels: Tensor, label: int) -> Proposal:
@@ -301,9 +290,8 @@ class Rehearsal(Method):
         features = self.runtime.outputs(images, self.classifier.encode)
         return features.flatten(2).mean(2) if self.runtime.dataset.masks else features
 
-    def remembered(self, server: State, client: State) -> Mapping[str, Any]:
-        memory: Memory = client["memory"]
-        return memory
+    def remembered(self, server: State, client: State) -> Any:
+        return client["memory"]
 
 
 def _without_class(memory: Memory, label: int) -> Memory:

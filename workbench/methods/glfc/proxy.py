@@ -1,6 +1,5 @@
 """A proxy server: it chooses an old model by images that it reconstructs from gradients."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
@@ -151,7 +150,7 @@ class ProxyServer(TaskServer):
         """The public encoder of a run."""
         return GradientEncoder(self.runtime.shape, self.runtime.classes, seed, self.runtime.device)
 
-    def remembered(self, server: ProxyState, client: Any) -> Mapping[str, Any]:
+    def remembered(self, server: ProxyState, client: Any) -> Any:
         """The reconstructed images; if there are none, exemplars."""
         monitor = server["monitor"]
         return monitor if len(monitor["labels"]) else client["memory"]
