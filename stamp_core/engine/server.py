@@ -23,7 +23,7 @@ class Server:
 
     def gather(self, replies: list[Reply], log: Log) -> list[Reply]:
         """The replies that the server is handed, on the device where there is room for all."""
-        return self.method.gather(self.method.seal(replies, log))
+        return self.method.to_device(self.method.seal(replies, log))
 
     def aggregate(
         self, server: State, replies: list[Reply], address: tuple[int, int], log: Log

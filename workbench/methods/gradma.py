@@ -67,7 +67,7 @@ class GradMA(Method):
             server["counts"] = {}  # how often each of them took part since
         return server
 
-    def gather(self, replies: list[Reply]) -> list[Reply]:
+    def to_device(self, replies: list[Reply]) -> list[Reply]:
         """The replies as they are: the updates that the server remembers are on the CPU."""
         return replies
 

@@ -21,12 +21,7 @@ from stamp_core.methods.base.method import ClientRound, Log, Message, Reply, Sta
 from stamp_core.models.encoders import Shape
 from stamp_core.models.flat import FlatAdam, FlatModel, FlatSGD
 from workbench.methods.base.generators import BETAS, ImageGenerator, build_seeded
-from workbench.methods.base.inversion import (
-    Inversion,
-    InversionContext,
-    InversionParams,
-    InversionServer,
-)
+from workbench.methods.base.inversion import Inversion, InversionContext, InversionParams
 from workbench.methods.base.synthesis import MappedClassifier, Outputs, Source, Synthesis
 
 # Random anchors are as far from each other as the published ones of CIFAR-100: the mean square of
@@ -173,12 +168,6 @@ class AnchoredSynthesis(Synthesis):
         return super().student_loss(student, teacher) + self.anchor_weight * distance
 
 
-class LanderServer(InversionServer):
-    map: Tensor  # the weights of the linear map
-    anchors: Tensor  # float16 [L, A]
-    holders: list[int]  # clients that have the anchors
-
-
 @dataclass
 class LanderContext(InversionContext):
     anchors: Tensor  # [L, A]
@@ -211,21 +200,24 @@ class Lander(Inversion):
         return FlatModel(self.feature_map(seed, name)).parameters
 
     def init_server(self, seed: int) -> State:
-        table = self.file
-        if table is None:
-            table = draw_anchors(self.runtime.classes, self.params.anchor_features, seed)
-        return {**super().init_server(seed), "anchors": table, "holders": []}
+        server: State = super().init_server(seed)
+        server["anchors"] = self.file  # float16 [L, A]
+        if self.file is None:
+            sizes = self.runtime.classes, self.params.anchor_features
+            server["anchors"] = draw_anchors(*sizes, seed)
+        server["holders"] = list[int]()  # clients that have the anchors
+        return server
 
-    def broadcast(self, server: LanderServer, client: int) -> Message:
+    def broadcast(self, server: State, client: int) -> Message:
         message = super().broadcast(server, client)
         held = client in server["holders"]
         return message if held else {**message, "anchors": server["anchors"]}
 
-    def aggregate(self, server: LanderServer, replies: list[Reply], log: Log) -> State:
+    def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
         holders = sorted({*server["holders"], *(reply.client for reply in replies)})
         return super().aggregate({**server, "holders": holders}, replies, log)
 
-    def synthesis(self, source: Source, server: LanderServer, log: Log) -> Synthesis:
+    def synthesis(self, source: Source, server: State, log: Log) -> Synthesis:
         return AnchoredSynthesis(self.runtime, self.params, source, server["anchors"], log)
 
     def start(self, client_round: ClientRound) -> LanderContext:

@@ -223,7 +223,7 @@ class Method:
         vectors = reply.message.items()
         return {n: v if n in self.in_clear else Sealed(v, reply.client) for n, v in vectors}
 
-    def gather(self, replies: list[Reply]) -> list[Reply]:
+    def to_device(self, replies: list[Reply]) -> list[Reply]:
         """The replies with the models' vectors on the device, where there is room for all."""
         names = self.shared_vectors()
         device = self.runtime.device

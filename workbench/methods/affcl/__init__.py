@@ -19,14 +19,7 @@ from workbench.methods.affcl.flow import Flow, Scale
 from workbench.methods.affcl.replay import TEMPERATURE, FlowReplay
 from workbench.methods.base.distillation import soft_cross_entropy
 from workbench.methods.base.generators import Pool, build_seeded, draw_inputs
-from workbench.methods.base.task_server import (
-    TaskContext,
-    TaskServer,
-    TaskServerState,
-    is_announced,
-    pack_bits,
-    unpack_bits,
-)
+from workbench.methods.base.task_server import TaskContext, TaskServer, pack_bits, unpack_bits
 
 
 @dataclass(frozen=True)
@@ -111,7 +104,7 @@ class AFFCL(TaskServer):
     def initial_weights(self, name: str, seed: int) -> Tensor:
         return self.new_flow(seed).parameters.cpu()
 
-    def broadcast(self, server: TaskServerState, client: int) -> Message:
+    def broadcast(self, server: State, client: int) -> Message:
         message = super().broadcast(server, client)
         if self.extra_networks and client in server["informed"]:  # else they are announced
             message["learnt"] = pack_bits(server["classes"])
@@ -131,7 +124,7 @@ class AFFCL(TaskServer):
 
         A client that misses this round takes the first ones that it receives.
         """
-        if not is_announced(client_round):
+        if not self.is_announced(client_round):
             return client_round.state.get("last", {})
         names = self.params.kept if past.any() else ()
         last = {name: client_round.message[name].clone() for name in names}

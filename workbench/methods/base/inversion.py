@@ -24,7 +24,7 @@ from workbench.methods.base.synthesis import (
     Synthesis,
     SynthesisParams,
 )
-from workbench.methods.base.task_server import TaskContext, TaskServer, TaskServerState
+from workbench.methods.base.task_server import TaskContext, TaskServer
 
 NO_IMAGES = "synthesis: no image is finite, the next experience has no replay"
 
@@ -45,10 +45,6 @@ class InversionParams(SynthesisParams):
         require_above(self, 0, "temperature")
         if self.replay_batch_size is not None:
             require_at_least(self, 1, "replay_batch_size")
-
-
-class InversionServer(TaskServerState):
-    replay: Message  # "images", "labels", "teacher" and "teacher buffers", if there are any
 
 
 @dataclass
@@ -89,7 +85,8 @@ class Inversion(TaskServer, ABC):
     def init_server(self, seed: int) -> State:
         return {**super().init_server(seed), "replay": {}}
 
-    def announcement(self, server: InversionServer) -> Message:
+    def announcement(self, server: State) -> Any:
+        """Once made: "images", "labels", "teacher" and, where shared, "teacher buffers"."""
         return server["replay"]
 
     def end_experience(self, server: Any, log: Log) -> State:
@@ -112,7 +109,7 @@ class Inversion(TaskServer, ABC):
     def synthesis(self, source: Source, server: Any, log: Log) -> Synthesis:
         """The method's synthesis."""
 
-    def source(self, server: InversionServer) -> Source:
+    def source(self, server: State) -> Source:
         """What images are synthesised from, after an experience."""
         seed = server["seed"], server["round"]
         student = None
@@ -133,7 +130,7 @@ class Inversion(TaskServer, ABC):
         FlatModel(network.to(self.runtime.device)).load(parameters, buffers)
         return network.eval().requires_grad_(False)
 
-    def remembered(self, server: InversionServer, client: State) -> Message:
+    def remembered(self, server: State, client: State) -> Any:
         return server["replay"]
 
     def start(self, client_round: ClientRound) -> Any:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,17 +23,6 @@ from stamp_core.methods.base.method import (
 PREFIX = "announced "  # of the parts of a message that a client keeps for the experience
 
 
-class TaskServerState(TypedDict):
-    parameters: Tensor  # [P]
-    buffers: Tensor  # [B]
-    seed: int
-    round: int  # since the start
-    experiences: int  # of the run
-    classes: Tensor  # bool [L], reported so far
-    past: Tensor  # bool [L], reported before the running experience
-    informed: list[int]  # clients that have the announcement of the running experience
-
-
 @dataclass
 class TaskContext(StepContext):
     announced: Message  # in this experience: "past" and what the method adds
@@ -49,9 +38,15 @@ class TaskServer(Method):
     def initial_states(self, plan: Plan) -> InitialStates:
         states = super().initial_states(plan)
         none = torch.zeros(self.runtime.classes, dtype=torch.bool)
-        counters = {"seed": plan.seed, "round": 0, "experiences": plan.experiences}
-        known = {"classes": none, "past": none.clone(), "informed": []}
-        return states._replace(server={**states.server, **counters, **known})
+        own = {
+            "seed": plan.seed,
+            "round": 0,  # since the start
+            "experiences": plan.experiences,
+            "classes": none,  # [L], reported so far
+            "past": none.clone(),  # [L], reported before the running experience
+            "informed": [],  # clients that have the announcement of the running experience
+        }
+        return states._replace(server={**states.server, **own})
 
     def announcement(self, server: Any) -> Message:
         """What a client receives once in an experience, besides the classes learnt before it."""
@@ -81,13 +76,13 @@ class TaskServer(Method):
         """
         return {**server, "past": server["classes"], "informed": []}
 
-    def is_between(self, server: TaskServerState) -> bool:
+    def is_between(self, server: State) -> bool:
         """Whether the rounds so far are whole experiences."""
-        return server["round"] % self.runtime.training.rounds == 0
+        return bool(server["round"] % self.runtime.training.rounds == 0)
 
-    def is_over(self, server: TaskServerState) -> bool:
+    def is_over(self, server: State) -> bool:
         """Whether all experiences of the run have been trained."""
-        return server["round"] == server["experiences"] * self.runtime.training.rounds
+        return bool(server["round"] == server["experiences"] * self.runtime.training.rounds)
 
     def start(self, client_round: ClientRound) -> Any:
         return TaskContext(self.announced(client_round))
@@ -113,14 +108,13 @@ class TaskServer(Method):
 
     def upload(self, client_round: ClientRound, context: Any) -> Message:
         message = super().upload(client_round, context)
-        if not is_announced(client_round):
+        if not self.is_announced(client_round):
             return message
         return {**message, "classes": pack_bits(self.current_classes(client_round))}
 
-
-def is_announced(client_round: ClientRound) -> bool:
-    """Whether the message announces a new experience: the client has completed no round of it."""
-    return PREFIX + "past" in client_round.message
+    def is_announced(self, client_round: ClientRound) -> bool:
+        """Whether an experience is announced: the client has completed no round of it."""
+        return PREFIX + "past" in client_round.message
 
 
 def class_mask(classes: Iterable[int], count: int) -> Tensor:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NotRequired, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor
@@ -15,14 +15,7 @@ from stamp_core.config.decode import invalid, require_above, require_at_least, r
 from stamp_core.core.seeding import generator
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Log, Message, Reply, State
 from workbench.methods.base.generators import Pool, draw_inputs
-from workbench.methods.base.task_server import (
-    TaskContext,
-    TaskServer,
-    TaskServerState,
-    is_announced,
-    pack_bits,
-    unpack_bits,
-)
+from workbench.methods.base.task_server import TaskContext, TaskServer, pack_bits, unpack_bits
 from workbench.methods.fedcil.acgan import Acgan
 from workbench.methods.fedcil.training import AcganTraining, Teacher
 
@@ -62,19 +55,6 @@ class TaskGenerator(TypedDict):
     classes: Tensor  # bool [L], of which it makes images
 
 
-class FedCILServer(TaskServerState):  # with adversarial training
-    adversarial_head: Tensor
-    generator: Tensor
-    clients: dict[str, Message]  # what each sent last besides its networks, once in an experience
-    moments: dict[str, Any] | None  # of Adam
-
-
-class FedCILState(TypedDict):  # besides what was announced
-    last: NotRequired[TaskGenerator | None]  # replayed in the current task
-    next: NotRequired[TaskGenerator | None]  # where the last round may be missed: for the next task
-    moments: NotRequired[dict[str, Any] | None]  # of Adam
-
-
 @dataclass
 class FedCILContext(TaskContext):
     last: TaskGenerator | None  # of the previous task
@@ -109,12 +89,15 @@ class FedCIL(TaskServer):
         return Pool(partial(draw_inputs, classes, size, draw, self.runtime.device))
 
     def init_server(self, seed: int) -> State:
-        return {**super().init_server(seed), "clients": {}, "moments": None}
+        server: State = super().init_server(seed)
+        server["clients"] = {}  # what each sent last besides its networks, once in an experience
+        server["moments"] = None  # of Adam
+        return server
 
     def initial_weights(self, name: str, seed: int) -> Tensor:
         return self.acgan.network(name, seed).parameters.cpu()
 
-    def aggregate(self, server: FedCILServer, replies: list[Reply], log: Log) -> State:
+    def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
         state: State = {**super().aggregate(server, replies, log)}
         replies = [reply for reply in replies if reply.samples]
         if not self.params.consolidation or not replies:
@@ -128,7 +111,7 @@ class FedCIL(TaskServer):
             state["clients"] = reports
             return self.consolidate(state, replies, log)
 
-    def consolidate(self, server: FedCILServer, replies: list[Reply], log: Log) -> State:
+    def consolidate(self, server: State, replies: list[Reply], log: Log) -> State:
         """The server's state after training its networks on images of the clients' generators."""
         draw = generator(server["seed"], server["round"], "consolidation")
         images, labels = self.clients_images(server["clients"], replies, draw)
@@ -173,7 +156,7 @@ class FedCIL(TaskServer):
             labels.append(own.cpu())
         return self.acgan.normalised(torch.cat(images)), torch.cat(labels)
 
-    def memory_samples(self, server: FedCILServer, client: State, count: int) -> Message:
+    def memory_samples(self, server: State, client: State, count: int) -> Message:
         """`count` images of each class learnt so far by the global generator, with their labels."""
         labels = server["classes"].nonzero().flatten().repeat_interleave(count)
         if not self.params.adversarial or not len(labels):
@@ -189,8 +172,8 @@ class FedCIL(TaskServer):
         if not self.params.adversarial:
             return super().start(client_round)
         announced = self.announced(client_round)
-        state: FedCILState = client_round.state
-        last = state.get("next") if is_announced(client_round) else None
+        state = client_round.state
+        last = state.get("next") if self.is_announced(client_round) else None
         last = last or state.get("last")
         current = self.current_classes(client_round)
         known = current if last is None else current | last["classes"]
@@ -257,16 +240,13 @@ class FedCIL(TaskServer):
         if len(client_round.indices):
             parameters = self.acgan.generator.parameters.cpu().clone()
             trained = {"generator": parameters, "classes": context.known}
-        kept: FedCILState = {"last": context.last, "next": None, "moments": context.moments}
-        if client_round.last:
-            kept["last"] = trained or context.last
-        elif self.may_miss_rounds():
-            kept["next"] = trained
-        return {**state, **kept}
+        kept = trained or context.last if client_round.last else context.last
+        follows = trained if not client_round.last and self.may_miss_rounds() else None
+        return {**state, "last": kept, "next": follows, "moments": context.moments}
 
     def upload(self, client_round: ClientRound, context: Any) -> Message:
         message = super().upload(client_round, context)
-        if self.params.consolidation and context.last and is_announced(client_round):
+        if self.params.consolidation and context.last and self.is_announced(client_round):
             message["last generator"] = context.last["generator"].clone()
             message["last classes"] = pack_bits(context.last["classes"])
         return message
@@ -277,5 +257,5 @@ def draw_balanced(labels: Tensor, count: int, draw: torch.Generator) -> Tensor:
     order = labels.argsort(stable=True)
     sizes = labels.unique(return_counts=True)[1]
     classes = torch.randint(len(sizes), (count,), generator=draw)
-    place = torch.randint(2**62, (count,), generator=draw) % sizes[classes]
-    return order[(sizes.cumsum(0) - sizes)[classes] + place]
+    ranks = torch.randint(2**62, (count,), generator=draw) % sizes[classes]
+    return order[(sizes.cumsum(0) - sizes)[classes] + ranks]

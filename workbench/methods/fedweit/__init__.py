@@ -1,7 +1,7 @@
 """FedWeIT (Yoon et al., 2021): federated base weights, sparse weights of each task, attention."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, NotRequired, TypedDict
+from typing import Any, ClassVar, Literal, NotRequired, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +15,7 @@ from stamp_core.config.schema import Training
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Log, Message, Reply, State
 from stamp_core.models.flat import FlatSGD
 from stamp_core.results.records import SCORINGS
-from workbench.methods.base.task_server import (
-    TaskContext,
-    TaskServer,
-    TaskServerState,
-    pack_bits,
-    unpack_bits,
-)
+from workbench.methods.base.task_server import TaskContext, TaskServer, pack_bits, unpack_bits
 from workbench.methods.fedweit.decomposed import (
     Channels,
     Decomposed,
@@ -54,12 +48,6 @@ class FedWeITParams(FedAvgParams):
         require_at_least(self, 0, "lambda1", "lambda2", "weight_decay")
         if self.adaptive is not None:
             require_at_least(self, 0, "adaptive")
-
-
-class FedWeITServer(TaskServerState):
-    base: Tensor  # [N], B as it is sent
-    rest: Tensor  # [R]
-    knowledge: Message  # the last A of each client, sparse: its "values" and "places"
 
 
 class LearntTask(TypedDict):
@@ -129,12 +117,13 @@ class FedWeIT(TaskServer):
             self.models = ("personal", "local")
 
     def init_server(self, seed: int) -> State:
-        server = super().init_server(seed)
-        base = self.channels.gather(server["parameters"])
-        rest = self.channels.gather(server["parameters"], decomposed=False)
-        return {**server, "base": base, "rest": rest, "knowledge": {}}
+        server: State = super().init_server(seed)
+        server["base"] = self.channels.pick(server["parameters"])  # [N], B as it is sent
+        server["rest"] = self.channels.pick(server["parameters"], decomposed=False)  # [R]
+        server["knowledge"] = {}  # the last A of each client, sparse: its "values" and "places"
+        return server
 
-    def broadcast(self, server: FedWeITServer, client: int) -> Message:
+    def broadcast(self, server: State, client: int) -> Message:
         """B, with zeros where no client has sent it; the shared rest; once per task KB."""
         message = super().broadcast(server, client)
         del message["parameters"]
@@ -143,14 +132,14 @@ class FedWeIT(TaskServer):
             message["rest"] = server["rest"]
         return message
 
-    def announcement(self, server: FedWeITServer) -> Message:
+    def announcement(self, server: State) -> Any:
         return server["knowledge"]
 
     def averaged_vectors(self) -> tuple[str, ...]:
         """The rest where it is shared; channels of B have means of their own."""
         return (*self.shared_buffers(), *(("rest",) if self.params.head == "shared" else ()))
 
-    def aggregate(self, server: FedWeITServer, replies: list[Reply], log: Log) -> State:
+    def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
         """The mean of each channel of B over the clients that sent it, the rest as by FedAvg.
 
         A channel that nobody sent stays in the global model, but is sent as zeros.
@@ -173,12 +162,12 @@ class FedWeIT(TaskServer):
         return {
             **state,
             "parameters": mean,
-            "base": self.channels.gather(mean) * self.channels.expand(sent),
-            "rest": self.channels.gather(mean, decomposed=False),
+            "base": self.channels.pick(mean) * self.channels.expand(sent),
+            "rest": self.channels.pick(mean, decomposed=False),
             "knowledge": {**server["knowledge"], **new},
         }
 
-    def mean_base(self, server: FedWeITServer, replies: list[Reply]) -> tuple[Tensor, Tensor]:
+    def mean_base(self, server: State, replies: list[Reply]) -> tuple[Tensor, Tensor]:
         """The unweighted mean of what was sent of B, and which channels were.  # [N], bool [C]"""
         total = torch.zeros(self.channels.weights, dtype=torch.float64)
         count = torch.zeros(self.channels.count)
@@ -187,11 +176,11 @@ class FedWeIT(TaskServer):
             places = true_places(self.channels.expand(kept))
             total.index_add_(0, places, reply.message["base"].double())
             count += kept
-        before = self.channels.gather(server["parameters"])
+        before = self.channels.pick(server["parameters"])
         counts = self.channels.expand(count)
         return torch.where(counts > 0, total / counts, before).to(before.dtype), count > 0
 
-    def init_client(self, client: int, server: FedWeITServer) -> State:
+    def init_client(self, client: int, server: State) -> State:
         state: FedWeITState = {"experiences": [], "tasks": {}, "base": server["base"]}
         if self.params.head == "task":
             state["rest"] = server["rest"]
@@ -321,7 +310,7 @@ class FedWeIT(TaskServer):
             "mask": weights.mask.cpu().clone(),
             "adaptive": weights.adaptive.cpu().clone(),
             "foreign": weights.foreign().cpu(),
-            "rest": self.channels.gather(self.model.parameters, decomposed=False).cpu(),
+            "rest": self.channels.pick(self.model.parameters, decomposed=False).cpu(),
             "buffers": self.model.buffers.cpu().clone(),
         }
 
@@ -332,7 +321,7 @@ class FedWeIT(TaskServer):
         base = weights.base.cpu()[true_places(self.channels.expand(kept))]
         message = {"base": base, "kept": pack_bits(kept)}
         if self.params.head == "shared":
-            message["rest"] = self.channels.gather(self.model.parameters, decomposed=False).cpu()
+            message["rest"] = self.channels.pick(self.model.parameters, decomposed=False).cpu()
         if self.shares_buffers():
             message["buffers"] = self.model.buffers.cpu().clone()
         if client_round.last and len(client_round.indices) and self.channels.weights:

@@ -32,7 +32,7 @@ class Channels:
         parts = zip(parameters.split(self.sizes), self.decomposed, strict=True)
         return [part for part, yes in parts if yes == decomposed]
 
-    def gather(self, parameters: Tensor, decomposed: bool = True) -> Tensor:
+    def pick(self, parameters: Tensor, decomposed: bool = True) -> Tensor:
         """The decomposed weights in a vector of parameters, or the rest.  # [N] or [R]"""
         return torch.cat([parameters[:0], *self.views(parameters, decomposed)])
 

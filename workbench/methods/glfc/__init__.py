@@ -18,7 +18,7 @@ from stamp_core.methods.base.method import ClientRound, Message, State
 from stamp_core.models.flat import FlatModel
 from workbench.methods.base.exemplar_lists import ExemplarLists, empty_lists
 from workbench.methods.base.task_server import TaskContext, unpack_bits
-from workbench.methods.glfc.proxy import OLD, ProxyParams, ProxyServer, ProxyState
+from workbench.methods.glfc.proxy import OLD, ProxyParams, ProxyServer
 
 SMALLEST_GAP = torch.finfo(torch.float32).eps  # of 1 - p: weights stay defined where p is 1
 LOG_OFFSET = 1e-5  # in the entropy, as published
@@ -96,7 +96,7 @@ class GLFC(ProxyServer):
         if params.old_weight:  # a second live model, loaded before each use
             self.teacher = FlatModel(runtime.network(seed=0).to(runtime.device).eval())
 
-    def init_client(self, client: int, server: ProxyState) -> State:
+    def init_client(self, client: int, server: State) -> State:
         none = torch.zeros(self.runtime.classes, dtype=torch.bool)
         known: KnownTasks = {
             "learnt": torch.full((self.runtime.classes,), -1),
