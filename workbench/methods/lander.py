@@ -20,8 +20,8 @@ from stamp_core.core.seeding import generator
 from stamp_core.methods.base.method import ClientRound, Log, Message, Reply, State
 from stamp_core.models.encoders import Shape
 from stamp_core.models.flat import FlatAdam, FlatModel, FlatSGD
+from workbench.methods.base.data_free import DataFree, DataFreeContext, DataFreeParams
 from workbench.methods.base.generators import BETAS, ImageGenerator, build_seeded
-from workbench.methods.base.inversion import Inversion, InversionContext, InversionParams
 from workbench.methods.base.synthesis import MappedClassifier, Outputs, Source, Synthesis
 
 # Random anchors are as far from each other as the published ones of CIFAR-100: the mean square of
@@ -31,7 +31,7 @@ CHUNK = 10  # consecutive images of a batch that share a noisy layer
 
 
 @dataclass(frozen=True)
-class LanderParams(InversionParams):
+class LanderParams(DataFreeParams):
     """How images are synthesised and used; the defaults are those published for CIFAR-100."""
 
     kd: float = 0.4  # w_pre before it is balanced by the numbers of classes
@@ -149,7 +149,7 @@ class AnchoredSynthesis(Synthesis):
         self.anchors = anchors[self.classes].float().to(runtime.device)  # [K, A]
 
     def draw_targets(self, count: int) -> Tensor:
-        """Labels as places in `classes`: all in turn, and for the rest random ones.  # [N]"""
+        """Labels as indices of `classes`: all in turn, and for the rest random ones.  # [N]"""
         cycles, rest = divmod(count, len(self.classes))
         drawn = torch.randint(len(self.classes), (rest,), generator=self.draw)
         return torch.cat([torch.arange(len(self.classes)).repeat(cycles), drawn])
@@ -169,12 +169,12 @@ class AnchoredSynthesis(Synthesis):
 
 
 @dataclass
-class LanderContext(InversionContext):
+class LanderContext(DataFreeContext):
     anchors: Tensor  # [L, A]
     map_sgd: FlatSGD  # of the linear map
 
 
-class Lander(Inversion):
+class Lander(DataFree):
     """FedAvg with anchors per class, near which a linear map brings features and images.
 
     The map is trained, sent and averaged with the model. Clients receive the anchors once.

@@ -50,7 +50,7 @@ class PersonalModel(TypedDict):
 
 class PFedDILState(TypedDict):
     models: list[PersonalModel]
-    current: int  # the place of the model in training
+    current: int  # the index of the model in training
     experiences: list[int]
     target: NotRequired[Tensor]  # [P], during an experience with a pull
 
@@ -200,7 +200,7 @@ class PFedDIL(Method):
 
 
 def nearest_model(near: Tensor, threshold: float, limit: int) -> int:
-    """The place of the nearest model, or the next free one if it is not near enough."""
+    """The index of the nearest model, or the next free one if it is not near enough."""
     if len(near) and (float(near.max()) > threshold or len(near) == limit):
         return int(near.argmax())
     return len(near)

@@ -11,13 +11,13 @@ from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_above
 from stamp_core.methods.base.method import Log
 from stamp_core.models.flat import FlatAdam, FlatModel
+from workbench.methods.base.data_free import DataFree, DataFreeParams
 from workbench.methods.base.generators import BETAS, ImageGenerator, build_seeded
-from workbench.methods.base.inversion import Inversion, InversionParams
 from workbench.methods.base.synthesis import Source, Synthesis
 
 
 @dataclass(frozen=True)
-class TargetParams(InversionParams):
+class TargetParams(DataFreeParams):
     """How images are synthesised and used; the defaults are those published for CIFAR-100."""
 
     latent_lr: float = 0.01  # of Adam on the generator's inputs
@@ -64,7 +64,7 @@ class MetaSynthesis(Synthesis):
         self.meta_adam.step()
 
 
-class Target(Inversion):
+class Target(DataFree):
     """FedAvg with distillation from the last model on images synthesised from it."""
 
     Params: ClassVar = TargetParams

@@ -223,7 +223,7 @@ def linear_squares(
 
 
 def rank_in_class(labels: Tensor) -> Tensor:
-    """The place of each sample among those of its class, counted from 1.  # [N]"""
+    """The rank of each sample in its class, counted from 1.  # [N]"""
     own = labels.unique(return_inverse=True)[1]
     rank: Tensor = F.one_hot(own).cumsum(0).gather(1, own[:, None])[:, 0]
     return rank

@@ -22,7 +22,7 @@ from workbench.methods.fedweit.decomposed import (
     PastWeights,
     to_dense,
     to_sparse,
-    true_places,
+    true_indices,
 )
 
 
@@ -173,8 +173,8 @@ class FedWeIT(TaskServer):
         count = torch.zeros(self.channels.count)
         for reply in replies:
             kept = unpack_bits(reply.message["kept"], self.channels.count)
-            places = true_places(self.channels.expand(kept))
-            total.index_add_(0, places, reply.message["base"].double())
+            indices = true_indices(self.channels.expand(kept))
+            total.index_add_(0, indices, reply.message["base"].double())
             count += kept
         before = self.channels.pick(server["parameters"])
         counts = self.channels.expand(count)
@@ -318,7 +318,7 @@ class FedWeIT(TaskServer):
         """The kept channels of B, which these are, the rest; in the last round of a task also A."""
         weights = context.weights
         kept = self.channels.largest(weights.mask.cpu().abs(), self.params.sparsity)
-        base = weights.base.cpu()[true_places(self.channels.expand(kept))]
+        base = weights.base.cpu()[true_indices(self.channels.expand(kept))]
         message = {"base": base, "kept": pack_bits(kept)}
         if self.params.head == "shared":
             message["rest"] = self.channels.pick(self.model.parameters, decomposed=False).cpu()

@@ -271,8 +271,7 @@ class TagFed(Method):
         images, labels = self.runtime.train_images(client_round.indices)
         every = torch.arange(len(labels))  # batches tell which images they have, not their labels
         for batch in self.runtime.epochs(client_round, images, every, every):
-            places = batch.targets
-            yield replace(batch, targets=labels[places], soft=answers[places])
+            yield replace(batch, targets=labels[batch.targets], soft=answers[batch.targets])
 
     def step(self, batch: Batch, context: TagFedContext) -> Tensor:
         loss = super().step(batch, context)

@@ -134,10 +134,10 @@ def pruned(state: PackedState, share: float, sizes: list[int]) -> PackedState:
     owners = state["owners"].clone()
     parts = zip(state["weights"].split(sizes), owners.split(sizes), strict=True)
     for values, own in parts if task and share else ():
-        places = ((own == task) | (own == FREE)).nonzero().flatten()
-        magnitudes = values[places].abs().masked_fill(own[places] == FREE, -1.0)
-        smallest = magnitudes.argsort(stable=True)[: round(share * len(places))]
-        own[places[smallest]] = FREE
+        indices = ((own == task) | (own == FREE)).nonzero().flatten()
+        magnitudes = values[indices].abs().masked_fill(own[indices] == FREE, -1.0)
+        smallest = magnitudes.argsort(stable=True)[: round(share * len(indices))]
+        own[indices[smallest]] = FREE
     return {**state, "owners": owners}
 
 

@@ -30,7 +30,7 @@ NO_IMAGES = "synthesis: no image is finite, the next experience has no replay"
 
 
 @dataclass(frozen=True)
-class InversionParams(SynthesisParams):
+class DataFreeParams(SynthesisParams):
     """How images are synthesised after an experience, and how clients distil from them."""
 
     kd: float = 25.0  # weight of distillation; 0: no images are synthesised
@@ -59,22 +59,22 @@ class Replay:
 
 
 @dataclass
-class InversionContext(TaskContext):
+class DataFreeContext(TaskContext):
     ce_classes: Tensor | None  # bool [L], among which cross-entropy is; None: all
     replay: Replay | None
 
 
-class Inversion(TaskServer, ABC):
+class DataFree(TaskServer, ABC):
     """FedAvg whose server synthesises images of all classes learnt so far after an experience.
 
     In the next one every client receives them once, with the model as a frozen teacher, and
     distils from it on the images of classes that are not in its task.
     """
 
-    Params: ClassVar[type[Any]] = InversionParams
+    Params: ClassVar[type[Any]] = DataFreeParams
     group: ClassVar[Group] = "continual"
 
-    def __init__(self, params: InversionParams, runtime: ClientRuntime) -> None:
+    def __init__(self, params: DataFreeParams, runtime: ClientRuntime) -> None:
         super().__init__(params, runtime)
         self.network = MappedClassifier(self.classifier, nn.Identity())  # the live model
 
@@ -138,7 +138,7 @@ class Inversion(TaskServer, ABC):
         past = self.past_classes(announced) & ~self.current_classes(client_round)
         masked = self.params.ce_classes == "new" and bool(past.any())
         ce_classes = ~past.to(self.runtime.device) if masked else None
-        return InversionContext(announced, ce_classes, self.replay(client_round, announced, past))
+        return DataFreeContext(announced, ce_classes, self.replay(client_round, announced, past))
 
     def replay(self, client_round: ClientRound, announced: Message, past: Tensor) -> Replay | None:
         """Distillation on the synthetic images of these classes, if there are any."""
