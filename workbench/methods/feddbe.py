@@ -104,8 +104,7 @@ class FedDBE(Method):
         return {**averaged, "informed": informed}
 
     def init_client(self, client: int, server: State) -> State:
-        weight, _ = self.classifier.head.parameters()  # [classes, F]
-        return {"offset": torch.zeros(weight.shape[1])} if self.params.trained else {}
+        return {"offset": torch.zeros(self.classifier.features)} if self.params.trained else {}
 
     def start(self, client_round: ClientRound) -> FedDBEContext:
         device = self.runtime.device

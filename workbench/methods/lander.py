@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -193,8 +193,7 @@ class Lander(DataFree):
 
     def feature_map(self, *seed: int | str) -> nn.Module:
         width = self.params.anchor_features if self.file is None else self.file.shape[1]
-        head: Any = self.classifier.head
-        return build_seeded(partial(nn.Linear, head.in_features, width), *seed)
+        return build_seeded(partial(nn.Linear, self.classifier.features, width), *seed)
 
     def initial_weights(self, name: str, seed: int) -> Tensor:
         return FlatModel(self.feature_map(seed, name)).parameters

@@ -65,9 +65,9 @@ class SRFDIL(SampleCache):
 
     def network(self, name: str, seed: int) -> nn.Module:
         """The generator or the discriminator with the initial weights of `seed`."""
-        features = next(self.classifier.head.parameters()).shape[1]
         build = build_generator if name == "generator" else build_discriminator
-        return build_seeded(partial(build, features, self.runtime.classes), seed, name)
+        sizes = self.classifier.features, self.runtime.classes
+        return build_seeded(partial(build, *sizes), seed, name)
 
     def initial_weights(self, name: str, seed: int) -> Tensor:
         return FlatModel(self.network(name, seed)).parameters

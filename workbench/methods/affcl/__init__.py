@@ -85,7 +85,7 @@ class AFFCL(TaskServer):
 
     def __init__(self, params: AFFCLParams, runtime: ClientRuntime) -> None:
         super().__init__(params, runtime)
-        self.features = next(runtime.classifier.head.parameters()).shape[1]  # D
+        self.features = runtime.classifier.features  # D
         if params.k_loss_flow:
             self.flow = self.new_flow(0)
             self.last_flow = self.new_flow(0)

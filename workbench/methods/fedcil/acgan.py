@@ -84,7 +84,7 @@ class Acgan:
 
     def __init__(self, runtime: ClientRuntime, params: Any) -> None:
         self.runtime = runtime
-        self.features = next(runtime.classifier.head.parameters()).shape[1]
+        self.features = runtime.classifier.features
         self.inputs = runtime.classes + params.noise
         self.width: int = params.width
         self.networks = {name: self.network(name, 0) for name in NETWORKS}

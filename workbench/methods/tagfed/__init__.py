@@ -119,7 +119,6 @@ class TagFed(Method):
         super().__init__(params, runtime)
         self.sizes = [tensor.numel() for tensor in self.model.tensors]
         self.owners = initial_owners(self.classifier)
-        self.features = next(self.classifier.head.parameters()).shape[1]
         self.untrained = runtime.untrained.cpu()
         if params.averages_all:
             self.models = ("global", "personal", "local")
@@ -181,7 +180,7 @@ class TagFed(Method):
 
     def build_tail(self) -> nn.Module:
         """The server's network for one task, from features to logits."""
-        first = nn.Linear(self.features, HIDDEN)
+        first = nn.Linear(self.classifier.features, HIDDEN)
         return nn.Sequential(first, nn.ReLU(), nn.Linear(HIDDEN, self.runtime.classes))
 
     def fit_tail(self, tail: FlatModel, messages: list[Message], draw: torch.Generator) -> None:
