@@ -133,32 +133,23 @@ class Stamp(ServerMatching, Rehearsal):
         return losses
 
     def past_tasks(self, client_round: ClientRound, params: TemporalParams) -> dict[int, PastTask]:
-        """The stored images of the client's other tasks; of many tasks, those of a sample."""
-        found = self.stored_images(client_round, params.source)
-        return {
-            task: PastTask(*found[task], client_round.generator(f"pictures of task {task}"))
-            for task in sample_tasks(sorted(found), params.tasks, client_round)
-        }
-
-    def stored_images(
-        self, client_round: ClientRound, source: str
-    ) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
-        """Images, their labels and the indices of each task's.
+        """The stored images of the client's other tasks; of many tasks, those of a sample.
 
         "all data" are those of all earlier experiences, as the public code reads them again: in a
         later cycle also of the current task.
         """
-        if source == "all data":
+        if params.source == "all data":
             images, labels = self.runtime.x_train, self.runtime.y_train
             plan, client = client_round.plan, client_round.client
             past = range(client_round.experience)
-            tasks = {e: self.train_indices(plan, client, e % plan.tasks) for e in past}
+            indices = {e: self.train_indices(plan, client, e % plan.tasks) for e in past}
         else:
             images, labels = self.exemplars_on_device(client_round)
-            tasks = self.past_exemplars(client_round)
-        return {key: (images, labels, own) for key, own in tasks.items() if len(own)}
-
-    # --- a step
+            indices = self.past_exemplars(client_round)
+        found = sorted(task for task, own in indices.items() if len(own))
+        draws = {task: client_round.generator(f"pictures of task {task}") for task in found}
+        chosen = sample_tasks(found, params.tasks, client_round)
+        return {task: PastTask(images, labels, indices[task], draws[task]) for task in chosen}
 
     def past_indices(self, client_round: ClientRound) -> Tensor:
         """Indices of the exemplars of other tasks, of a sample if steps match them.  # [m]"""
