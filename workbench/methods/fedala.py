@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypedDict
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -44,13 +44,6 @@ class FedALAParams(FedAvgParams):
             raise invalid("share", self.share, "above 0 and at most 1")
 
 
-class FedALAState(TypedDict):
-    own: Tensor  # [M], the last tensors after training
-    weights: Tensor  # [M], W
-    settled: bool  # whether W was learnt once
-    experiences: list[int]
-
-
 @dataclass
 class FedALAContext(StepContext):
     weights: Tensor  # [M]
@@ -77,15 +70,18 @@ class FedALA(Method):
         self.tensors = tensors[-params.tensors :]
         self.size = sum(tensor.numel() for tensor in self.tensors)  # M
 
-    def init_client(self, client: int, server: State) -> FedALAState:
-        """The initial model as the own one, and W = 1: all is taken from the server."""
-        own = server["parameters"][-self.size :].clone()
+    def init_client(self, client: int, server: State) -> State:
+        """The initial model as the own one, and W = 1: all is taken from the server.
+
+        "settled" says whether W was learnt once.
+        """
+        own = server["parameters"][-self.size :].clone()  # [M], the last tensors after training
         weights = torch.ones_like(own)
         return {"own": own, "weights": weights, "settled": False, "experiences": []}
 
     def start(self, client_round: ClientRound) -> FedALAContext:
         """The last tensors of the received model are aggregated with the own ones."""
-        state: FedALAState = client_round.state
+        state = client_round.state
         weights = state["weights"].to(self.runtime.device, copy=True)
         context = FedALAContext(weights, state["settled"])
         if self.params.refresh == "task" and client_round.first:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from itertools import islice
-from typing import ClassVar, NotRequired, TypedDict
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -42,13 +42,6 @@ class FedSSIParams(FedAvgParams):
         return (1 - self.lam) / (2 * self.lam)
 
 
-class FedSSIState(TypedDict):
-    experiences: list[int]
-    measured: bool  # whether it has completed the last round of the latest of them
-    omega: NotRequired[Tensor]  # Ω [P], the importance of past tasks
-    anchor: NotRequired[Tensor]  # [P], the first received model of the current task
-
-
 @dataclass
 class FedSSIContext(StepContext):
     """What the steps read besides their batches: nothing before there is an importance."""
@@ -72,12 +65,13 @@ class FedSSI(Method):
             least = f"above {lr / (4 + lr):.4g}, so that training.lr x (1 - lam) / (2 lam)"
             raise invalid("lam", params.lam, f"{least} is below 2")
 
-    def init_client(self, client: int, server: State) -> FedSSIState:
+    def init_client(self, client: int, server: State) -> State:
+        """No importance Ω yet, and none missed; with one the "anchor" of the task [P]."""
         return {"experiences": [], "measured": True}
 
     def start(self, client_round: ClientRound) -> FedSSIContext:
         """The first received model of a task is the anchor of the penalty."""
-        state: FedSSIState = client_round.state
+        state = client_round.state
         if client_round.first:
             self.log_start(client_round, state)
         if "omega" not in state:
@@ -87,7 +81,7 @@ class FedSSI(Method):
         device = self.runtime.device
         return FedSSIContext(state["omega"].to(device), anchor.to(device, copy=True))
 
-    def log_start(self, client_round: ClientRound, state: FedSSIState) -> None:
+    def log_start(self, client_round: ClientRound, state: State) -> None:
         """Log what was not measured since the last round, and a penalty that overshoots."""
         missed = client_round.experience - 1 - client_round.latest + (not state["measured"])
         client_round.log.events += [MISSED] * missed

@@ -1,7 +1,7 @@
 """FS-DGPM (Deng et al., 2021): gradient projection with replay at weights moved up the loss."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypedDict
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -45,12 +45,6 @@ class FsDgpmParams(RehearsalParams):
             require_above(self, 0, "clip")
 
 
-class FsDgpmState(TypedDict):  # besides the memory
-    protected: int  # the experience for which the bases were made; -1: none
-    bases: Bases  # [d, k] of each layer
-    lambdas: Tensor  # [columns of all layers]
-
-
 @dataclass
 class FsDgpmContext(RehearsalContext):
     bases: Bases  # of other tasks, on the device
@@ -82,13 +76,12 @@ class FsDgpm(Rehearsal):
 
     def init_client(self, client: int, server: State) -> State:
         bases = subspaces.empty_bases(self.layers)
-        own: FsDgpmState = {"protected": -1, "bases": bases, "lambdas": torch.ones(0)}
-        return {**super().init_client(client, server), **own}
-
-    # --- the bases
+        own = {"bases": bases, "lambdas": torch.ones(0)}  # λ of the columns of all layers
+        # "protected": the experience for which the bases were made; -1: none
+        return {**super().init_client(client, server), "protected": -1, **own}
 
     def start(self, client_round: ClientRound) -> FsDgpmContext:
-        state: FsDgpmState = client_round.state
+        state = client_round.state
         device = self.runtime.device
         if state["protected"] == client_round.experience:
             bases = {name: basis.to(device) for name, basis in state["bases"].items()}
@@ -121,7 +114,7 @@ class FsDgpm(Rehearsal):
         bases = {name: basis.cpu() for name, basis in context.bases.items()}
         client_round.log.numbers |= subspaces.filled(self.layers, bases)
         lambdas = context.lambdas.detach().cpu()
-        own = FsDgpmState(protected=client_round.experience, bases=bases, lambdas=lambdas)
+        own = {"protected": client_round.experience, "bases": bases, "lambdas": lambdas}
         return {**super().update_state(client_round, context), **own}
 
     def loss(self, batch: Batch, context: FsDgpmContext) -> Tensor:

@@ -1,7 +1,7 @@
 """GPM (Saha et al., 2021): no step in the subspace of layers' inputs in past tasks."""
 
 from dataclasses import dataclass
-from typing import ClassVar, TypedDict
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -33,13 +33,6 @@ class GpmParams(FedAvgParams):
         require_at_least(self, 1, "images")
 
 
-class GpmState(TypedDict):
-    bases: Bases  # [d, k] of each layer
-    tasks: dict[str, Tensor]  # int32 [k], the task of each column
-    experiences: list[int]  # those whose inputs are in the bases
-    received: dict[str, Tensor]  # to measure drift: the last received model, by its experience
-
-
 @dataclass
 class GpmContext(StepContext):
     bases: Bases  # of other tasks, on the device
@@ -64,9 +57,10 @@ class Gpm(Method):
         for layer in self.layers.values():
             layer.write(self.normalisation, torch.zeros(layer.shape))
 
-    def init_client(self, client: int, server: State) -> GpmState:
+    def init_client(self, client: int, server: State) -> State:
         bases = subspaces.empty_bases(self.layers)
-        tasks = {name: torch.zeros(0, dtype=torch.int32) for name in bases}
+        tasks = {name: torch.zeros(0, dtype=torch.int32) for name in bases}  # of each column
+        # "received": to measure drift, the last received model, by its experience
         return {"bases": bases, "tasks": tasks, "experiences": [], "received": {}}
 
     def start(self, client_round: ClientRound) -> GpmContext:
@@ -74,7 +68,7 @@ class Gpm(Method):
 
     def other_columns(self, client_round: ClientRound) -> Bases:
         """The bases without the columns of the current task, on the device."""
-        state: GpmState = client_round.state
+        state = client_round.state
         bases = {n: m[:, state["tasks"][n] != client_round.task] for n, m in state["bases"].items()}
         return {name: basis.contiguous().to(self.runtime.device) for name, basis in bases.items()}
 
@@ -104,8 +98,6 @@ class Gpm(Method):
         whole = torch.cat([part.flatten() for part in parts.values()])
         client_round.log.numbers["drift"] = float(inside.norm() / whole.norm())
 
-    # --- the bases
-
     def update_state(self, client_round: ClientRound, context: GpmContext) -> State:
         state = super().update_state(client_round, context)
         if self.params.drift:
@@ -119,7 +111,7 @@ class Gpm(Method):
 
     def remember(self, client_round: ClientRound, context: GpmContext) -> State:
         """The bases with the task's inputs at the trained model; its former ones are replaced."""
-        state: GpmState = client_round.state
+        state = client_round.state
         task = client_round.task
         draw = client_round.generator("basis")
         order = torch.randperm(len(client_round.indices), generator=draw)[: self.params.images]

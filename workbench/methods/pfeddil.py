@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NotRequired, TypedDict
+from typing import ClassVar, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -48,13 +48,6 @@ class PersonalModel(TypedDict):
     tasks: dict[str, Tensor]  # [2, F] each, the moments of the features of its tasks
 
 
-class PFedDILState(TypedDict):
-    models: list[PersonalModel]
-    current: int  # the index of the model in training
-    experiences: list[int]
-    target: NotRequired[Tensor]  # [P], during an experience with a pull
-
-
 @dataclass
 class PFedDILContext(StepContext):
     current: int
@@ -84,15 +77,13 @@ class PFedDIL(Method):
             right = f"below {1 / lr:g}, so that training.lr x 2 migration is below 2"
             raise invalid("migration", params.migration, right)
 
-    def init_client(self, client: int, server: State) -> PFedDILState:
-        return {"models": [], "current": 0, "experiences": []}
-
-    # --- the choice of a model
+    def init_client(self, client: int, server: State) -> State:
+        return {"models": [], "current": 0, "experiences": []}  # "current": in training
 
     def start(self, client_round: ClientRound) -> PFedDILContext:
         """Load what the training of a new task starts from, if not the received model."""
-        state: PFedDILState = client_round.state
-        models = state["models"]
+        state = client_round.state
+        models: list[PersonalModel] = state["models"]
         current = state["current"]
         target = state.get("target")
         starts = client_round.first and len(client_round.indices) > 0

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypedDict
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -51,11 +51,6 @@ class CacheParams(FedAvgParams):
         return (1 - self.lam) / (2 * self.lam)
 
 
-class CacheState(TypedDict):
-    cache: ExemplarLists
-    experiences: list[int]  # in which the client has trained
-
-
 @dataclass
 class CacheContext(StepContext):
     cache: ExemplarLists  # of this experience
@@ -72,7 +67,7 @@ class SampleCache(Method):
     fedavg_equivalent: ClassVar = {"cache": 0}
     group: ClassVar[Group] = "continual"
 
-    def init_client(self, client: int, server: State) -> CacheState:
+    def init_client(self, client: int, server: State) -> State:
         return {"cache": empty_lists(self.runtime.dataset.x_train), "experiences": []}
 
     def start(self, client_round: ClientRound) -> Any:
@@ -104,19 +99,17 @@ class SampleCache(Method):
     def remembered(self, server: State, client: State) -> Any:
         return client["cache"]
 
-    # --- the cache
-
     def updated_cache(self, client_round: ClientRound) -> ExemplarLists:
         """The cache; a new one if the live model is the first that is received for a task."""
-        state: CacheState = client_round.state
+        cache: ExemplarLists = client_round.state["cache"]
         experience = client_round.experience
         if not self.params.cache or not experience or not client_round.first:
-            return state["cache"]
+            return cache
         # A client holds the images of a task until the next but one: those before are gone.
         client_round.log.events += [LOST] * (experience - 1 - max(client_round.latest, 0))
         previous = (experience - 1) % client_round.plan.tasks
         indices = self.train_indices(client_round.plan, client_round.client, previous)
-        samples = self.local_set(indices, previous, state["cache"])
+        samples = self.local_set(indices, previous, cache)
         with client_round.log.clock("cache"):
             chosen = self.choose(client_round, samples)
         return {name: values[chosen] for name, values in samples.items()}

@@ -58,12 +58,6 @@ class KnownTasks(TypedDict):
     old: Message  # the old model, if there is one
 
 
-class GLFCState(TypedDict):  # besides what was announced
-    memory: ExemplarLists
-    known: KnownTasks
-    experiences: list[int]
-
-
 @dataclass
 class GLFCContext(TaskContext):
     known: KnownTasks
@@ -125,15 +119,15 @@ class GLFC(ProxyServer):
 
     def detect_task(self, client_round: ClientRound, announced: Message) -> tuple[KnownTasks, bool]:
         """What the client knows of its tasks now, and whether it has detected a new one."""
-        state: GLFCState = client_round.state
-        known: KnownTasks = {**state["known"]}
+        before: KnownTasks = client_round.state["known"]
+        known: KnownTasks = {**before}
         signal = client_round.first
         if signal:
             known["waiting"] = known["current"]
             known["current"] = self.current_classes(client_round)
         if self.params.signal == "entropy" and client_round.classes:  # else it has nothing new
             known["entropy"] = self.entropy(client_round, known["entropy"])
-            signal = known["entropy"] - state["known"]["entropy"] > self.params.threshold
+            signal = known["entropy"] - before["entropy"] > self.params.threshold
         if signal:
             learnt = known["learnt"]
             known["learnt"] = torch.where(known["waiting"], learnt.max() + 1, learnt)
