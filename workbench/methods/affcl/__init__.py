@@ -119,7 +119,7 @@ class AFFCL(TaskServer):
         replay = self.flow_replay(client_round, past, last) if self.extra_networks else None
         return AFFCLContext(announced, last, replay)
 
-    def last_task(self, client_round: ClientRound, past: Tensor) -> Message:
+    def last_task(self, client_round: ClientRound, past: Tensor) -> Any:
         """The networks of the last task's end: those first received in an experience.
 
         A client that misses this round takes the first ones that it receives.

@@ -373,4 +373,5 @@ def _past_tasks(client_round: ClientRound) -> dict[str, LearntTask]:
 
 def _target(client_round: ClientRound) -> Tensor:
     """The B at which no past task has moved: the one of before this task, or its target.  # [N]"""
-    return client_round.state["base"] if client_round.first else client_round.state["target"]
+    target: Tensor = client_round.state["base" if client_round.first else "target"]
+    return target

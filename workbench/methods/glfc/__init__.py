@@ -181,8 +181,9 @@ class GLFC(ProxyServer):
 
     def learnt_elsewhere(self, client_round: ClientRound, context: GLFCContext) -> Tensor:
         """Which exemplars are those of other tasks whose classes are learnt.  # bool [m]"""
-        learnt = context.known["learnt"][client_round.state["memory"]["labels"]] >= 0
-        return learnt & (client_round.state["memory"]["tasks"] != client_round.task)
+        memory: ExemplarLists = client_round.state["memory"]
+        learnt = context.known["learnt"][memory["labels"]] >= 0
+        return learnt & (memory["tasks"] != client_round.task)
 
     def loss(self, batch: Batch, context: GLFCContext) -> Tensor:
         """The mean over images and columns of weighted binary cross-entropies, or FedAvg's loss."""

@@ -89,7 +89,7 @@ class ProxyServer(TaskServer):
         log.numbers["proxy accuracy"] = accuracy
         round_ = before["round"] % self.runtime.training.rounds
         extended = state["monitor"] is not before["monitor"]
-        best = before["best"]
+        best: BestModel | None = before["best"]
         compares = best and not extended and round_ >= max(1, self.params.proxy_init)
         if best and compares and best["accuracy"] > accuracy:
             return best
@@ -112,7 +112,7 @@ class ProxyServer(TaskServer):
     def extended_monitor(self, server: State, replies: list[Reply], log: Log) -> Monitor:
         """The images reconstructed in this experience, with those of the gradients received now."""
         received = [r.message["gradients"] for r in replies if "gradients" in r.message]
-        monitor = server["monitor"]
+        monitor: Monitor = server["monitor"]
         if not received:
             return monitor
         with log.clock("reconstruction"):
