@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from stamp_core.config.decode import ParameterError
 from stamp_core.config.schema import Network, Training
 from stamp_core.core import vision
-from stamp_core.coresets.learner import Learner, per_sample_gradients
+from stamp_core.coresets.learner import Learner
 from stamp_core.models.encoders import Shape
 from stamp_core.models.flat import FlatModel, FlatSGD
 from stamp_core.models.networks import Classifier, build_network
+from workbench.per_sample import per_sample_gradients
 
 CODE = Network("cnn", features=512, channels=(32, 64))  # of the paper's public code
 RESNET = Network("resnet18", norm="batch")

@@ -15,7 +15,8 @@ from stamp_core.core.seeding import generator
 from stamp_core.data.plan import Plan
 from stamp_core.methods.base.ledger import is_first
 from stamp_core.methods.base.method import ClientRound, InitialStates, Log, Message, Reply, State
-from stamp_core.models.flat import FlatAdam, FlatModel
+from stamp_core.models.flat import FlatModel
+from workbench.adam import FlatAdam
 from workbench.methods.base.exemplar_lists import ExemplarLists, empty_lists
 from workbench.methods.base.generators import build_seeded
 from workbench.methods.base.sample_cache import CacheContext, CacheParams, CacheState, SampleCache

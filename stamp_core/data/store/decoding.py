@@ -26,7 +26,6 @@ CHUNK_BYTES = 1 << 25  # of the images that are decoded, written and recorded at
 # Of a file, and of its image before it is cropped. Pillow warns of more. Each takes at most eight
 # bytes: a thread needs at most 0.7 GB.
 MAX_PIXELS = 89_478_485
-MAX_RATIO = 128  # of the sides; the centre of a longer strip shows next to nothing
 # Pillow opens any format under any name, and runs Ghostscript to decode one of them.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
@@ -118,13 +117,10 @@ def decode_image(path: Path, size: int, grey: bool) -> Bytes:
 def _check_shape(width: int, height: int, size: int) -> None:
     """Validate that an image takes little memory to decode and to resize."""
     shorter, longer = sorted((width, height))
-    if longer > MAX_RATIO * shorter:
-        right = f"its longer side must be at most {MAX_RATIO} times the shorter"
-        raise ValueError(f"it has {width} x {height} pixels; {right}")
-    resized = size * int(size * longer / shorter)
-    if (pixels := max(width * height, resized)) > MAX_PIXELS:
-        where = f" before it is cropped to size {size}" if pixels == resized else ""
-        raise ValueError(f"it has {pixels:,} pixels{where}; it must have at most {MAX_PIXELS:,}")
+    pixels = max(width * height, size * int(size * longer / shorter))
+    if pixels > MAX_PIXELS:
+        what = f"it has {width} x {height} pixels, {pixels:,} where it is larger"
+        raise ValueError(f"{what}, as read or resized; it must have at most {MAX_PIXELS:,}")
 
 
 def _lay_out(listing: Listing, images: ImageFiles, path: Path) -> int:
