@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stamp_core.config.decode import ParameterError, build
+from stamp_core.config.decode import ParameterError
 from stamp_core.matching.gram import gram
 from stamp_core.matching.match import MatchingParams, MatchResult, match, match_gram
 from stamp_core.matching.simplex import SoftmaxParams
@@ -173,11 +173,6 @@ def test_one_gradient(seed, kappa, reference) -> None:
     d, result = match(g, replace(FREE, kappa=kappa, reference=reference), torch.ones(1))
     assert close(d, (1 + kappa) * g[0]) and result.status == "one gradient"
     assert result.weights.tolist() == [[1.0]] and result.value == pytest.approx(1 + kappa)
-
-
-def test_the_former_name_of_a_solver_is_refused_with_the_new_one() -> None:
-    with pytest.raises(ParameterError, match="'authors' is unknown; it is now 'softmax_sgd'"):
-        build(MatchingParams, {"solver": "authors"}, "matching")
 
 
 # --- parameters

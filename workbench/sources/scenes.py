@@ -28,7 +28,7 @@ from stamp_core.data.store.cache import Bytes, Numbers
 PACKAGES = ("numpy", "matplotlib")
 
 SHOWN = 3  # characters, each in a quarter of the scene
-NUMBERS = 8  # random ones of a character: its face, five of its shape, two of its place
+NUMBERS = 8  # random ones of a character: its face, five of its shape, two of its position
 STROKE = 3 * ONE // 10  # a pixel that is covered more is part of a stroke
 REACH = 2  # pixels by which the mask of a stroke is wider: thin strokes are hardly learnt
 DARK, LIGHT = 25, 205
@@ -84,11 +84,11 @@ def _draw_class(shapes: Bytes, options: Options, label: int, subset: int, count:
     ends = np.cumsum([options.classes, 4, *[NUMBERS] * SHOWN])
     order, quarters, *characters, noise = np.split(draws, ends, axis=1)
     order[:, label] = -1  # the scene's own class comes first
-    labels, places = (np.argsort(each, 1, kind="stable") for each in (order, quarters))
+    labels, corners = (np.argsort(each, 1, kind="stable") for each in (order, quarters))
     grey = np.zeros((count, options.size, options.size), np.int64)
     mask = np.full_like(grey, options.classes)
     for k in reversed(range(SHOWN)):
-        cover = _place(shapes, labels[:, k], places[:, k], characters[k], options)
+        cover = _draw_character(shapes, labels[:, k], corners[:, k], characters[k], options)
         grey = np.maximum(grey, cover)
         if k == 0 or subset == TEST:
             mask = np.where(_widen(cover), labels[:, k, None, None], mask)
@@ -97,14 +97,14 @@ def _draw_class(shapes: Bytes, options: Options, label: int, subset: int, count:
     return np.stack([np.clip(grey, 0, 255), mask], 1).astype(np.uint8)
 
 
-def _place(
+def _draw_character(
     shapes: Bytes, labels: Numbers, quarters: Numbers, draws: Numbers, options: Options
 ) -> Numbers:
     """How much of each pixel a character of each label covers, in 0..ONE.  # [n, size, size]"""
     box, size = _box(options), options.size
     flat = shapes.reshape(-1, *shapes.shape[2:])  # [classes * faces, side, side]
     faces = labels * len(FACES) + draws[:, 0] % len(FACES)
-    cover = coverage(flat, faces, *positions(draws[:, 1:6].T, box, ONE))  # [n, box, box]
+    cover = coverage(flat, faces, *positions(draws[:, 1:6].T, box))  # [n, box, box]
     scenes = np.zeros((len(labels), size, size), np.int64)
     rows, columns = (draws[:, 6:] % (size // 2 - box + 1)).T
     rows, columns = rows + quarters // 2 * (size // 2), columns + quarters % 2 * (size // 2)
