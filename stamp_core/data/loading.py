@@ -53,7 +53,7 @@ def load_dataset(spec: Mapping[str, Any]) -> ImageDataset:
 
 
 def find_source(spec: Mapping[str, Any], where: str = "params.yaml: data") -> tuple[Any, Any]:
-    """The source that `spec` names and its checked options; `where` is the place in errors."""
+    """The source that `spec` names and its checked options; `where` is named in errors."""
     if "source" not in spec:
         raise ParameterError(f"{where}.source is missing")
     name = spec["source"]

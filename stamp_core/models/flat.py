@@ -12,7 +12,7 @@ from stamp_core.models.sealed import Sealed, weighted_sum
 class FlatModel:
     """A module whose parameters, gradients and float buffers are views into three vectors.
 
-    Each tensor has its place in the order of the module. Its values are in the order in which it
+    The tensors are in the order of the module. Its values are in the order in which it
     was in memory: O, H, W, I for a convolution whose channels are last, else O, I, H, W.
     """
 

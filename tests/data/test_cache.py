@@ -62,7 +62,7 @@ def test_options_and_code_decide_the_folder(cache: Path, monkeypatch: pytest.Mon
     load_dataset(SMALL)
     load_dataset(SMALL | {"size": 20})  # its default: the same options
     assert len(cached(cache)) == 1
-    assert load_dataset(SMALL | {"seed": 1}).digest != load_dataset(SMALL).digest
+    assert load_dataset(SMALL | {"size": 8}).digest != load_dataset(SMALL).digest
     assert len(cached(cache)) == 2
     fingerprint = "stamp_core.core.fingerprint.combined_fingerprint"
     monkeypatch.setattr(fingerprint, lambda *paths: "changed code")
