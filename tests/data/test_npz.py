@@ -132,9 +132,9 @@ def refused(spec: Any, kind: type[Exception] = ValueError) -> str:
         (bundle(x_test=drawn(3, 8, 6)), "x_test is uint8 [3, 8, 6]; it must be like x_train, uin"),
         (bundle(y_train=LABELS[:5]), "y_train is int64 [5]; it must be whole numbers [6], one per"),
         (bundle(y_test=np.arange(3.0)), "y_test is float64 [3]; it must be whole numbers [3]"),
-        (bundle(y_train=LABELS + 1, y_test=np.arange(3) + 1), "y_train must hold each number in"),
-        (bundle(y_test=np.array([0, -1, 2])), "y_test must hold each number in 0..3, one per na"),
-        (bundle(classes=np.array(list("abcd"))), "y_train must hold each number in 0..3, one pe"),
+        (bundle(y_train=LABELS + 1, y_test=np.arange(3) + 1), "y_train holds 3; each must be in 0"),
+        (bundle(y_test=np.array([0, -1, 2])), "y_test holds -1; each must be in 0..3, as there "),
+        (bundle(classes=np.array(list("abcd"))), "y_train has no image of 3 ('d')"),
         (bundle(classes=np.array(list("aba"))), "classes is <U1 [3]; it must be different texts"),
     ],
 )

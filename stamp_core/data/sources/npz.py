@@ -122,8 +122,12 @@ def _read_labels(path: Path, arrays: NamedArrays, kind: str, names_key: str) -> 
         names = np.arange(len(np.unique(np.concatenate([*labels.values()])))).astype(str)
     if names.dtype.kind != "U" or names.ndim != 1 or len(np.unique(names)) < len(names):
         raise array_error(path, names_key, names, "different texts [C]")
+    known = np.arange(len(names))
     for key, y in labels.items():
-        for label in np.setxor1d(y, np.arange(len(names)))[:1]:
-            right = f"each number in 0..{len(names) - 1}, one per name, and no other: see {label}"
-            raise ValueError(f"{path}: {key} must hold {right}")
+        for label in np.setdiff1d(y, known)[:1]:
+            right = f"each must be in 0..{len(names) - 1}, as there are {len(names)}"
+            raise ValueError(f"{path}: {key} holds {label}; {right}")
+    for key, y in labels.items():
+        for label in np.setdiff1d(known, y)[:1]:
+            raise ValueError(f"{path}: {key} has no image of {label} ({str(names[label])!r})")
     return {names_key: tuple(names.tolist()), **{k: y.astype(np.int64) for k, y in labels.items()}}

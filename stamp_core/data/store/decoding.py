@@ -1,11 +1,9 @@
 """Image files, decoded once into arrays that may be larger than memory, chunk by chunk."""
 
-import errno
 import hashlib
 import json
 import math
 import os
-import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -78,19 +76,11 @@ def listing_key(listing: Listing) -> str:
 
 def write_listing(listing: Listing, draft: Path) -> None:
     """Decode all images that `draft` does not hold yet, then complete the data set."""
-    subsets = dict(zip(SUBSETS, (listing.train, listing.test), strict=True))
-    done = {
-        name: _lay_out(listing, each, draft / f"x_{name}.npy") for name, each in subsets.items()
-    }
-    images = sum(len(each.files) for each in subsets.values()) - sum(done.values())
-    need, free = images * math.prod(listing.shape), shutil.disk_usage(draft).free
-    if need > free:
-        text = f"{need / 1e9:.4g} GB are needed, {free / 1e9:.4g} GB are free"
-        raise OSError(errno.ENOSPC, text, str(draft))
     arrays: NamedArrays = {}
-    for name, each in subsets.items():
-        _decode_files(listing, each.files, done[name], draft / f"x_{name}.npy")
-        arrays |= {f"y_{name}": each.labels, f"domain_{name}": each.domains}
+    for name, images in zip(SUBSETS, (listing.train, listing.test), strict=True):
+        path = draft / f"x_{name}.npy"
+        _decode_files(listing, images.files, _lay_out(listing, images, path), path)
+        arrays |= {f"y_{name}": images.labels, f"domain_{name}": images.domains}
     sums = np.sum([note["sums"] for note in cache.read_notes(draft / "x_train.jsonl")], axis=0)
     arrays |= cache.channel_moments(sums, len(listing.train.files) * listing.size**2)
     cache.complete(draft, arrays, [list(listing.classes), list(listing.domains)])
