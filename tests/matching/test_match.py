@@ -213,9 +213,8 @@ def test_normalising_is_scaling_the_gradients_beforehand(instance, kappa, refere
         d, result = match(g, matching, weights)
         plain, other = match(g / norms * target, replace(matching, normalise="none"), weights)
         assert result.value == pytest.approx(other.value, abs=1e-7)
-        assert float((result.coefficients[0] @ g - d).norm()) <= 1e-9 * float(
-            g.norm()
-        )  # d may be 0
+        difference = result.coefficients[0] @ g - d  # d may be 0
+        assert float(difference.norm()) <= 1e-9 * float(g.norm())
         if result.status == other.status == "exact" and result.value > 1e-4:
             assert close(d, plain, 1e-4)
 
