@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import Row, seconds, section, spread
-from stamp_core.coresets.learner import head_gradient_factors, per_sample_gradients
 from stamp_core.engine.experiment import load_experiment
 from stamp_core.models.networks import Classifier, build_network
+from workbench.per_sample import head_gradient_factors, per_sample_gradients
 
 REPEATS = 7
 IMAGES = 128

@@ -20,8 +20,8 @@ from stamp_core.data.plan import Plan
 from stamp_core.data.split import make_plan
 from stamp_core.engine.experiment import load_experiment
 from stamp_core.engine.worker import Worker
+from stamp_core.matching.gram import sketch
 from stamp_core.matching.match import match
-from stamp_core.matching.sketch import sketch
 from stamp_core.methods.base.method import Log
 from stamp_core.methods.base.server_matching import SpatialParams
 

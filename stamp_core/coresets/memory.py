@@ -181,10 +181,10 @@ def _draw_remaining(
     exemplars can be more than the images that they represent; then each counts as one.
     """
     seen = max(seen, old)
-    places = min(count, old + new)
-    sample = torch.randperm(seen + max(met, new), generator=generator)[:places]
+    room = min(count, old + new)
+    sample = torch.randperm(seen + max(met, new), generator=generator)[:room]
     number = int((sample < seen).sum())
-    number = min(max(number, places - new), old)  # a rule may propose fewer than all images
+    number = min(max(number, room - new), old)  # a rule may propose fewer than all images
     return torch.randperm(old, generator=generator)[:number].sort().values
 
 

@@ -1,3 +1,3 @@
 """Data sets and their split: dataset (loading), split (which client learns which classes when),
-store (cache, decoding, downloads), sources (one file per data set). May import core, config and
+store (cache, decoding), sources (one file per data set). May import core, config and
 results."""

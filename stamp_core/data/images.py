@@ -1,14 +1,12 @@
 """Images as a source returns them, in any size and colours, and what several sources need."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from stamp_core.config.decode import invalid, require_at_least
+from stamp_core.config.decode import require_at_least
 from stamp_core.data.store.cache import Bytes, Numbers
 
 Shape = tuple[int, int, int]  # channels, height, width
@@ -51,14 +49,6 @@ class ImageOptions:
         require_at_least(self, 1, "size")
 
 
-def require_inside(holder: object, name: str) -> None:
-    """Validate that relative paths in a field do not lead out of their folder by '..'."""
-    value = getattr(holder, name)
-    for path in [value] if isinstance(value, str) else value or ():
-        if ".." in Path(path).parts and not Path(path).is_absolute():
-            raise invalid(name, path, "a path without '..', or an absolute one")
-
-
 def array_error(where: object, name: str, array: npt.NDArray[Any], expected: str) -> ValueError:
     """The error for an array of the wrong type or shape."""
     return ValueError(f"{where}: {name} is {array.dtype} {[*array.shape]}; it must be {expected}")
@@ -70,18 +60,6 @@ def convert_images(images: ImageArrays, options: ImageOptions) -> ImageArrays:
     return replace(images, x_train=train, x_test=test)
 
 
-def join_domains(parts: Sequence[ImageArrays], domains: tuple[str, ...]) -> ImageArrays:
-    """Several data sets with the same classes as the domains of one."""
-    arrays: dict[str, Any] = {
-        key: np.concatenate([getattr(part, key) for part in parts])
-        for key in ("x_train", "y_train", "x_test", "y_test")
-    }
-    for subset in ("train", "test"):
-        lengths = [len(getattr(part, f"y_{subset}")) for part in parts]
-        arrays[f"domain_{subset}"] = np.repeat(np.arange(len(parts)), lengths)
-    return ImageArrays(**arrays, classes=parts[0].classes, domains=domains)
-
-
 def _convert(x: Bytes, options: ImageOptions) -> Bytes:
     """Images [N, C, H, W] in the size and colours of `options`."""
     from PIL import Image  # only here: a cached data set needs no conversion
@@ -91,11 +69,11 @@ def _convert(x: Bytes, options: ImageOptions) -> Bytes:
     if (channels, *size) == x.shape[1:]:
         return x
     converted = np.empty((len(x), channels, *size), np.uint8)
-    for place, pixels in enumerate(x):  # Pillow computes with integers: equal on every machine
+    for index, pixels in enumerate(x):  # Pillow computes with integers: equal on every machine
         image = Image.fromarray(pixels.transpose(1, 2, 0) if len(pixels) == 3 else pixels[0])
         if options.grey:
             image = image.convert("L")  # 0.299 red + 0.587 green + 0.114 blue
         if options.size is not None:  # this filter averages all pixels of a larger image
             image = image.resize(size, Image.Resampling.BILINEAR)
-        converted[place] = np.atleast_3d(np.asarray(image)).transpose(2, 0, 1)
+        converted[index] = np.atleast_3d(np.asarray(image)).transpose(2, 0, 1)
     return converted

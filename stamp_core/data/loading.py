@@ -49,14 +49,11 @@ def load_dataset(spec: Mapping[str, Any]) -> ImageDataset:
     else:
         arrays, names = _make_arrays(source.make(options), name)
         cache.create(folder, lambda draft: cache.complete(draft, arrays, names))
-    try:
-        return _open(folder, name)
-    except cache.READ_ERRORS as error:  # what is damaged could not be removed
-        raise ValueError(f"{folder} is damaged ({error}); remove it") from error
+    return _open(folder, name)
 
 
 def find_source(spec: Mapping[str, Any], where: str = "params.yaml: data") -> tuple[Any, Any]:
-    """The source that `spec` names and its checked options; `where` is the place in errors."""
+    """The source that `spec` names and its checked options; `where` is named in errors."""
     if "source" not in spec:
         raise ParameterError(f"{where}.source is missing")
     name = spec["source"]

@@ -2,12 +2,9 @@
 
 import hashlib
 import json
-import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -96,15 +93,15 @@ class Plan:
             part.write_text(text + "\n")
 
     @classmethod
-    def load(cls, path: Path, dataset: ImageDataset | None = None) -> "Plan":
-        """The plan in the file `path`; refused if damaged, altered or impossible with `dataset`.
-
-        A plan for other data than `dataset` comes back as it is.
-        """
+    def load(cls, path: Path) -> "Plan":
+        """The plan in the file `path`; refused if it is damaged or altered."""
         try:
-            plan = _read_plan(path)
-            known = dataset is not None and dataset.digest == plan.data_digest
-            check_plan(f"{path}: plan", plan, dataset if known else None)
+            values = read_json(path)
+            if not isinstance(values, dict) or "hash" not in values:
+                raise ParameterError(f"{path} is not a plan: it has no hash")
+            stored = values.pop("hash")
+            plan = build(cls, values, f"{path}: plan")
+            check_hash(path, plan, stored)
         except ParameterError as error:
             raise ParameterError(f"{error}; delete it to have the plan drawn again") from None
         return plan
@@ -133,86 +130,10 @@ def read_json(path: Path) -> object:
         raise ParameterError(f"{path} is damaged: {error}") from None
 
 
-def _read_plan(path: Path) -> Plan:
-    """The plan in the file `path`, of the right types and with its own hash."""
-    values = read_json(path)
-    if not isinstance(values, dict) or "hash" not in values:
-        raise ParameterError(f"{path} is not a plan: it has no hash")
-    stored = values.pop("hash")
-    plan = build(Plan, values, f"{path}: plan")
-    check_hash(path, plan, stored)
-    return plan
-
-
 def check_hash(path: Path, plan: Plan, stored: object) -> None:
     """Validate that a plan has the hash that its file says."""
     if plan.hash != stored:
         raise ParameterError(f"{path} was altered: it says hash {stored}, it has {plan.hash}")
-
-
-def check_plan(where: str, plan: Plan, dataset: ImageDataset | None) -> None:
-    """Validate a plan by its split and, if there is one, by its data set."""
-    for name, least in (("seed", 0), ("classes", 1)):
-        if getattr(plan, name) < least:
-            raise invalid(f"{where}.{name}", getattr(plan, name), f"at least {least}")
-    if dataset is not None and plan.classes != len(dataset.classes):
-        raise invalid(f"{where}.classes", plan.classes, f"{len(dataset.classes)}, as in the data")
-    clients, tasks = plan.split.clients, plan.split.tasks
-    _check_length(f"{where}.clients", plan.clients, clients, clients)
-    for client, own in enumerate(plan.clients):
-        _check_length(f"{where}.clients[{client}]", own, tasks, tasks)
-        first = joins(plan.split, client)
-        for t, task in enumerate(own):
-            place = f"{where}.clients[{client}][{t}]"
-            if t >= first and not (t > first and plan.split.old_share and not task.classes):
-                _check_task(place, task, plan, dataset)
-            elif task != NO_TASK:
-                raise ParameterError(f"{place} must be without classes, domain and images")
-
-
-def _check_task(where: str, task: Task, plan: Plan, dataset: ImageDataset | None) -> None:
-    """Validate a task by the split of its plan and, if there is one, by the data set."""
-    split, listed = plan.split, plan.split.kind == "file"
-    size = split.classes_per_client or split.classes_per_task or plan.classes
-    count = split.images_per_class
-    sizes = (1, math.inf) if listed else (size, size)
-    _check_numbers(f"{where}.classes", task.classes, plan.classes, *sizes)
-    domains = math.inf if dataset is None else len(dataset.domains)
-    if split.kind == "classes" and task.domain is not None:
-        raise invalid(f"{where}.domain", task.domain, "absent, as kind is 'classes'")
-    needed = split.kind == "domains" or task.domain is not None
-    if needed and (task.domain is None or not 0 <= task.domain < domains):
-        right = f"a number from 0 and below {domains}, as kind is {split.kind!r}"
-        raise invalid(f"{where}.domain", task.domain, right)
-    if not listed and (task.train is None) == (count is not None or split.alpha is not None):
-        right = "a list of indices" if task.train is None else "absent"
-        raise ParameterError(f"{where}.train must be {right}, by alpha and images_per_class")
-    if task.train is None:
-        return
-    images = math.inf if dataset is None else len(dataset.y_train)
-    lengths = (split.min_samples, math.inf) if count is None else (count * size, count * size)
-    _check_numbers(f"{where}.train", task.train, images, *lengths)
-    if dataset is not None:
-        train = np.array(task.train, np.int64)
-        own = _fits(dataset.y_train[train], dataset.domain_train[train], task)
-        for k in np.flatnonzero(~own)[:1]:
-            right = "an image of the task's classes and domain"
-            raise invalid(f"{where}.train[{k}]", task.train[k], right)
-
-
-def _check_length(where: str, values: Sequence[object], least: int, most: float) -> None:
-    """Validate the length of a list."""
-    if not least <= len(values) <= most:
-        right = f"{least}" if least == most else f"at least {least}"
-        raise ParameterError(f"{where} is a list of {len(values)}; it must be of {right}")
-
-
-def _check_numbers(where: str, values: Sequence[int], end: float, least: int, most: float) -> None:
-    """Validate that a list has its length, and that its numbers rise from 0 to below `end`."""
-    _check_length(where, values, least, most)
-    for k, (low, value) in enumerate(pairwise((-1, *values))):
-        if not low < value < end:
-            raise invalid(f"{where}[{k}]", value, f"above {low} and below {end}")
 
 
 def joins(split: Split, client: int) -> int:
@@ -221,14 +142,9 @@ def joins(split: Split, client: int) -> int:
     return 0 if late < 0 else late // split.joining + 1
 
 
-def _fits(labels: torch.Tensor, domains: torch.Tensor, task: Task) -> NDArray[np.bool_]:
-    """Which images are of the task's classes and domain.  # [N]"""
+def find_images(labels: torch.Tensor, domains: torch.Tensor, task: Task) -> Indices:
+    """The sorted indices of the images of the task's classes and domain."""
     matches = np.isin(np.asarray(labels), task.classes)
     if task.domain is not None:
         matches &= np.asarray(domains) == task.domain
-    return matches
-
-
-def find_images(labels: torch.Tensor, domains: torch.Tensor, task: Task) -> Indices:
-    """The sorted indices of the images of the task's classes and domain."""
-    return np.flatnonzero(_fits(labels, domains, task))
+    return np.flatnonzero(matches)

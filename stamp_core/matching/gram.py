@@ -9,6 +9,8 @@ from torch import Tensor
 from stamp_core.config.decode import invalid
 from stamp_core.core.devices import cache_size
 
+CHUNK = 2**20  # elements of a sketch that are drawn at a time
+
 
 class Difference:
     """The vector `left` - `right`, which is computed piece by piece where it is read."""
@@ -97,18 +99,37 @@ def combine(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """sum_i coefficients[block, i] vectors[i], block by block; sums are in float64.  # [P]"""
-    first = vectors[0]
-    dtype = dtype or torch.promote_types(first.dtype, torch.float32)
-    result = torch.empty(first.shape, dtype=dtype, device=first.device)
+    like = vectors[0]
+    dtype = dtype or torch.promote_types(like.dtype, torch.float32)
+    result = torch.empty(like.shape, dtype=dtype, device=like.device)
     width = cache_size(result.device) // 64
     for (start, size), row in zip(_spans(vectors, sizes), coefficients.tolist(), strict=True):
-        for place, length in _pieces(start, size, width):
-            total = torch.zeros(length, dtype=torch.float64, device=first.device)
+        for first, length in _pieces(start, size, width):
+            total = torch.zeros(length, dtype=torch.float64, device=like.device)
             for vector, coefficient in zip(vectors, row, strict=True):
                 if coefficient:  # a vector that takes no part may hold nan, and 0 * nan is nan
-                    total.add_(vector.narrow(0, place, length), alpha=coefficient)
-            result.narrow(0, place, length).copy_(total)
+                    total.add_(vector.narrow(0, first, length), alpha=coefficient)
+            result.narrow(0, first, length).copy_(total)
     return result
+
+
+def sketch(vector: Vector, numbers: int, draw: torch.Generator) -> Tensor:
+    """Sums of the vector's elements, each with a random sign in one random sum; float32 [numbers].
+
+    This is a k x P matrix with one entry of 1 or -1 in each column (Charikar et al., 2002). Inner
+    products of sketches have the right mean and the variance
+    (|x|^2 |y|^2 + <x, y>^2 - 2 sum_p x_p^2 y_p^2) / k: below that of a matrix of draws from
+    N(0, 1 / k), which takes k times as many. From k = P on, it is the vector itself.
+    """
+    length = len(vector)
+    if numbers >= length:
+        return vector.narrow(0, 0, length).float().clone()
+    sums = torch.zeros(2, numbers, dtype=torch.float64, device=vector.device)  # with + and with -
+    for start in range(0, length, CHUNK):
+        size = min(CHUNK, length - start)
+        indices = torch.randint(2 * numbers, (size,), generator=draw).to(vector.device)
+        sums.view(-1).index_add_(0, indices, vector.narrow(0, start, size).double())
+    return (sums[0] - sums[1]).float()
 
 
 def _column_chunks(vectors: Vectors, start: int, size: int) -> Iterator[Tensor]:

@@ -322,7 +322,7 @@ def _result(blocks: Sequence[Certified], inputs: _Inputs) -> MatchResult:
 
 
 def _expand(values: Array, finite: Mask) -> Tensor:
-    """The values of the finite gradients in their places, 0 elsewhere.  # [L, all gradients]"""
+    """The values of the finite gradients, 0 for the others.  # [L, all gradients]"""
     expanded = np.zeros((len(values), len(finite)))
     expanded[:, finite] = values
     return torch.from_numpy(expanded)

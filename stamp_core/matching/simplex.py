@@ -157,14 +157,6 @@ def coordinates(gram: Array, resolution: float) -> Array:
     return np.asarray(axes[:, large] * np.sqrt(values[large]))
 
 
-def project_simplex(v: Array) -> Array:
-    """The point of the simplex nearest to `v`."""
-    v = v - v.max()  # so that adding 1 is not lost in large numbers
-    descending = -np.sort(-v)
-    levels = (np.cumsum(descending) - 1) / np.arange(1, len(v) + 1)
-    return np.asarray(np.maximum(v - levels[np.flatnonzero(descending > levels)[-1]], 0.0))
-
-
 def softmax_descent(a: Array, b: Array, radius: float, softmax: SoftmaxParams) -> Array:
     """The best w = softmax(z) on the path of SGD on z from z = 0."""
     z, velocity = np.zeros(len(b)), np.zeros(len(b))

@@ -1,2 +1,2 @@
-"""Networks as encoder and head, a model as one flat vector with SGD on it, the prototypical loss.
+"""Networks as encoder and head, a model as one flat vector with SGD on it.
 May import core and config."""

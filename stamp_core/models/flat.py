@@ -1,8 +1,6 @@
-"""A model as one flat vector of parameters and one of buffers, with SGD and Adam on it."""
+"""A model as one flat vector of parameters and one of buffers, with SGD on it."""
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,13 +8,11 @@ from torch import Tensor, nn
 from stamp_core.config.schema import Training
 from stamp_core.models.sealed import Sealed, weighted_sum
 
-EPSILON = 1e-8  # of Adam, added to the root of the mean square
-
 
 class FlatModel:
     """A module whose parameters, gradients and float buffers are views into three vectors.
 
-    Each tensor has its place in the order of the module. Its values are in the order in which it
+    The tensors are in the order of the module. Its values are in the order in which it
     was in memory: O, H, W, I for a convolution whose channels are last, else O, I, H, W.
     """
 
@@ -70,58 +66,6 @@ class FlatSGD:
             self.model.parameters.add_(gradient, alpha=-self.training.lr)
         else:  # from its address: a captured step keeps no number that changes
             self.model.parameters.addcmul_(gradient, self.lr, value=-1)
-
-
-class Adam:
-    """Adam (Kingma and Ba, 2015) on one tensor, in place; without kept moments it starts anew.
-
-    torch.optim would import a compiler for its first step, in every worker process, and takes as
-    long for a step as a small network's gradient.
-    """
-
-    def __init__(
-        self, x: Tensor, betas: tuple[float, float], moments: Mapping[str, Any] | None = None
-    ) -> None:
-        self.x = x
-        self.betas = betas
-        zeros = torch.zeros_like(x)
-        moments = moments or {"first": zeros, "second": zeros, "steps": 0}
-        self.first = moments["first"].to(x.device, copy=True)
-        self.second = moments["second"].to(x.device, copy=True)
-        self.steps: int = moments["steps"]
-
-    def descend(self, gradient: Tensor, lr: float) -> None:
-        """Take one step against a gradient."""
-        beta1, beta2 = self.betas
-        self.steps += 1
-        self.first.lerp_(gradient, 1 - beta1)
-        self.second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        root = self.second.sqrt().div_(math.sqrt(1 - beta2**self.steps)).add_(EPSILON)
-        self.x.addcdiv_(self.first, root, value=-lr / (1 - beta1**self.steps))
-
-    def moments(self) -> dict[str, Any]:
-        """Copies of the moments on the CPU, and the number of steps."""
-        first, second = self.first.cpu().clone(), self.second.cpu().clone()
-        return {"first": first, "second": second, "steps": self.steps}
-
-
-class FlatAdam(Adam):
-    """Adam on the flat vectors."""
-
-    def __init__(
-        self,
-        model: FlatModel,
-        lr: float,
-        moments: Mapping[str, Any] | None = None,
-        betas: tuple[float, float] = (0.9, 0.999),
-    ) -> None:
-        super().__init__(model.parameters, betas, moments)
-        self.model = model
-        self.lr = lr
-
-    def step(self) -> None:
-        """Take one step along the model's gradients."""
-        self.descend(self.model.gradients, self.lr)
 
 
 def in_flat_order(values: Tensor, like: Tensor) -> Tensor:

@@ -69,11 +69,9 @@ def _read_file(network: Network) -> dict[str, Tensor]:
     except Exception as error:  # a damaged pickle can raise anything
         right = f"a whole {kind} file of tensors alone: {path} cannot be read as one"
         raise invalid("network.pretrained", network.pretrained, right) from error
-    if not isinstance(stored, Mapping):
-        raise _misfit(network, f"holds {type(stored).__name__} instead of tensors by name")
-    for name, value in stored.items():
-        if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise _misfit(network, f"has {name!r} instead of tensors by name alone")
+    pairs = stored.items() if isinstance(stored, Mapping) else [(stored, None)]
+    if not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in pairs):
+        raise _misfit(network, "holds more than tensors by name")
     return {name: value for name, value in stored.items() if not name.endswith(_IGNORED)}
 
 

@@ -1,6 +1,7 @@
 """Vectors as secure aggregation has them: the server can add them up once, and do nothing else."""
 
 from collections.abc import Callable, Sequence
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -47,6 +48,9 @@ class Sealed:
             raise SingleUploadError(f"a second sum with the upload of client {self.client}")
         return self._vector
 
+    def _refuse(self, use: str, *_: object) -> Any:
+        raise SingleUploadError(f"{use} of a single upload")
+
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], *_: object) -> Any:
         """Refuse every function of torch."""
@@ -54,20 +58,11 @@ class Sealed:
 
     def __getattr__(self, name: str) -> Any:
         """Refuse every method of a tensor."""
-        raise SingleUploadError(f"{name} of a single upload")
+        self._refuse(name)
 
 
-def _refusal(operator: str) -> Callable[..., Any]:
-    """A special method that refuses: Python does not look these up by `__getattr__`."""
-
-    def refuse(*_: object) -> Any:
-        raise SingleUploadError(f"{operator} of a single upload")
-
-    return refuse
-
-
-for _operator in OPERATORS.split():
-    setattr(Sealed, f"__{_operator}__", _refusal(_operator))
+for _operator in OPERATORS.split():  # Python does not look these up by `__getattr__`
+    setattr(Sealed, f"__{_operator}__", partialmethod(Sealed._refuse, _operator))
 
 
 def weighted_sum(vectors: Sequence[Tensor | Sealed], weights: Sequence[float]) -> Tensor:

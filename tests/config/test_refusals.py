@@ -179,12 +179,9 @@ DATA_LIMITS: list[tuple[dict[str, Any], str, str]] = [  # options of a source, f
     ({"source": "digits"}, "test_share", "above 0 and below 1"),
     (GLYPHS, "classes", "between 2 and 100"),
     (GLYPHS, "size", "between 8 and 64"),
-    (GLYPHS, "style", "between 0 and 2"),
-    (GLYPHS, "seed", "at least 0"),
     (GLYPHS, "train_per_class test_per_class", "at least 1"),
     ({"source": "scenes"}, "classes", "between 3 and 100"),
     ({"source": "scenes"}, "size", "between 16 and 64"),
-    ({"source": "scenes"}, "seed", "at least 0"),
     ({"source": "scenes"}, "train_per_class test_per_class", "at least 1"),
     (FOLDER, "size", "at least 1"),
     (FOLDER, "test_share", "above 0 and below 1"),
@@ -421,34 +418,22 @@ COMBINATIONS: list[Row] = [
         f"{M} often.memory.options.batch_candidates is 21; it must be at most batch_size, 20",
     ),
 ]
-INSIDE = "it must be a path without '..', or an absolute one"
 OPTIONS: list[tuple[dict[str, Any], str]] = [  # of sources, and the message after "one.data"
     ({**FOLDER, "domains": ["a"]}, ".test_share is None; it must be above 0 and below 1"),
     ({**FOLDER, "domains": ["a", "a"], "test_share": 0.5}, ".domains is ['a', 'a']; it must be at"),
     ({**OFFICE, "domains": []}, ".domains is []; it must be at least one folder, each named once"),
     *(
-        ({**spec, "root": root}, f".root is {root!r}; {INSIDE}")
-        for spec in (FOLDER, IMAGENET, OFFICE)
-        for root in ("..", "set/../../other")
-    ),
-    *(
         ({**spec, "domains": [name]}, f".domains is {name!r}; it must be the name of a folder ins")
         for spec in ({**FOLDER, "test_share": 0.5}, OFFICE)
         for name in ("", ".", "a/../../b", "/etc")
     ),
-    ({**GLYPHS, "style": NAN}, ".style is nan"),
     (
         {**GLYPHS, "face_domains": True, "train_per_class": 99},
         ".test_per_class is 4; it must be at least 16, one per face, as face_domains is true",
     ),
     ({**GLYPHS, "face_domains": True}, ".train_per_class is 6; it must be at least 16, one per f"),
     ({**IMAGENET, "test": "train"}, ".per_class_train is None; it must be a number, as test is"),
-    ({"source": "npz"}, ".file is None; it must be the name of an .npz file, or domain_files set"),
-    ({**NPZ, "file": ""}, ".file is ''; it must be the name of an .npz file, or domain_files set"),
-    ({**NPZ, "file": "../a.npz"}, f".file is '../a.npz'; {INSIDE}"),
-    ({**NPZ, "domain_files": ["b.npz"]}, ".file is 'a.npz'; it must be absent where domain_files"),
-    ({"source": "npz", "domain_files": ["x/../b.npz"]}, f".domain_files is 'x/../b.npz'; {INSIDE}"),
-    ({"source": "npz", "domain_files": ["a/x.npz", "b/x.npz"]}, ".domain_files is ['a/x.npz', 'b/"),
+    ({"source": "npz"}, ".file is ''; it must be the name of an .npz file"),
     ({**DIGIT10, "sets": ["mnist", "uspa"]}, ".sets: 'uspa' is unknown; did you mean 'usps'?"),
     ({**DIGIT10, "sets": []}, ".sets is []; it must be at least one set, and none twice"),
     ({**DIGIT10, "sets": ["usps", "usps"]}, ".sets is ['usps', 'usps']; it must be at least one"),
@@ -539,8 +524,6 @@ def test_valid_parameters_are_accepted() -> None:
         (SETTING + ".split", {**SPLIT, "order": "mixed", "common_clients": 4}),
         (SETTING + ".split", {**SHARED, "alpha": 1e-9, "min_samples": 0}),
         (SETTING + ".data", {**FOLDER, "domains": ["photo/real"], "test_share": 0.5}),
-        (SETTING + ".data", {**NPZ, "file": None, "domain_files": ["/data/../a.npz", "b.npz"]}),
-        *((SETTING + ".data", {**s, "root": "/old/../set"}) for s in (FOLDER, IMAGENET, OFFICE)),
         ("methods.target", {"images": 2560, "adversarial_weight": 0}),  # as published, no student
         ("methods.replay", {"memory": {"selection": "sre2l"}, "weight": 0.5}),
         ("methods.replay", {"memory": {"selection": "sre2l"}, "ratio": 0}),  # not mixed in

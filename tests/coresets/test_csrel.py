@@ -144,14 +144,6 @@ def test_ties_go_to_the_lowest_index() -> None:
     assert csrel._rank(torch.zeros(6), labels, none, True).tolist() == [0, 3, 1, 4, 2, 5]
 
 
-def test_labels_need_not_be_consecutive() -> None:
-    """Each round has one image of class 1 and one of class 3."""
-    task = make_task(4, 4)
-    task = replace(task, labels=torch.where(task.labels == 0, 1, 3))
-    rounds = task.labels[proposed(task)].reshape(4, 2)
-    assert rounds.sort(1).values.tolist() == 4 * [[1, 3]]
-
-
 # ------------------------------------------------------------------------------ batch normalisation
 
 

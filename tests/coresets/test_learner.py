@@ -8,9 +8,10 @@ from rule_tasks import BATCH_NORM, MLP, NETWORKS, float_buffers, generator, norm
 from torch import Tensor
 
 from stamp_core.config.schema import Network
-from stamp_core.coresets.learner import CHUNK, Learner, head_gradient_factors, per_sample_gradients
+from stamp_core.coresets.learner import Learner
 from stamp_core.models.flat import FlatModel
 from stamp_core.models.networks import Classifier, build_network
+from workbench.per_sample import CHUNK, head_gradient_factors, per_sample_gradients
 
 CLASSES = 5
 

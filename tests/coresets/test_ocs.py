@@ -153,13 +153,6 @@ def test_the_best_of_each_batch_come_first(
     assert task.events == [SHORTAGE] * bool((first < 2).any())
 
 
-def test_gradients_left_in_the_model_do_not_matter() -> None:
-    task = make_task()
-    expected = scores_of(task)
-    task.learner.model.gradients.fill_(7)
-    np.testing.assert_array_equal(scores_of(task), expected)
-
-
 # ---------------------------------------------------------------------------------------- events
 
 
@@ -181,27 +174,3 @@ def test_a_past_without_a_finite_gradient_is_ignored(gradients: str) -> None:
     task.past[0][2] = 255
     assert proposed(task) == proposed(alone)
     assert task.events == [PAST_NOT_FINITE, *alone.events] and PAST_NOT_FINITE not in alone.events
-
-
-@pytest.mark.parametrize(
-    ("candidates", "exemplars_per_class", "shortage"),
-    [
-        ([0, 2, 4], 1, False),
-        ([0, 2, 3], 1, True),
-        ([0, 1], 1, True),
-        ([0, 1, 2, 4], 2, True),
-        ([0, 1, 2, 3, 4], 2, False),
-        ([0, 1, 2, 3, 4], 9, False),
-        ([], 0, False),
-    ],
-)
-def test_a_shortage_of_candidates_is_recorded_once(
-    candidates: list[int], exemplars_per_class: int, shortage: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If a class has fewer candidates than exemplars or, if it is smaller, than images."""
-    task = make_task(5, exemplars_per_class=exemplars_per_class)
-    task = replace(task, labels=torch.tensor([0, 0, 2, 2, 3]))
-    selected = torch.isin(stream_of(task), torch.tensor(candidates, dtype=torch.int64))
-    monkeypatch.setattr(ocs, "_select_candidates", lambda scores, options: selected)
-    assert sorted(proposed(task)) == list(range(5))
-    assert task.events == [SHORTAGE] * shortage

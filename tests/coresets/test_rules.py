@@ -247,43 +247,6 @@ def test_a_diverged_client_keeps_random_real_images(
     assert len(first) > 3
 
 
-# ------------------------------------------------------------------------------------- options
-
-REFUSED: list[tuple[str, str, Any, str]] = [
-    *(("bcsr", n, 0, "must be at least 1") for n in ("batch_size", "outer_steps", "inner_steps")),
-    *(("bcsr", n, 0.0, "must be above 0") for n in ("proxy_lr", "weights_lr", "smoothing")),
-    *(("bcsr", n, -0.1, "must be at least 0") for n in ("beta", "past_weight")),
-    ("bcsr", "space", "haed", "unknown; did you mean 'head'"),
-    *(("ocs", n, 0, "must be at least 1") for n in ("batch_size", "batch_candidates")),
-    ("ocs", "batch_candidates", 21, "must be at most batch_size, 20"),
-    ("ocs", "tau", -1.0, "must be at least 0"),
-    ("ocs", "gradients", "heads", "unknown; did you mean 'head'"),
-    *(
-        ("csrel", n, 0, "must be at least 1")
-        for n in ("reference_epochs", "selection_steps", "train_steps", "batch_size")
-    ),
-    *(("csrel", n, 0.0, "must be above 0") for n in ("reference_lr", "train_lr")),
-    ("csrel", "balanced", 1, "must be true or false"),
-    *(("sre2l", n, -1, "must be at least 0") for n in ("squeeze_epochs", "roll")),
-    *(("sre2l", n, -0.1, "must be at least 0") for n in ("squeeze_lr", "statistics_weight")),
-    *(("sre2l", n, 0, "must be at least 1") for n in ("batch_size", "iterations", "group_size")),
-    ("sre2l", "lr", 0.0, "must be above 0"),
-    ("sre2l", "soft", "yes", "must be true or false"),
-]
-
-
-@pytest.mark.parametrize(("rule", "name", "value", "message"), REFUSED)
-def test_impossible_options_are_refused(rule: str, name: str, value: Any, message: str) -> None:
-    with pytest.raises(ParameterError, match=rf"options.{name} .*{message}"):
-        base.rule_options(rule, {name: value})
-
-
-@pytest.mark.parametrize("rule", PROPOSING)
-def test_unknown_options_are_refused(rule: str) -> None:
-    with pytest.raises(ParameterError, match="options: 'gamma' is unknown"):
-        base.rule_options(rule, {"gamma": 1})
-
-
 # ------------------------------------------------------------------------------ rules in clients
 
 QUICK: Mapping[str, Options] = MappingProxyType(

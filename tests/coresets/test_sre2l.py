@@ -152,39 +152,6 @@ def test_the_images_are_those_of_the_definition(options: dict[str, Any], seed: i
     assert ((expected > 1) & (expected < 254)).mean() > 0.02
 
 
-def test_recovering_images_changes_neither_teacher_nor_gradients() -> None:
-    task = make_task(3, 3, network=BATCH_NORM)
-    model = task.learner.model
-    held = model.parameters, model.buffers, model.gradients.fill_(0.7)
-    before = [tensor.clone() for tensor in held]
-    sre2l._recover(task, torch.tensor([0, 1, 0]))
-    assert all(torch.equal(tensor, old) for tensor, old in zip(held, before, strict=True))
-    assert not task.learner.network.training
-    assert not any(norm._forward_pre_hooks for norm in task.learner.network.norms)
-
-
-@pytest.mark.parametrize(
-    ("group_size", "sizes"), [(8, [7, 7, 7]), (21, [21]), (20, [11, 10]), (256, [21])]
-)
-def test_groups_have_similar_sizes_and_mix_classes(
-    group_size: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """3 classes, 7 each: 21 in groups of at most 8 are 3 groups of 7, not 8, 8 and 5."""
-    groups: list[Tensor] = []
-
-    def recover(task: TaskData, labels: Tensor) -> Tensor:
-        groups.append(labels)
-        return torch.full((len(labels), 1, 8, 8), len(groups) / 255)
-
-    monkeypatch.setattr(sre2l, "_recover", recover)
-    proposal = sre2l.propose(make_task(4, 4, 4, exemplars_per_class=7, group_size=group_size))
-    assert [len(group) for group in groups] == sizes
-    assert all(set(group.tolist()) == {0, 1, 2} for group in groups)
-    assert torch.equal(proposal.labels, torch.cat(groups))
-    levels = torch.arange(1, len(sizes) + 1).repeat_interleave(torch.tensor(sizes))
-    assert torch.equal(proposal.images[:, 0, 3, 3], levels.to(torch.uint8))
-
-
 # ----------------------------------------------------------------------------------------- squeeze
 
 
@@ -270,15 +237,6 @@ def test_each_class_has_as_many_images_as_exemplars(
     assert labels.dtype == torch.int64 and counts.tolist() == [count * (n > 0) for n in sizes]
     assert proposal.soft.shape == (len(labels), CLASSES) and proposal.soft.isfinite().all()
     assert len(images) == len({image.numpy().tobytes() for image in images})
-
-
-@pytest.mark.parametrize(
-    ("network", "weight", "count"), [(MLP, 0.01, 1), (MLP, 0.0, 0), (BATCH_NORM, 0.01, 0)]
-)
-def test_missing_statistics_are_recorded_once(network: Network, weight: float, count: int) -> None:
-    task = make_task(3, 3, network=network, statistics_weight=weight, group_size=2)
-    sre2l.propose(task)
-    assert task.events.count(NO_NORM) == count
 
 
 def test_only_images_that_are_not_finite_are_replaced() -> None:

@@ -3,8 +3,6 @@
 import importlib
 import json
 import os
-import re
-import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,11 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from stamp_core.config.decode import ParameterError
 from stamp_core.data import sources
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.images import ImageArrays
-from stamp_core.data.loading import load_dataset, source_options
+from stamp_core.data.loading import load_dataset
 from stamp_core.data.sources import glyphs
 from stamp_core.data.store.cache import ARRAYS
 
@@ -55,40 +52,17 @@ def test_the_first_load_writes_and_later_ones_map_the_same_bytes(
         assert maps.read_text().count(f"{folder}/x_train.npy") == 2
 
 
-def test_a_folder_in_the_place_of_the_lock_is_named_with_its_cure(cache: Path) -> None:
-    load_dataset(SMALL)
-    (folder,) = cached(cache)
-    lock = cache / f".{folder.name}.lock"
-    lock.unlink()
-    lock.mkdir()
-    shutil.rmtree(folder)
-    with pytest.raises(OSError, match=rf"{re.escape(str(lock))} must be a file.*remove"):
-        load_dataset(SMALL)
-
-
 def test_writing_into_a_loaded_dataset_stays_private() -> None:
     first = load_dataset(SMALL)
     first.x_train[:] = 0
     assert load_dataset(SMALL).x_train.any()
 
 
-def test_types_shapes_and_moments() -> None:
-    found = load_dataset(SMALL)
-    assert found.x_train.shape == (30, 3, 20, 20) and found.x_test.shape == (20, 3, 20, 20)
-    assert found.x_train.dtype == torch.uint8 and found.y_train.dtype == torch.int64
-    assert found.classes == tuple("AC7M5") and found.domains == ("all",)
-    assert torch.bincount(found.y_train).tolist() == [6] * 5
-    assert not found.domain_train.any() and len(found.domain_test) == 20
-    pixels = found.x_train.double() / 255
-    assert torch.allclose(found.mean.double(), pixels.mean((0, 2, 3)), atol=1e-6)
-    assert torch.allclose(found.std.double(), pixels.std((0, 2, 3), correction=0), atol=1e-6)
-
-
 def test_options_and_code_decide_the_folder(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load_dataset(SMALL)
-    load_dataset(SMALL | {"style": 1.0})  # its default: the same options
+    load_dataset(SMALL | {"size": 20})  # its default: the same options
     assert len(cached(cache)) == 1
-    assert load_dataset(SMALL | {"seed": 1}).digest != load_dataset(SMALL).digest
+    assert load_dataset(SMALL | {"size": 8}).digest != load_dataset(SMALL).digest
     assert len(cached(cache)) == 2
     fingerprint = "stamp_core.core.fingerprint.combined_fingerprint"
     monkeypatch.setattr(fingerprint, lambda *paths: "changed code")
@@ -161,24 +135,6 @@ def some(count: int = 6) -> ImageArrays:
     x = np.arange(count * 8, dtype=np.uint8).reshape(count, 2, 2, 2)
     x[:, 1] = 7
     return ImageArrays(x, np.arange(count) % 2, x[:2], np.arange(2), ("a", "b"))
-
-
-def test_other_names_than_plain_ones_are_no_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No other name is imported, whatever file it would find."""
-    code = "from stamp_core.data.images import ImageOptions as Options\n"
-    (tmp_path / "pack").mkdir()
-    for name in ("mine_2.py", "a-b.py", "a b.py", "a;b.py", "pack/__init__.py"):
-        (tmp_path / name).write_text(code)
-    monkeypatch.setattr(sources, "__path__", [str(tmp_path)])
-    source_options({"source": "mine_2"})
-    del sys.modules[f"{sources.__name__}.mine_2"]
-    for name in ("a-b", "a b", "a;b", "pack", "../mine_2", "mine_2.py", "__init__", "mine_2\n", 3):
-        with pytest.raises(ParameterError) as error:
-            source_options({"source": name})
-        assert f".source {name!r} is unknown; " in str(error.value)
-        assert "mine_2" in str(error.value).partition("known: ")[2] or name == "mine_2"
 
 
 def test_a_file_is_a_source(own: ModuleType) -> None:
@@ -280,15 +236,10 @@ def test_a_large_dataset_is_read_only(own: Any, monkeypatch: pytest.MonkeyPatch)
             {"x_train": np.zeros((6, 2, 2), np.uint8)},
             "x_train is uint8 [6, 2, 2]; it must be uint8",
         ),
-        ({"x_test": np.zeros((2, 2, 2, 2))}, "x_test is float64 [2, 2, 2, 2]; it must be ui"),
-        ({"x_test": np.zeros((0, 2, 2, 2), np.uint8)}, "x_test is uint8 [0, 2, 2, 2]; it must be"),
         ({"x_test": np.zeros((2, 1, 2, 2), np.uint8)}, "x_test is uint8 [2, 1, 2, 2]; it must be"),
         ({"y_train": np.zeros(5, np.int64)}, "y_train is int64 [5]; it must be int64 [6]"),
-        ({"y_train": np.zeros(6)}, "y_train is float64 [6]; it must be int64 [6]"),
         ({"y_train": np.full(6, 2)}, "y_train must be in 0..1, as for its names"),
-        ({"y_test": np.full(2, -1)}, "y_test must be in 0..1"),
         ({"domain_test": np.ones(2, np.int64)}, "domain_test must be in 0..0"),
-        ({"domain_train": np.zeros(1, np.int64)}, "domain_train is int64 [1]; it must be int64"),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(
@@ -299,16 +250,3 @@ def test_arrays_that_do_not_fit_are_refused(
         load_dataset(OWN)
     assert str(error.value).startswith(f"own: {message}")
     assert not cache.exists()
-
-
-def test_a_damaged_copy_that_cannot_be_removed_is_named(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    load_dataset(SMALL)
-    (folder,) = cached(cache)
-    (folder / "meta.json").write_text("{")
-    monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)
-    with pytest.warns(UserWarning, match="is damaged"), pytest.raises(ValueError) as error:
-        load_dataset(SMALL)
-    text = str(error.value)
-    assert text.startswith(f"{folder} is damaged (") and text.endswith("); remove it")

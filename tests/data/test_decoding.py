@@ -4,16 +4,12 @@ import errno
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import struct
-import tracemalloc
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,13 +28,10 @@ from folders import (
     noise,
     write_image,
 )
-from PIL import EpsImagePlugin, Image
+from PIL import Image
 
-from stamp_core.client.runtime import ClientRuntime, RoundId
-from stamp_core.config.schema import Network, Setting, Split, Training
 from stamp_core.core import paths, vision
 from stamp_core.data import loading as data
-from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.loading import load_dataset
 from stamp_core.data.store import cache, decoding
 from stamp_core.data.store.cache import ARRAYS, SUBSETS, Bytes
@@ -181,12 +174,7 @@ def test_code_and_package_are_in_the_key(
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [
-        ("cut.png", "image file is truncated"),
-        ("cut.jpg", "image file is truncated"),
-        ("text.png", "cannot identify image file"),
-        ("empty.jpg", "cannot identify image file"),
-    ],
+    [("cut.png", "image file is truncated"), ("empty.jpg", "cannot identify image file")],
 )
 def test_a_damaged_image_is_named_and_decoding_can_be_continued(
     raw: Path, images: list[Bytes], name: str, reason: str
@@ -194,7 +182,7 @@ def test_a_damaged_image_is_named_and_decoding_can_be_continued(
     path = raw / "set" / "test" / "cat" / name
     write_image(path, noise(0, 50))
     content = path.read_bytes()
-    path.write_bytes({"cut": content[: len(content) * 3 // 4], "text": b"hi"}.get(path.stem, b""))
+    path.write_bytes(content[: len(content) * 3 // 4] if path.stem == "cut" else b"")
     error = load_error(WHOLE, ValueError)
     assert error.startswith(f"{path} is not a readable image: {reason}")
     assert cached() == [the_folder(".part").name]
@@ -213,36 +201,16 @@ def declare(path: Path, width: int, height: int) -> None:
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize(
-    ("width", "height", "size", "reason"),
-    [
-        (60_000, 1, 224, "60000 x 1 pixels; its longer side must be at most 128 times the shorter"),
-        (2, 258, 4, "2 x 258 pixels; its longer side must be at most 128 times the shorter"),
-        (10_000, 10_000, 8, "100,000,000 pixels; it must have at most 89,478,485"),
-        (200, 2, 1000, "100,000,000 pixels before it is cropped to size 1000; it must have at"),
-    ],
+    ("width", "height", "size"), [(60_000, 1, 224), (10_000, 10_000, 8), (200, 2, 1000)]
 )
 def test_an_image_that_would_take_much_memory_is_named_before_it_is_decoded(
-    tmp_path: Path, width: int, height: int, size: int, reason: str
+    tmp_path: Path, width: int, height: int, size: int
 ) -> None:
     declare(tmp_path / "image.png", width, height)
     with pytest.raises(ValueError) as error:
         decode_image(tmp_path / "image.png", size, grey=False)
-    right = f"{tmp_path}/image.png is not a readable image: it has {reason}"
+    right = f"{tmp_path}/image.png is not a readable image: it has {width} x {height} pixels, "
     assert str(error.value).startswith(right)
-
-
-def test_no_program_is_started_for_an_image(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Pillow has Ghostscript decode PostScript, whatever the name of the file."""
-    started = []
-    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *options: started.append(options))
-    page = "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n(x) run\n%%EOF\n"
-    (tmp_path / "page.png").write_text(page)
-    assert Image.open(tmp_path / "page.png").format == "EPS"
-    with pytest.raises(ValueError, match=r"page.png is not a readable image: cannot identify"):
-        decode_image(tmp_path / "page.png", SIDE, grey=False)
-    assert not started
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("gone.png")])
@@ -252,20 +220,6 @@ def test_a_pipe_and_a_broken_link_are_named(
     path = raw / "set" / "train" / "cat" / "other.png"
     make(path)
     assert load_error(WHOLE, ValueError) == f"{path} is not a regular file; remove it"
-
-
-def test_a_disk_that_is_too_small_is_refused_before_anything_is_decoded(
-    images: list[Bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """11 images of 6 x 6 in colour are 1188 bytes."""
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1187))
-        patch.setattr(decoding, "decode_image", None)
-        error = load_error(WHOLE, OSError)
-    reason = "1.188e-06 GB are needed, 1.187e-06 GB are free"
-    assert error == f"[Errno 28] {reason}: '{the_folder('.part')}'"
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1188))
-    assert len(load_dataset(WHOLE).x_train) == 7
 
 
 def test_a_disk_that_fills_up_is_named_and_decoding_can_be_continued(
@@ -359,39 +313,6 @@ def test_a_damaged_draft_is_decoded_again(
     assert len(names) == left
 
 
-class Stop(BaseException):
-    """An exception that nothing catches."""
-
-
-@pytest.mark.parametrize(
-    "where",
-    [
-        "numpy.lib.format.open_memmap",
-        "stamp_core.data.store.cache.note_chunk",
-        "stamp_core.data.store.cache.complete",
-        "numpy.save",
-        "pathlib.Path.rename",
-        "json.dumps",
-    ],
-)
-def test_after_a_stop_anywhere_no_incomplete_set_is_opened(
-    images: list[Bytes], monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    def stop(*_: Any, **__: Any) -> None:
-        raise Stop
-
-    module, options = data.find_source(WHOLE)
-    write = partial(decoding.write_listing, module.listing(options))
-    folder = paths.CACHE / "folder-a"
-    with monkeypatch.context() as patch, pytest.raises(Stop):
-        patch.setattr(where, stop)
-        cache.create(folder, write)
-    assert not folder.exists()
-    cache.create(folder, write)
-    assert np.array_equal(all_images(data._open(folder, "a")), np.stack(images))
-    assert cached() == ["folder-a"]
-
-
 def test_two_threads_decode_each_image_once(
     images: list[Bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -446,86 +367,31 @@ def test_a_damaged_set_is_decoded_again_but_pixels_of_a_large_one_are_not_checke
     assert np.array_equal(all_images(load_dataset(WHOLE)), np.stack(images))
 
 
-# ------------------------------------------------------------------ larger than memory
-
-
-def test_decoding_takes_no_more_memory_for_more_images(
-    raw: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """240 images of 128 x 128 are 11.8 MB, 60 of them 2.9 MB, a chunk of 8 is 0.4 MB.
-
-    Files of one colour are small, and so is what Pillow leaves to the garbage collector.
-    """
-
-    def peak(count: int) -> int:
-        for number in range(count):
-            content = np.full((128, 128, 3), number, np.uint8)
-            write_image(raw / "set" / "cat" / f"{number:03d}.png", content)
-        tracemalloc.start()
-        found = load_dataset({**DIVIDED, "size": 128})
-        highest = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        assert len(found.x_train) + len(found.x_test) == count
-        return highest
-
-    monkeypatch.setattr(decoding, "CHUNK_BYTES", 8 * 128 * 128 * 3)
-    peak(8)  # imports, pools
-    few, many = peak(60), peak(240)
-    assert many - few < 2_000_000
-    assert many < 4_000_000
-
-
-@pytest.fixture
-def huge(tmp_path: Path) -> ImageDataset:
-    """A black set four times as large as memory; its sparse files take no disk space."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    side = 1000
-    count = 4 * memory // (3 * side**2)
-    folder = tmp_path / "huge"
-    folder.mkdir()
-    arrays = {"mean": np.zeros(3, np.float32), "std": np.ones(3, np.float32)}
-    for subset, many in {"test": 4, "train": count}.items():
-        shape = (many, side, side, 3)
-        np.lib.format.open_memmap(folder / f"x_{subset}.npy", "w+", np.uint8, shape)
-        arrays |= {f"{key}_{subset}": np.arange(many) % 2 for key in ("y", "domain")}
-    note = {"images": count, "sha256": "0", "sums": [[0] * 3] * 2}
-    (folder / "x_train.jsonl").write_text(json.dumps(note))
-    cache.complete(folder, arrays, [["a", "b"], ["c", "d"]])
-    return data._open(folder, "huge")
-
-
-def test_a_set_larger_than_memory_is_opened_and_trained_on(huge: ImageDataset) -> None:
-    """The system would refuse a copy of it, and private pages too."""
-    network = Network("cnn", features=4, channels=(2,) * 6)
-    split = Split("classes", clients=1, tasks=1, classes_per_task=2)
-    training = Training(rounds=1, epochs=1, batch_size=2, lr=0.1, shift=1, flip=True)
-    work = ClientRuntime(Setting("huge", {}, split, network, training), huge)
-    some = torch.tensor([0, 1, len(huge.y_train) // 2, len(huge.y_train) - 1])
-    batches = [batch.images for batch in work.batches(RoundId(0, 0, 0, 0), some)]
-    assert [x.shape for x in batches] == [(2, 3, 1000, 1000)] * 2
-    assert not torch.cat(batches).any()
-    assert work.x_train.data_ptr() == huge.x_train.data_ptr()
-    assert work.outputs(huge.x_train[some]).shape == (4, 2)
-
-
-# ------------------------------------------------------------------ progress
-
-
-def test_logs_have_a_line_per_tenth_and_interactive_sessions_a_bar(
+def test_logs_have_a_line_per_tenth(
     raw: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fill(raw / "set", {"cat": 100})
     monkeypatch.setenv("STAMP_PROGRESS", "lines")
     load_dataset(DIVIDED)
-    lines = capsys.readouterr().out.splitlines()
-    done = [line.split()[2] for line in lines]
-    assert done[:10] == [f"{k}/75" for k in (9, 15, 24, 30, 39, 45, 54, 60, 69, 75)]
-    assert lines[0].startswith(f"{the_folder().name} x_train  9/75 images  ")
-    assert [line.split()[1] for line in lines] == ["x_train"] * 10 + ["x_test"] * 9
-    monkeypatch.setenv("STAMP_PROGRESS", "bar")
-    load_dataset({**DIVIDED, "size": 5})
-    drawn = capsys.readouterr()
-    assert not drawn.out and "75/75" in drawn.err
-    monkeypatch.setenv("STAMP_PROGRESS", "none")
-    load_dataset({**DIVIDED, "size": 6})
-    assert capsys.readouterr() == ("", "")
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[1] for line in lines] == ["x_train"] * 10 + ["x_test"] * 9
+    assert [line[2] for line in lines[:10]] == [
+        f"{k}/75" for k in (9, 15, 24, 30, 39, 45, 54, 60, 69, 75)
+    ]
+
+
+def test_an_array_larger_than_memory_is_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sparse file takes no disk space; the system would refuse a copy, and private pages."""
+    count = 4 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (3 * 1000**2)
+    arrays = {"mean": np.zeros(3, np.float32), "std": np.ones(3, np.float32)}
+    for subset, many in {"test": 4, "train": count}.items():
+        shape = (many, 1000, 1000, 3)
+        np.lib.format.open_memmap(tmp_path / f"x_{subset}.npy", "w+", np.uint8, shape)
+        arrays |= {f"{key}_{subset}": np.arange(many) % 2 for key in ("y", "domain")}
+    note = {"images": count, "sha256": "0", "sums": [[0] * 3] * 2}
+    (tmp_path / "x_train.jsonl").write_text(json.dumps(note))
+    cache.complete(tmp_path, arrays, [["a", "b"], ["c", "d"]])
+    found = data._open(tmp_path, "huge")
+    assert found.x_train.shape == (count, 3, 1000, 1000) and not found.x_train[-1].any()

@@ -51,7 +51,7 @@ def test_an_exported_plan_comes_back(name: str, suffix: str, tmp_path: Path) -> 
     assert import_plan(path, dataset, seed=3).seed == 3
 
 
-def test_a_class_without_images_keeps_its_place_in_a_table() -> None:
+def test_a_class_without_images_is_kept_in_a_table() -> None:
     """The case `shares` above has one: such a class is tested, and its line has no image."""
     split, dataset = PLANS["shares"]
     tasks = [task for own in make_plan(split, dataset, 7).clients for task in own]
@@ -104,14 +104,14 @@ def test_tasks_of_any_size_in_any_order(
 
     folder = tmp_path_factory.mktemp("plans")
     text = json.dumps({"clients": [[task(classes) for classes in own] for own in wanted]})
-    places = [(u, t, own[t]) for u, own in enumerate(wanted) for t in range(len(own))]
-    lines = [f"{n},{u},{t}" for u, t, classes in places for n in numbers(classes)]
+    cells = [(u, t, own[t]) for u, own in enumerate(wanted) for t in range(len(own))]
+    lines = [f"{n},{u},{t}" for u, t, classes in cells for n in numbers(classes)]
     header = f"{'image' if listed else 'class'},client,task"
     table = "\n".join([header, *shuffled(lines)])
     for path in (written(folder / "plan.json", text), written(folder / "plan.csv", table)):
         plan = import_plan(path, TEN)
         assert plan.split == Split("file", clients=len(wanted), tasks=len(wanted[0]))
-        for u, t, classes in places:
+        for u, t, classes in cells:
             train = [
                 i for i in range(40) if i % 10 in classes and (i // 10 in (1, 3) or not listed)
             ]
@@ -131,18 +131,13 @@ ALTERED["clients"][1][0]["train"][:] = ALTERED["clients"][0][0]["train"]
 BAD_JSON = [
     ("{", " is damaged: "),
     ("[]", ": plan is []; it must be a block of keys"),
-    ("{}", ": plan.clients is missing"),
     ('{"clients": []}', ": plan.clients is 0; it must be at least 1"),
-    ('{"clients": [[]]}', ": plan.tasks is 0; it must be at least 1"),
     (elsewhere(OTHER), ": plan.clients[1] is a list of 1; it must be of 2"),
     (elsewhere(OTHER, {"class": [3]}), ": plan.clients[1][1]: 'class' is unknown; did you mean"),
-    (elsewhere(OTHER, {"classes": 3}), ": plan.clients[1][1].classes is 3; it must be a list"),
-    (elsewhere(OTHER, {"classes": []}), "[1].classes is a list of 0; it must be of at least 1"),
     (
         elsewhere(OTHER, {"classes": [3, 10]}),
         "[1].classes[1] is 10; it must be above 3 and below 10",
     ),
-    (elsewhere(OTHER, {"classes": [3, 3]}), "[1].classes[1] is 3; it must be above 3 and below 10"),
     (
         elsewhere(OTHER, {**OTHER, "domain": 1}),
         "[1].domain is 1; it must be a number from 0 and bel",
@@ -150,14 +145,6 @@ BAD_JSON = [
     (
         elsewhere(OTHER, {**OTHER, "train": []}),
         "[1].train is a list of 0; it must be of at least 1",
-    ),
-    (
-        elsewhere(OTHER, {**OTHER, "train": [40]}),
-        "[1].train[0] is 40; it must be above -1 and below",
-    ),
-    (
-        elsewhere(OTHER, {**OTHER, "train": [5, 5]}),
-        "[1].train[1] is 5; it must be above 5 and below",
     ),
     (
         elsewhere(OTHER, {**OTHER, "train": [4]}),
@@ -173,18 +160,13 @@ BAD_JSON = [
 ]
 BAD_TABLES = [
     ("", ": the first line is []; it must be client, task and class, image or both"),
-    ("client,class\n0,0", ": the first line is ['client', 'class']; it must be client, task and"),
     ("client,task,clas\n0,0,0", ": column 'clas' is unknown; did you mean 'class'?"),
     ("client,task,class\n0,0,0\n0,1", ", line 3: the number of cells is 2; it must be 3"),
     ("client,task,class\n0,-1,0", ", line 2: task is '-1'; it must be a whole number from 0"),
-    ("client,task,class\n,0,0", ", line 2: client is ''; it must be a whole number from 0"),
     ("client,task,class\n0,0,", ", line 2 has neither class nor image"),
     ("client,task,class\n0,0,0\n2,0,1", ": client 1 is missing; the last one is 2"),
-    ("client,task,class\n0,0,0\n0,2,1", ": client 0, task 1 is missing; the last one is 2"),
     ("client,task,image\n0,0,40", ", line 2: image is 40; it must be below 40, the number of trai"),
     ("client,task,class,image\n0,0,1,0", ", line 2: class is 1; it must be 0, that of image 0"),
-    ("client,task,image\n0,0,3\n0,0,3", "[0].train[1] is 3; it must be above 3 and below 40"),
-    ("client,task,class,image\n0,0,1,", "[0].train is a list of 0; it must be of at least 1"),
     (
         "client,task,domain,class\n0,0,0,1\n0,0,,2",
         ": client 0, task 0: domain is None; it must be 0",
@@ -223,3 +205,27 @@ def test_a_plan_from_elsewhere_is_not_drawn_and_nothing_of_it_is() -> None:
     for values in drawn:
         with pytest.raises(ParameterError, match="must be absent, as kind is 'file'"):
             Split("file", clients=2, tasks=2, **values)
+
+
+LATE = replace(OWN, joining=1, tasks=3, order="given", old_share=0.4)
+FEW = replace(OWN, images_per_class=3)
+SPLITS = [
+    (OWN, {"classes": [3]}, ".classes is a list of 1; it must be of 2"),
+    (OWN, {"domain": 0}, ".domain is 0; it must be absent, as kind is 'classes'"),
+    (OWN, {"train": [0]}, ".train must be absent"),
+    (FEW, {"train": [0]}, ".train is a list of 1; it must be of 6"),
+    (FEW, {"classes": [0, 1], "train": [0, 1, 10, 11, 20, 28]}, ".train[5] is 28; it must be an"),
+    (SHARED, {"train": None}, ".train must be a list of indices"),
+    (LATE, {"classes": [0, 1]}, " must be without classes, domain and images"),
+]
+
+
+@pytest.mark.parametrize(("split", "change", "message"), SPLITS)
+def test_a_plan_is_checked_by_its_split(
+    split: Split, change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    values = to_plain(make_plan(split, TEN, 0))
+    values["clients"][1][0].update(change)
+    with pytest.raises(ParameterError) as error:
+        import_plan(written(tmp_path / "plan.json", json.dumps(values)), TEN)
+    assert f"plan.clients[1][0]{message}" in str(error.value)

@@ -1,10 +1,8 @@
 """Sources of image folders: the layouts that are read, and the errors for all others."""
 
-import errno
-import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +99,8 @@ def test_all_images_of_subfolders_are_read_and_no_other_files(
     ("spec", "link", "target"),
     [
         (WHOLE, "train/cat/loop", "train/cat"),
-        (WHOLE, "train/cat/inner/loop", "."),
         (WHOLE, "train/cat/more", "test/cat"),
         (WHOLE, "train/cow", "train/cat"),
-        ({**WHOLE, "root": "set/train", "test_share": 0.5}, "train/cow", "train/cat"),
         ({**DIVIDED, "domains": ["train", "ink"]}, "ink", "train"),
     ],
 )
@@ -115,7 +111,7 @@ def test_a_link_by_which_images_would_count_twice_is_refused(
     root = raw / "set"
     (root / link).parent.mkdir(exist_ok=True)
     (root / link).symlink_to(root / target)
-    if link == "train/cow" and "test_share" not in spec:
+    if link == "train/cow":
         (root / "test" / "cow").symlink_to(root / "test" / "dog")
     first, again = re.fullmatch(
         r"(\S+) is (\S+) again, by a link; remove the link", load_error(spec, ValueError)
@@ -148,11 +144,8 @@ TRAIN_AND_TEST = "train/<class>/* and test/<class>/* (or val/), unless test_shar
     [
         (shutil.rmtree, ".", "{root} does not exist; {root} must hold " + TRAIN_AND_TEST),
         (shutil.rmtree, "train", "{root}/train does not exist; {root} must hold " + TRAIN_AND_TEST),
-        (shutil.rmtree, "test", "{root}/test does not exist; {root} must hold " + TRAIN_AND_TEST),
         (shutil.rmtree, "train/dog", "{root}/train/dog does not exist, but {root}/test/dog does"),
-        (shutil.rmtree, "test/cat", "{root}/test/cat does not exist, but {root}/train/cat does"),
         (empty, "test/cat", "{root}/test/cat holds no images " + KINDS),
-        (empty, "train", "{root}/train/cat does not exist, but {root}/test/cat does"),
     ],
 )
 def test_a_missing_folder_is_named(
@@ -187,18 +180,6 @@ def test_domains_without_a_class_and_classes_of_one_image_are_refused(raw: Path)
     assert load_error(DOMAINS, ValueError) == right
 
 
-def test_a_folder_that_cannot_be_read_is_refused(
-    raw: Path, images: list[Bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def walk(top: Path, onerror: Callable[[OSError], None], **_: Any) -> Iterator[Any]:
-        onerror(PermissionError(errno.EACCES, "Permission denied", str(top)))
-        yield top, [], []
-
-    monkeypatch.setattr(os, "walk", walk)
-    right = f"[Errno 13] Permission denied: '{raw}/set/train/cat'"
-    assert load_error(WHOLE, PermissionError) == right
-
-
 # ------------------------------------------------------------------ ImageNet-1K and Office-31
 
 
@@ -223,15 +204,15 @@ def test_imagenet_can_be_limited_to_the_first_images_of_each_class(imagenet: lis
 
 
 @pytest.mark.parametrize(
-    ("count", "places"), [(2, (3, 4, 8, 9)), (1, (3, 8)), (None, (3, 4, 8, 9))]
+    ("count", "indices"), [(2, (3, 4, 8, 9)), (1, (3, 8)), (None, (3, 4, 8, 9))]
 )
 def test_imagenet_can_be_tested_on_the_training_images_that_follow(
-    raw: Path, imagenet: list[Bytes], count: int | None, places: tuple[int, ...]
+    raw: Path, imagenet: list[Bytes], count: int | None, indices: tuple[int, ...]
 ) -> None:
     shutil.rmtree(raw / "imagenet1k" / "val")  # not needed
     spec = {"source": "imagenet1k", "size": SIDE, "per_class_train": 3, "test": "train"}
     found = load_dataset({**spec, "per_class_test": count})
-    assert np.array_equal(all_images(found)[6:], [imagenet[k] for k in places])
+    assert np.array_equal(all_images(found)[6:], [imagenet[k] for k in indices])
     assert np.array_equal(all_images(found)[:6], [imagenet[k] for k in (0, 1, 2, 5, 6, 7)])
 
 

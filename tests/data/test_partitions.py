@@ -107,16 +107,11 @@ def test_a_file_cannot_run_code(tmp_path: Path) -> None:
 GOOD = client(GREY, PARTS[0])
 BAD_CLIENTS: list[tuple[Any, str]] = [
     ({**GOOD, "x": GOOD["x"] * 0.5}, "1.npz: x[0, 0, "),
-    ({**GOOD, "x": GOOD["x"] + 1}, "it must be k / 127.5 - 1 with a whole k from 0 to 255"),
     ({**GOOD, "x": GOOD["x"] * np.nan}, "1.npz: x[0, 0, 0, 0] is nan; it must be k / 127.5 - 1"),
     ({**GOOD, "y": GOOD["y"] + 1}, "1.npz: image 0 of class 1 must be a training image of drawn"),
     ({**GOOD, "y": GOOD["y"][1:]}, "1.npz: y is int64 [10]; it must be whole numbers [n]"),
-    ({**GOOD, "y": GOOD["y"] + 0.5}, "1.npz: y is float64 [11]; it must be whole numbers [n]"),
     (client(GREY, [11, 12, 5]), "1.npz: image 2 of class 0 was there before; an image must be of"),
     ({**GOOD, "x": GOOD["x"][..., :2]}, "x is uint8 [11, 1, 4, 2]; it must be uint8 [n, 1, 4, 3]"),
-    ({**GOOD, "x": np.array(["a"] * 11)}, "x is <U1 [11]; it must be uint8 [n, 1, 4, 3]"),
-    ({"x": 1.0, "y": 3}, "x is uint8 []; it must be uint8 [n, 1, 4, 3]"),
-    ({"x": GOOD["x"]}, "1.npz is not a client's file of PFLlib: 'y'; it must be"),
     (GOOD["x"], "1.npz is not a client's file of PFLlib: "),
 ]
 
@@ -181,15 +176,10 @@ def test_the_order_of_classes_is_drawn_from_the_seed(tmp_path: Path) -> None:
     ("content", "tasks", "message"),
     [
         ({"0": [0, 30]}, 1, ": 0[1] is 30; it must be from 0 and below 30, the number of rows"),
-        ({"0": [0, -1]}, 1, ": 0[1] is -1; it must be from 0"),
-        ({"0": [0, 1.5]}, 1, ": 0[1] is 1.5; it must be a whole number"),
         ({"0": [0], "2": [1]}, 1, ": 1 is None; it must be a list"),
         ({"0": [0, 1], "1": [2, 0]}, 1, ": 0 is listed for client 0 and then for client 1"),
-        ({"0": [0, 1, 0]}, 1, ": 0 is listed for client 0 and then for client 0"),
         ({"0": PARTS[0], "1": [11, 12]}, 3, "tasks is 3; it must be from 1 to 2, the number of c"),
         ({"0": []}, 1, "tasks is 1; it must be from 1 to 0, the number of classes of client 0"),
-        ({}, 1, ": plan.clients is 0; it must be at least 1"),
-        ([[0]], 1, " is [[0]]; it must be a block of keys"),
     ],
 )
 def test_a_wrong_partition_is_named(

@@ -1,6 +1,5 @@
 """Plans: sizes, orders, shares, reproducible draws, and files whose changes are detected."""
 
-import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +18,7 @@ from stamp_core.config.decode import ParameterError
 from stamp_core.config.schema import Split
 from stamp_core.data import split as module
 from stamp_core.data.dataset import ImageDataset
-from stamp_core.data.plan import LATER, Plan, _content
+from stamp_core.data.plan import LATER, Plan
 from stamp_core.data.split import make_plan
 
 quick = settings(deadline=None, max_examples=40)
@@ -195,8 +194,8 @@ def test_own_images_by_domain() -> None:
             chosen = plan.train_indices(THREE_DOMAINS, client, t)
             assert set(THREE_DOMAINS.domain_train[chosen].tolist()) == {task.domain}
             assert torch.bincount(THREE_DOMAINS.y_train[chosen]).tolist() == [5] * 4
-    places = {str((plan.train_indices(THREE_DOMAINS, 0, t) // 12).tolist()) for t in range(3)}
-    assert len(places) == 3  # each domain has a draw of its own
+    draws = {str((plan.train_indices(THREE_DOMAINS, 0, t) // 12).tolist()) for t in range(3)}
+    assert len(draws) == 3  # each domain has a draw of its own
 
 
 # --- clients that join later, or have a part of a task
@@ -279,7 +278,7 @@ def test_shares_partition_the_images_of_a_task(
 def test_shares_are_drawn_anew_for_each_task_and_at_random_inside_a_class() -> None:
     dataset = images(10, each=100)
     plan = make_plan(Split("classes", 2, 10, 1, order="common", alpha=1.0), dataset, 0)
-    parts = [plan.train_indices(dataset, 0, t) // 10 for t in range(10)]  # places in the class
+    parts = [plan.train_indices(dataset, 0, t) // 10 for t in range(10)]  # in the class
     assert len({len(part) for part in parts}) > 5
     assert all(part.tolist() != list(range(len(part))) for part in parts if len(part) < 100)
 
@@ -469,8 +468,8 @@ def test_a_saved_plan_comes_back(split: Split, dataset: ImageDataset, tmp_path: 
     """Its file reads well: the numbers of a list are on one line."""
     plan, path = make_plan(split, dataset, 7), tmp_path / "new" / "plan.json"
     plan.save(path)
-    loaded = Plan.load(path, dataset)
-    assert loaded == plan == Plan.load(path) and loaded.hash == plan.hash
+    loaded = Plan.load(path)
+    assert loaded == plan and loaded.hash == plan.hash
     assert [entry.name for entry in path.parent.iterdir()] == ["plan.json"]
     text = path.read_text()
     assert json.loads(text)["hash"] == plan.hash
@@ -492,15 +491,9 @@ def edited(change: Callable[[dict], object]) -> Callable[[str], str]:
     ("damage", "message"),
     [
         (lambda text: text[: len(text) // 2], "is damaged: "),
-        (lambda text: "", "is damaged: "),
-        (lambda text: "[" * 100_000, "is damaged: "),
-        (lambda text: "[1, 2]", "is not a plan: it has no hash"),
         (edited(lambda values: values.pop("hash")), "is not a plan: it has no hash"),
         (edited(lambda values: values["split"].pop("tasks")), ": plan.split.tasks is missing"),
-        (edited(lambda values: values.update(more=1)), ": plan: 'more' is unknown"),
-        (edited(lambda values: values.update(seed="0")), ": plan.seed is '0'; it must be"),
         (edited(lambda values: values["clients"][0].reverse()), "was altered: it says hash "),
-        (edited(lambda values: values.update(hash="0" * 64)), f"it says hash {'0' * 64}, it has"),
     ],
 )
 def test_a_broken_file_is_refused(
@@ -511,85 +504,6 @@ def test_a_broken_file_is_refused(
     path.write_text(damage(path.read_text()))
     with pytest.raises(ParameterError) as error:
         Plan.load(path)
-    assert str(error.value).startswith(f"{path}") and message in str(error.value)
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ParameterError, match=r"plan.json is damaged"):
-        Plan.load(path)
-
-
-def forge(path: Path, plan: Plan, change: Callable[[dict], object]) -> None:
-    """Write a changed plan with the hash that fits it."""
-    values = _content(plan)
-    change(values)
-    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
-    path.write_text(json.dumps({"hash": hashlib.sha256(text.encode()).hexdigest(), **values}))
-
-
-def task(**changes: object) -> Callable[[dict], object]:
-    """A change of the second client's first task."""
-    return lambda values: values["clients"][1][0].update(changes)
-
-
-DRAWN = replace(OWN, images_per_class=3)
-FEW = replace(SHARED, min_samples=3)
-FIRST = [0, 1, 10, 11, 20, 21]  # images of the classes 0 and 1
-TASK = "clients[1][0]"
-FORGED = [
-    (OWN, lambda values: values.update(seed=-1), "seed is -1; it must be at least 0"),
-    (OWN, lambda values: values.update(classes=0), "classes is 0; it must be at least 1"),
-    (OWN, lambda values: values["clients"].pop(), "clients is a list of 2; it must be of 3"),
-    (OWN, lambda values: values["clients"][1].pop(), "clients[1] is a list of 4; it must be of 5"),
-    (OWN, task(classes=[3]), f"{TASK}.classes is a list of 1; it must be of 2"),
-    (OWN, task(classes=[3, 10]), f"{TASK}.classes[1] is 10; it must be above 3 and below 10"),
-    (OWN, task(classes=[-1, 3]), f"{TASK}.classes[0] is -1; it must be above -1 and below 10"),
-    (OWN, task(classes=[3, 3]), f"{TASK}.classes[1] is 3; it must be above 3 and below 10"),
-    (OWN, task(domain=0), f"{TASK}.domain is 0; it must be absent, as kind is 'classes'"),
-    (OWN, task(train=[0]), f"{TASK}.train must be absent"),
-    (DRAWN, task(train=None), f"{TASK}.train must be a list of indices"),
-    (DRAWN, task(train=[0]), f"{TASK}.train is a list of 1; it must be of 6"),
-    (DRAWN, task(train=[-5, *FIRST[1:]]), f"{TASK}.train[0] is -5; it must be above -1 and"),
-    (DRAWN, task(train=[0, *FIRST[:-1]]), f"{TASK}.train[1] is 0; it must be above 0 and below"),
-    (DRAWN, task(train=[*FIRST[:-1], 10**30]), f"{TASK}.train[5] is {10**30}; it must be above 20"),
-    (DRAWN, task(classes=[0, 1], train=[*FIRST[:-1], 28]), "train[5] is 28; it must be an image"),
-    (FEW, task(train=[0, 1]), f"{TASK}.train is a list of 2; it must be of at least 3"),
-    (DOMAINS, task(domain=3), f"{TASK}.domain is 3; it must be a number from 0 and below 3"),
-    (DOMAINS, task(domain=-1), f"{TASK}.domain is -1; it must be a number from 0 and below 3"),
-    (DOMAINS, task(domain=None), f"{TASK}.domain is None; it must be a number from 0 and below"),
-    (DOMAINS, task(classes=[0, 1, 2]), f"{TASK}.classes is a list of 3; it must be of 4"),
-    (LATE, task(classes=[0, 1]), f"{TASK} must be without classes, domain and images"),
-    (
-        LATE,
-        lambda values: values["clients"][1][1].update(classes=[]),
-        "clients[1][1].classes is a list of 0; it must be of 2",  # the task with which it joins
-    ),
-    (
-        replace(DOMAINS, images_per_class=5),
-        lambda values: values["clients"][1][0].update(domain=values["clients"][1][1]["domain"]),
-        "it must be an image of the task's classes and domain",
-    ),
-]
-
-
-@pytest.mark.parametrize(("split", "change", "message"), FORGED)
-def test_a_forged_plan_is_refused(
-    split: Split, change: Callable[[dict], object], message: str, tmp_path: Path
-) -> None:
-    """Its hash fits; the error names the file, the place and what to do, in one line."""
-    path, dataset = tmp_path / "plan.json", THREE_DOMAINS if split.kind == "domains" else TEN
-    forge(path, make_plan(split, dataset, 0), lambda values: None)
-    Plan.load(path, dataset)
-    forge(path, make_plan(split, dataset, 0), change)
-    with pytest.raises(ParameterError) as error:
-        Plan.load(path, dataset)
     text = str(error.value)
-    assert text.startswith(f"{path}: plan") and message in text
-    assert text.endswith("; delete it to have the plan drawn again") and "\n" not in text
-
-
-def test_a_plan_of_other_data_comes_back(tmp_path: Path) -> None:
-    """A setting whose data have changed draws its plans anew."""
-    make_plan(OWN, TEN, 0).save(tmp_path / "plan.json")
-    other = replace(TEN, digest="other", classes=TEN.classes[:5])
-    assert Plan.load(tmp_path / "plan.json", other).classes == 10
-    with pytest.raises(ParameterError, match=r"plan.classes is 10; it must be 5, as in the data"):
-        Plan.load(tmp_path / "plan.json", replace(TEN, classes=TEN.classes[:5]))
+    assert text.startswith(f"{path}") and message in text
+    assert text.endswith("; delete it to have the plan drawn again")

@@ -27,7 +27,6 @@ from stamp_core.client.by_class import first_per_class
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.schema import Privacy
 from stamp_core.core import devices
-from stamp_core.coresets import learner
 from stamp_core.coresets.selection.base import selection_rules
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.engine import train as engine
@@ -35,6 +34,7 @@ from stamp_core.engine.experiment import Experiment
 from stamp_core.methods.base.method import ClientRound, Message, Method
 from stamp_core.models.flat import weighted_average
 from stamp_core.results.records import Record
+from workbench import per_sample
 from workbench.methods import fedala, fedl2p, gradma
 from workbench.methods.base import projection
 from workbench.methods.base.distillation import masked_cross_entropy
@@ -190,7 +190,7 @@ MISREADINGS: dict[str, tuple[Any, str, Callable[..., Any]]] = {  # of channels l
     "fedala": (fedala, "flatten_like", in_torch_order),
     "fedl2p": (fedl2p, "split_like", views_in_torch_order),
     "gradma": (gradma, "flatten_like", in_torch_order),
-    "replay": (learner, "in_flat_order", first_axis_alone),
+    "replay": (per_sample, "in_flat_order", first_axis_alone),
 }
 
 

@@ -107,9 +107,9 @@ def unit_of_products(g: Array, kappa: float) -> float:
 
 
 def slsqp(g: Array, kappa: float) -> float:
-    """The largest min_i <g_i, x> over the ball that SLSQP finds: over t and the place in the ball.
+    """The largest min_i <g_i, x> over the ball that SLSQP finds: over t and the point in the ball.
 
-    In coordinates of the span of g. A place outside the ball is pulled back into it.
+    In coordinates of the span of g. A point outside the ball is pulled back into it.
     """
     rows = np.linalg.qr(g.T, mode="r").T  # [K, k]
     g0 = rows.mean(0)
@@ -130,8 +130,8 @@ def slsqp(g: Array, kappa: float) -> float:
         },
     )
     best = -np.inf
-    for place in (np.zeros(len(g0)), g0 * kappa / radius):
-        start = np.append(place, (base + rows @ place).min())
+    for point in (np.zeros(len(g0)), g0 * kappa / radius):
+        start = np.append(point, (base + rows @ point).min())
         found = minimize(
             lambda x: -x[-1],
             start,
@@ -140,8 +140,8 @@ def slsqp(g: Array, kappa: float) -> float:
             constraints=constraints,
             options={"ftol": 1e-15, "maxiter": 500},
         )
-        place = found.x[:-1] / max(1.0, float(np.linalg.norm(found.x[:-1])))
-        best = max(best, float((base + rows @ place).min()))
+        point = found.x[:-1] / max(1.0, float(np.linalg.norm(found.x[:-1])))
+        best = max(best, float((base + rows @ point).min()))
     return best * scale * radius
 
 

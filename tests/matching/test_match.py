@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stamp_core.config.decode import ParameterError, build
+from stamp_core.config.decode import ParameterError
 from stamp_core.matching.gram import gram
 from stamp_core.matching.match import MatchingParams, MatchResult, match, match_gram
 from stamp_core.matching.simplex import SoftmaxParams
@@ -175,11 +175,6 @@ def test_one_gradient(seed, kappa, reference) -> None:
     assert result.weights.tolist() == [[1.0]] and result.value == pytest.approx(1 + kappa)
 
 
-def test_the_former_name_of_a_solver_is_refused_with_the_new_one() -> None:
-    with pytest.raises(ParameterError, match="'authors' is unknown; it is now 'softmax_sgd'"):
-        build(MatchingParams, {"solver": "authors"}, "matching")
-
-
 # --- parameters
 
 
@@ -218,7 +213,8 @@ def test_normalising_is_scaling_the_gradients_beforehand(instance, kappa, refere
         d, result = match(g, matching, weights)
         plain, other = match(g / norms * target, replace(matching, normalise="none"), weights)
         assert result.value == pytest.approx(other.value, abs=1e-7)
-        assert close(result.coefficients[0] @ g, d, 1e-9)
+        difference = result.coefficients[0] @ g - d  # d may be 0
+        assert float(difference.norm()) <= 1e-9 * float(g.norm())
         if result.status == other.status == "exact" and result.value > 1e-4:
             assert close(d, plain, 1e-4)
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from stamp_core.matching import sketch as module
-from stamp_core.matching.gram import Difference
-from stamp_core.matching.sketch import sketch
+from stamp_core.matching import gram as module
+from stamp_core.matching.gram import Difference, sketch
 
 P, K = 400, 8
 

@@ -19,9 +19,8 @@ from stamp_core.core import paths
 from stamp_core.core.seeding import generator
 from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.engine.server import Server
-from stamp_core.matching.gram import Difference
+from stamp_core.matching.gram import Difference, sketch
 from stamp_core.matching.match import match
-from stamp_core.matching.sketch import sketch
 from stamp_core.methods.base.method import Log, Reply, State
 from stamp_core.models.sealed import Sealed
 from stamp_core.results.records import Record

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from stamp_core.core.seeding import generator
-from stamp_core.models.flat import FlatAdam, FlatModel
+from stamp_core.models.flat import FlatModel
+from workbench.adam import FlatAdam
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.999)], ids=str)

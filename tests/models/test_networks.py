@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from stamp_core.config.decode import ParameterError
 from stamp_core.config.schema import Network, Training
 from stamp_core.core import vision
-from stamp_core.coresets.learner import Learner, per_sample_gradients
+from stamp_core.coresets.learner import Learner
 from stamp_core.models.encoders import Shape
 from stamp_core.models.flat import FlatModel, FlatSGD
 from stamp_core.models.networks import Classifier, build_network
+from workbench.per_sample import per_sample_gradients
 
 CODE = Network("cnn", features=512, channels=(32, 64))  # of the paper's public code
 RESNET = Network("resnet18", norm="batch")
@@ -134,17 +135,15 @@ def test_a_network_for_pixels_sees_far_on_all_sides() -> None:
 # --- sizes
 
 
-@pytest.mark.parametrize("classes", [10, 31, 100, 1000])
+@pytest.mark.parametrize("classes", [10, 1000])
 @pytest.mark.parametrize(
     ("network", "shape", "encoder", "per_class"),
     [
         (Network("mlp", features=7), (1, 8, 8), 64 * 7 + 7, 8),
         (CODE, (3, 32, 32), 873_408, 513),
         (LENET, (1, 32, 32), 60_856, 85),
-        (LENET, (3, 32, 32), 61_156, 85),
         (LENET, (1, 28, 28), 43_576, 85),
         (RESNET, (3, 32, 32), 11_176_512, 513),
-        (RESNET, (3, 300, 300), 11_176_512, 513),
         (RESNET, (1, 28, 28), 11_170_240, 513),
         (SMALL_STEM, (3, 32, 32), 11_168_832, 513),
         (Network("resnet18", norm="group"), (3, 32, 32), 11_176_512, 513),
@@ -158,10 +157,10 @@ def test_sizes_are_the_published_ones(
 ) -> None:
     """The public code's CNN: 3 * 25 * 32 + 32 = 2,432; 32 * 25 * 64 + 64 = 51,264; sides 32 -> 14
     -> 5, so 64 * 25 * 512 + 512 = 819,712. LeNet-5 on one channel: 6 * 26 = 156; 16 * 151 = 2,416;
-    120 * 401 = 48,120 (28 x 28: 4 x 4 left, 120 * 257 = 30,840); 84 * 121 = 10,164; two channels
-    more are 6 * 50. ResNet-18: 11,689,512 - 1000 * 513; one channel has 2 * 49 * 64 weights less,
-    a stem of 3 x 3 has 64 * 3 * (49 - 9) less. Swin-T: 28,288,354 - 1000 * 769; one channel has
-    2 * 16 * 96 weights less."""
+    120 * 401 = 48,120 (28 x 28: 4 x 4 left, 120 * 257 = 30,840); 84 * 121 = 10,164. ResNet-18:
+    11,689,512 - 1000 * 513; one channel has 2 * 49 * 64 weights less, a stem of 3 x 3 has
+    64 * 3 * (49 - 9) less. Swin-T: 28,288,354 - 1000 * 769; one channel has 2 * 16 * 96 weights
+    less."""
     model = on_meta(network, shape, classes)
     assert size(model.encoder) == encoder and size(model) == encoder + per_class * classes
 
@@ -299,9 +298,7 @@ def test_torchvision_loads_whatever_the_build_of_torch() -> None:
 TOO_SMALL: list[tuple[Network, Shape, Shape, str]] = [  # network, images, larger ones, message
     (SMALL[1], (3, 24, 15), (3, 24, 16), "channels is [4, 6]; it must be shorter"),
     (LENET, (1, 15, 24), (1, 16, 24), "kind is 'lenet'; it must be another"),
-    (LENET, (1, 3, 3), (1, 16, 16), "kind is 'lenet'; it must be another"),
     (RESNET, (3, 16, 32), (3, 17, 32), "stem is 'published'; it must be 'small'"),
-    (RESNET, (3, 4, 4), (3, 17, 17), "kind is 'resnet18'; it must be another"),
     (SMALL_STEM, (1, 8, 4), (1, 8, 5), "kind is 'resnet18'; it must be another"),
     (SWIN, (3, 16, 32), (3, 20, 32), "kind is 'swin_t'; it must be another"),
     (SWIN, (3, 32, 30), (3, 32, 28), "kind is 'swin_t'; it must be another"),

@@ -21,10 +21,10 @@ from torch.func import functional_call
 from stamp_core.config.schema import Network
 from stamp_core.core.paths import ROOT
 from stamp_core.core.seeding import generator
-from stamp_core.coresets.learner import per_sample_gradients
 from stamp_core.methods.base import registry
 from stamp_core.models.networks import Classifier, build_network, set_train_mode
 from workbench.methods.fedl2p.meta_networks import layer_statistics
+from workbench.per_sample import per_sample_gradients
 from workbench.selection import sre2l
 
 NORMS = ("none", "group", "batch")

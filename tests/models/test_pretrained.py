@@ -1,8 +1,6 @@
 """Pretrained weights: torchvision's files and those of run records, misfits and damaged files."""
 
 import hashlib
-import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,21 +133,18 @@ def changed(key: str, value: Tensor | None = None) -> dict[str, Tensor]:
 BIAS, WEIGHT = "encoder.1.bias", "encoder.1.weight"
 MISFITS: list[tuple[object, str]] = [
     (changed(BIAS), f"lacks '{BIAS}', float32 [3]"),
-    (changed("head.bias"), "lacks 'head.bias', float32 [5]"),
     (changed("encoder.3.weight", torch.zeros(3)), "has 'encoder.3.weight', which is not in"),
     (
         changed(WEIGHT, torch.zeros(3, 13)),
         f"has '{WEIGHT}' as float32 [3, 13] instead of float32 [3,",
     ),
-    (changed("head.weight", torch.zeros(5, 4)), "has 'head.weight' as float32 [5, 4] instead of"),
     (changed(BIAS, torch.zeros(3, dtype=torch.int64)), f"has '{BIAS}' as int64 [3] instead of"),
     (
         changed(BIAS, torch.tensor([0.0, float("nan"), 0.0])),
         f"has '{BIAS}' with values that are not",
     ),
-    ({"epoch": 3, "model": mlp_weights()}, "has 'epoch' instead of tensors by name alone"),
-    ({1: torch.zeros(3)}, "has 1 instead of tensors by name alone"),
-    ([torch.zeros(3)], "holds list instead of tensors by name"),
+    ({"epoch": 3, "model": mlp_weights()}, "holds more than tensors by name"),
+    ([torch.zeros(3)], "holds more than tensors by name"),
 ]
 
 
@@ -175,11 +170,6 @@ def test_weights_that_do_not_fit_are_refused_by_name(
             (1, 28, 28),
             "has 'conv1.weight' as float32 [64, 3, 7, 7] instead of float32 [64, 1, 7, 7]",
         ),
-        (
-            SMALL_STEM,
-            (3, 32, 32),
-            "has 'conv1.weight' as float32 [64, 3, 7, 7] instead of float32 [64, 3, 3, 3]",
-        ),
         (Network("resnet18", norm="group"), (3, 32, 32), "has 'bn1.running_mean', which is not in"),
         (Network("swin_t"), (3, 32, 32), "lacks 'features.0.0.weight', float32 [96, 3, 4, 4]"),
     ],
@@ -192,58 +182,22 @@ def test_weights_of_another_network_are_refused_by_torchvisions_names(
     assert message.startswith(misfit(raw, network.kind, problem))
 
 
-class Harmful:
-    """A pickle that creates a folder if it is loaded as code."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.folder),)
-
-
-def damaged(raw: Path) -> Iterator[tuple[str, str]]:
-    """Names of files that hold no weights, with their format."""
-    for file, kind in (("w.pth", "torch"), ("w.safetensors", "safetensors")):
-        write_weights(mlp_weights(), raw / file)
-        whole = (raw / file).read_bytes()
-        for end in (0, 1, 100, len(whole) // 2, len(whole) - 1):
-            (raw / f"{end}{file}").write_bytes(whole[:end])
-            yield f"{end}{file}", kind
-        (raw / f"text{file}").write_text("<html>no such file</html>")
-        yield f"text{file}", kind
-    torch.save({"w": Harmful(raw / "harm")}, raw / "harmful.pth")
-    yield "harmful.pth", "torch"
-
-
-def test_damaged_files_are_refused_and_run_no_code(raw: Path) -> None:
-    for file, kind in damaged(raw):
+@pytest.mark.parametrize("file", ["w.pth", "w.safetensors"])
+def test_a_file_that_is_no_file_of_weights_is_refused(raw: Path, file: str) -> None:
+    write_weights(mlp_weights(), raw / file)
+    whole = (raw / file).read_bytes()
+    kind = "torch" if file == "w.pth" else "safetensors"
+    for content in (b"", whole[: len(whole) // 2], b"<html>no such file</html>"):
+        (raw / file).write_bytes(content)
         assert refusal(mlp(file), (3, 2, 2)) == (
             f"network.pretrained is '{file}'; it must be a whole {kind} file of tensors alone: "
             f"{raw / file} cannot be read as one"
         )
-    assert not (raw / "harm").exists()
 
 
-@pytest.mark.parametrize("file", ["w.pth", "", "/nowhere/w.pth"])
-def test_a_missing_file_is_refused(raw: Path, file: str) -> None:
-    message = f"network.pretrained is '{file}'; it must be a file: there is none at {raw / file}"
-    assert refusal(mlp(file), (3, 2, 2)) == message
-    with pytest.raises(ParameterError) as error:
-        weights_digest(mlp(file))
-    assert str(error.value) == message
-
-
-def test_the_digest_is_that_of_the_file(raw: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def is_digest_of(content: bytes, time: int) -> bool:
-        (raw / "w.pth").write_bytes(content)
-        os.utime(raw / "w.pth", ns=(time, time))
-        return weights_digest(mlp("w.pth")) == hashlib.sha256(content).hexdigest()
-
+def test_a_missing_file_is_refused_and_a_digest_is_that_of_the_file(raw: Path) -> None:
+    message = f"network.pretrained is 'w.pth'; it must be a file: there is none at {raw / 'w.pth'}"
+    assert refusal(mlp("w.pth"), (3, 2, 2)) == message
+    (raw / "w.pth").write_bytes(b"abc")
+    assert weights_digest(mlp("w.pth")) == hashlib.sha256(b"abc").hexdigest()
     assert weights_digest(Network("mlp")) is None
-    assert is_digest_of(b"abc", time=1) and weights_digest(mlp(str(raw / "w.pth")))
-    monkeypatch.setattr(hashlib, "file_digest", None)  # it is not computed a second time
-    assert is_digest_of(b"abc", time=1)
-    monkeypatch.undo()
-    monkeypatch.setattr(paths, "RAW", raw)
-    assert is_digest_of(b"abcd", time=1) and is_digest_of(b"dcba", time=2)

@@ -1,13 +1,14 @@
 """Plans in and out: files that other programs can write and read. Their form: docs/plans.md."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from stamp_core.config.decode import ParameterError, build, invalid, unknown_name
+from stamp_core.config.decode import build, invalid, unknown_name
 from stamp_core.config.schema import Split
 from stamp_core.data.dataset import ImageDataset
-from stamp_core.data.plan import Plan, Task, check_hash, check_plan, read_json
+from stamp_core.data.plan import Plan, Task, check_hash, read_json
+from workbench.exchange.checks import check_owners, check_plan
 from workbench.exchange.table import read_table, write_table
 
 Read = Callable[[Path, ImageDataset], object]
@@ -62,17 +63,6 @@ def listed_plan(
     sizes = {"clients": len(clients), "tasks": len(clients[0]) if clients else 0}
     split = build(Split, {"kind": "file", **sizes}, f"{where}: plan")
     return Plan(split, seed, dataset.digest, clients, len(dataset.classes))
-
-
-def check_owners(where: str, parts: Iterable[Iterable[int]]) -> None:
-    """Validate that no image is of two clients, or of one client twice."""
-    owners: dict[int, int] = {}
-    for client, images in enumerate(parts):
-        for image in images:
-            if image in owners:
-                both = f"client {owners[image]} and then for client {client}"
-                raise ParameterError(f"{where}: {image} is listed for {both}; it must be once")
-            owners[image] = client
 
 
 def _complete_plan(path: Path, values: PlanFile, dataset: ImageDataset) -> Plan:

@@ -20,9 +20,10 @@ from stamp_core.config.decode import ParameterError, convert, invalid
 from stamp_core.core.seeding import generator
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.images import array_error
-from stamp_core.data.plan import Indices, Plan, Task, check_plan, read_json
+from stamp_core.data.plan import Indices, Plan, Task, read_json
 from stamp_core.data.sources.npz import READ_ERRORS
-from workbench.exchange import check_owners, listed_plan
+from workbench.exchange import listed_plan
+from workbench.exchange.checks import check_owners, check_plan
 
 Order = Literal["given", "independent"]  # of a client's classes: by number, or drawn by `seed`
 Key = tuple[int, bytes]  # the label of an image and the SHA-256 of its pixels [C, H, W]
@@ -35,9 +36,9 @@ class ImageFinder:
     def __init__(self, dataset: ImageDataset) -> None:
         self.name = dataset.name
         self.shape = tuple(dataset.x_train.shape[1:])  # C, H, W
-        self.places: dict[Key, list[int]] = defaultdict(list)  # of images not found so far
-        for place, key in enumerate(_keys(dataset.x_train.numpy(), dataset.y_train.numpy())):
-            self.places[key].append(place)
+        self.indices: dict[Key, list[int]] = defaultdict(list)  # of images not found so far
+        for index, key in enumerate(_keys(dataset.x_train.numpy(), dataset.y_train.numpy())):
+            self.indices[key].append(index)
         self.tests = set(_keys(dataset.x_test.numpy(), dataset.y_test.numpy()))
 
     def find(self, where: str, x: NDArray[Any], y: NDArray[Any], drop_tests: bool) -> Indices:
@@ -46,15 +47,15 @@ class ImageFinder:
         if y.dtype.kind not in "iu" or y.shape != x.shape[:1]:
             raise array_error(where, "y", y, "whole numbers [n], one for each image")
         for k, key in enumerate(_keys(_channels_first(where, x, self.shape), y)):
-            if self.places.get(key):
-                found.append(self.places[key].pop(0))
+            if self.indices.get(key):
+                found.append(self.indices[key].pop(0))
             elif not (drop_tests and key in self.tests):
                 raise ParameterError(f"{where}: image {k} of class {key[0]} {self._reason(key)}")
         return np.array(found, np.int64)
 
     def _reason(self, key: Key) -> str:
         """Why an image is refused."""
-        if key in self.places:
+        if key in self.indices:
             return "was there before; an image must be of one client, and once"
         if key in self.tests:
             return "is a test image of the data; import_pfllib can leave such out: drop_tests=True"
@@ -158,9 +159,9 @@ def _to_pixels(where: str, x: NDArray[Any]) -> NDArray[Any]:
         return x
     pixels = (x.astype(np.float64) * 0.5 + 0.5) * 255
     near = pixels.round().clip(0, 255)
-    for place in np.argwhere(~(np.abs(pixels - near) < PIXEL_ERROR))[:1].tolist():
+    for index in np.argwhere(~(np.abs(pixels - near) < PIXEL_ERROR))[:1].tolist():
         right = "k / 127.5 - 1 with a whole k from 0 to 255: ToTensor, then Normalize(0.5, 0.5)"
-        raise invalid(f"{where}{place}", float(x[tuple(place)]), right)
+        raise invalid(f"{where}{index}", float(x[tuple(index)]), right)
     return near.astype(np.uint8)
 
 

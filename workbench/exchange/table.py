@@ -32,7 +32,7 @@ def read_table(path: Path, dataset: ImageDataset) -> dict[str, object]:
 
 def write_table(plan: Plan, dataset: ImageDataset, path: Path) -> None:
     """Write a plan as a table; its columns are those that some line needs."""
-    right = "1 in a table, which has no place for it; a .json file has"
+    right = "1 in a table, which has no column for it; write a .json file"
     require(plan.split, "cycles", plan.split.cycles == 1, right)
     rows = [
         {"client": client, "task": t, **row}

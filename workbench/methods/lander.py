@@ -19,7 +19,8 @@ from stamp_core.core.fingerprint import file_digest
 from stamp_core.core.seeding import generator
 from stamp_core.methods.base.method import ClientRound, Log, Message, Reply, State
 from stamp_core.models.encoders import Shape
-from stamp_core.models.flat import FlatAdam, FlatModel, FlatSGD
+from stamp_core.models.flat import FlatModel, FlatSGD
+from workbench.adam import FlatAdam
 from workbench.methods.base.data_free import DataFree, DataFreeContext, DataFreeParams
 from workbench.methods.base.generators import BETAS, ImageGenerator, build_seeded
 from workbench.methods.base.synthesis import MappedClassifier, Outputs, Source, Synthesis

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_above, require_at_least
 from stamp_core.methods.base.method import ClientRound
-from stamp_core.models.flat import FlatAdam, FlatModel
+from stamp_core.models.flat import FlatModel
+from workbench.adam import FlatAdam
 from workbench.methods.base.exemplar_lists import ExemplarLists, empty_lists
 from workbench.methods.base.generators import build_seeded
 from workbench.methods.base.sample_cache import CacheContext, CacheParams, SampleCache

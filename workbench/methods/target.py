@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_above
 from stamp_core.methods.base.method import Log
-from stamp_core.models.flat import FlatAdam, FlatModel
+from stamp_core.models.flat import FlatModel
+from workbench.adam import FlatAdam
 from workbench.methods.base.data_free import DataFree, DataFreeParams
 from workbench.methods.base.generators import BETAS, ImageGenerator, build_seeded
 from workbench.methods.base.synthesis import Source, Synthesis

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
@@ -13,7 +14,7 @@ from torch.autograd import grad
 from stamp_core.config.decode import require_above, require_at_least
 from stamp_core.coresets.learner import Learner
 from stamp_core.coresets.selection.base import Proposal, TaskData
-from stamp_core.matching.simplex import project_simplex
+from stamp_core.matching.simplex import Array
 
 NEUMANN_TERMS = 4
 DIVERGENCE = 10  # times its first loss, above which the proxy has diverged
@@ -200,3 +201,11 @@ def _inclusion_probabilities(
 
 def _flat(tensors: Tensors) -> Tensor:  # [P]
     return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def project_simplex(v: Array) -> Array:
+    """The point of the simplex nearest to `v`."""
+    v = v - v.max()  # so that adding 1 is not lost in large numbers
+    descending = -np.sort(-v)
+    levels = (np.cumsum(descending) - 1) / np.arange(1, len(v) + 1)
+    return np.asarray(np.maximum(v - levels[np.flatnonzero(descending > levels)[-1]], 0.0))

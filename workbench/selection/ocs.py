@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stamp_core.config.decode import invalid, require_at_least
-from stamp_core.coresets.learner import head_gradient_factors, per_sample_gradients
 from stamp_core.coresets.selection.base import Proposal, TaskData
+from workbench.per_sample import head_gradient_factors, per_sample_gradients
 
 MAX_NUMBERS = 2**26  # in the gradients computed at a time, unless one batch has more
 PAST_BATCH = 256  # past exemplars in a forward pass

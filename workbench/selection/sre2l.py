@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from stamp_core.config.decode import require_above, require_at_least
 from stamp_core.coresets.selection.base import Proposal, TaskData
-from stamp_core.models.flat import Adam
 from stamp_core.models.networks import Classifier
+from workbench.adam import Adam
 
 FIRST_LAYER = 10.0  # weight of the first batch normalisation's statistics; the others have 1
 BETAS = (0.5, 0.9)  # of Adam

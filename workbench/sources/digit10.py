@@ -4,13 +4,15 @@ The paper states four tasks and 110,000 images, but neither the data sets nor th
 four are a guess; together they have more images.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from stamp_core.config.decode import require, require_at_least, unknown_name
-from stamp_core.data.images import Counts, ImageArrays, ImageOptions, join_domains
+from stamp_core.data.images import Counts, ImageArrays, ImageOptions
 from stamp_core.data.sources.torchvision_sets import SETS as TORCHVISION
+from stamp_core.data.store.cache import SUBSETS
 
 PACKAGES = TORCHVISION["svhn"].PACKAGES
 SETS = {
@@ -43,7 +45,14 @@ def make(options: Options) -> ImageArrays:
     parts = [SETS[name].make(ImageOptions(size=28, grey=True)) for name in options.sets]
     if options.per_class is not None:
         parts = [_take_first(part, options.per_class) for part in parts]
-    return replace(join_domains(parts, options.sets), classes=tuple("0123456789"))
+    arrays: dict[str, Any] = {
+        key: np.concatenate([getattr(part, key) for part in parts])
+        for key in ("x_train", "y_train", "x_test", "y_test")
+    }
+    for subset in SUBSETS:
+        lengths = [len(getattr(part, f"y_{subset}")) for part in parts]
+        arrays[f"domain_{subset}"] = np.repeat(np.arange(len(parts)), lengths)
+    return ImageArrays(**arrays, classes=tuple("0123456789"), domains=options.sets)
 
 
 def expected(options: Options) -> Counts:

@@ -11,7 +11,7 @@ import numpy as np
 
 from stamp_core.config.decode import require, require_at_least
 from stamp_core.core import paths
-from stamp_core.data.images import Counts, require_inside
+from stamp_core.data.images import Counts
 from stamp_core.data.sources.folder import find_images, make_listing
 from stamp_core.data.store.decoding import Listing
 
@@ -31,9 +31,8 @@ class Options:
     test: Literal["val", "train"] = "val"  # train: the images of train/ after those for training
 
     def __post_init__(self) -> None:
-        """Validate the root and the numbers of images."""
+        """Validate the numbers of images."""
         require_at_least(self, 1, "size", "per_class_train", "per_class_test")
-        require_inside(self, "root")
         if self.test == "train":
             limited = self.per_class_train is not None
             require(self, "per_class_train", limited, "a number, as test is 'train'")

@@ -9,7 +9,7 @@ import numpy as np
 
 from stamp_core.config.decode import require_at_least, unknown_name
 from stamp_core.core import paths
-from stamp_core.data.images import Counts, require_inside
+from stamp_core.data.images import Counts
 from stamp_core.data.sources import folder
 from stamp_core.data.store.decoding import Listing
 
@@ -39,9 +39,8 @@ class Options:
     test_share: float = 0.25  # of each class of a domain
 
     def __post_init__(self) -> None:
-        """Validate the size, the root, the share of test images and the domains."""
+        """Validate the size, the share of test images and the domains."""
         require_at_least(self, 1, "size")
-        require_inside(self, "root")
         folder.check_test_share(self.test_share)
         folder.check_domains(self.domains)
 
@@ -64,6 +63,6 @@ def expected(options: Options) -> Counts:
         if name not in _IMAGES:
             raise unknown_name("domains:", name, _IMAGES)
     images = np.array([[int(n) for n in _IMAGES[name].split()] for name in options.domains])
-    held_out = [[len(folder.held_out_places(n, options.test_share)) for n in row] for row in images]
-    test = np.array(held_out)  # [D, C]
+    counts = [[len(folder.held_out_indices(n, options.test_share)) for n in row] for row in images]
+    test = np.array(counts)  # [D, C]
     return Counts((3, options.size, options.size), images - test, test, options.domains)

@@ -28,7 +28,7 @@ from stamp_core.data.store.cache import Bytes, Numbers
 PACKAGES = ("numpy", "matplotlib")
 
 SHOWN = 3  # characters, each in a quarter of the scene
-NUMBERS = 8  # random ones of a character: its face, five of its shape, two of its place
+NUMBERS = 8  # random ones of a character: its face, five of its shape, two of its position
 STROKE = 3 * ONE // 10  # a pixel that is covered more is part of a stroke
 REACH = 2  # pixels by which the mask of a stroke is wider: thin strokes are hardly learnt
 DARK, LIGHT = 25, 205
@@ -43,12 +43,10 @@ class Options:
     train_per_class: int = 150
     test_per_class: int = 30
     size: int = 32  # pixels per side; a character is drawn in 7/16 of it
-    seed: int = 0
 
     def __post_init__(self) -> None:
         """Validate what can be drawn."""
         require_at_least(self, 1, "train_per_class", "test_per_class")
-        require_at_least(self, 0, "seed")
         require_between(self, SHOWN, len(CHARACTERS), "classes")
         require_between(self, 16, 64, "size")
 
@@ -78,17 +76,17 @@ def _draw_class(shapes: Bytes, options: Options, label: int, subset: int, count:
 
     Where masks meet, that of the scene's own class is in front.
     """
-    generator = np.random.Generator(np.random.PCG64([options.seed, label, subset]))
+    generator = np.random.Generator(np.random.PCG64([0, label, subset]))
     shape = (count, options.classes + 4 + SHOWN * NUMBERS + options.size**2)
     draws = generator.integers(0, ONE, shape, dtype=np.uint16).astype(np.int64)
     ends = np.cumsum([options.classes, 4, *[NUMBERS] * SHOWN])
     order, quarters, *characters, noise = np.split(draws, ends, axis=1)
     order[:, label] = -1  # the scene's own class comes first
-    labels, places = (np.argsort(each, 1, kind="stable") for each in (order, quarters))
+    labels, corners = (np.argsort(each, 1, kind="stable") for each in (order, quarters))
     grey = np.zeros((count, options.size, options.size), np.int64)
     mask = np.full_like(grey, options.classes)
     for k in reversed(range(SHOWN)):
-        cover = _place(shapes, labels[:, k], places[:, k], characters[k], options)
+        cover = _draw_character(shapes, labels[:, k], corners[:, k], characters[k], options)
         grey = np.maximum(grey, cover)
         if k == 0 or subset == TEST:
             mask = np.where(_widen(cover), labels[:, k, None, None], mask)
@@ -97,14 +95,14 @@ def _draw_class(shapes: Bytes, options: Options, label: int, subset: int, count:
     return np.stack([np.clip(grey, 0, 255), mask], 1).astype(np.uint8)
 
 
-def _place(
+def _draw_character(
     shapes: Bytes, labels: Numbers, quarters: Numbers, draws: Numbers, options: Options
 ) -> Numbers:
     """How much of each pixel a character of each label covers, in 0..ONE.  # [n, size, size]"""
     box, size = _box(options), options.size
     flat = shapes.reshape(-1, *shapes.shape[2:])  # [classes * faces, side, side]
     faces = labels * len(FACES) + draws[:, 0] % len(FACES)
-    cover = coverage(flat, faces, *positions(draws[:, 1:6].T, box, ONE))  # [n, box, box]
+    cover = coverage(flat, faces, *positions(draws[:, 1:6].T, box))  # [n, box, box]
     scenes = np.zeros((len(labels), size, size), np.int64)
     rows, columns = (draws[:, 6:] % (size // 2 - box + 1)).T
     rows, columns = rows + quarters // 2 * (size // 2), columns + quarters % 2 * (size // 2)

@@ -40,7 +40,7 @@ def load_plans(
     plans = {}
     for seed in dict.fromkeys(seed for each in ranges for seed in parse_seeds(each)):
         path = plan_file(setting.name, seed, profile)
-        plan = Plan.load(path, dataset) if path.exists() else None
+        plan = Plan.load(path) if path.exists() else None
         fits = (setting.split, dataset.digest, seed)
         if not plan or (plan.split, plan.data_digest, plan.seed) != fits:
             plan = make_plan(setting.split, dataset, seed)

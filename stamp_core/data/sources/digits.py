@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stamp_core.data.images import ImageArrays
-from stamp_core.data.sources.folder import check_test_share, held_out_places
+from stamp_core.data.sources.folder import check_test_share, held_out_indices
 
 PACKAGES = ("numpy", "scikit-learn")
 
@@ -30,6 +30,6 @@ def make(options: Options) -> ImageArrays:
     x = ((digits.images[:, None].astype(np.int64) * 255 + 8) // 16).astype(np.uint8)  # in 0..255
     test = np.zeros(len(y), bool)
     for label in range(10):
-        (places,) = np.nonzero(y == label)
-        test[places[held_out_places(len(places), options.test_share)]] = True
+        (own,) = np.nonzero(y == label)
+        test[own[held_out_indices(len(own), options.test_share)]] = True
     return ImageArrays(x[~test], y[~test], x[test], y[test], tuple("0123456789"))

@@ -13,7 +13,6 @@ import numpy as np
 
 from stamp_core.config.decode import invalid, require_at_least
 from stamp_core.core import paths
-from stamp_core.data.images import require_inside
 from stamp_core.data.store.cache import Numbers
 from stamp_core.data.store.decoding import ImageFiles, Listing
 
@@ -33,9 +32,8 @@ class Options:
     domains: tuple[str, ...] = ()  # folders above those of the classes, in this order
 
     def __post_init__(self) -> None:
-        """Validate the size, the root, the share of test images and the domains."""
+        """Validate the size, the share of test images and the domains."""
         require_at_least(self, 1, "size")
-        require_inside(self, "root")
         if self.test_share is not None or self.domains:
             check_test_share(self.test_share)
             check_domains(self.domains or ("all",))
@@ -100,13 +98,13 @@ def divide(
             if len(files) < 2:
                 where = (root / files[0]).parent
                 raise ValueError(f"{where} holds 1 image; to be divided it must hold 2")
-            places = set(held_out_places(len(files), share).tolist())
-            train[domain][name] = [file for k, file in enumerate(files) if k not in places]
-            test[domain][name] = [file for k, file in enumerate(files) if k in places]
+            held_out = set(held_out_indices(len(files), share).tolist())
+            train[domain][name] = [file for k, file in enumerate(files) if k not in held_out]
+            test[domain][name] = [file for k, file in enumerate(files) if k in held_out]
     return train, test
 
 
-def held_out_places(images: int, share: float) -> Numbers:
+def held_out_indices(images: int, share: float) -> Numbers:
     """The indices of the test images of a class: evenly spaced, at least one, but not all."""
     count = min(max(round(share * images), 1), images - 1)
     return (2 * np.arange(count) + 1) * images // (2 * count)

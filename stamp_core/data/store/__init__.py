@@ -1,2 +1,1 @@
-"""Images on disk: the decoded cache, decoding of image files, downloads with checksums.
-Part of data."""
+"""Images on disk: the cache of decoded images, decoding of image files. Part of data."""

@@ -1,11 +1,9 @@
 """Image files, decoded once into arrays that may be larger than memory, chunk by chunk."""
 
-import errno
 import hashlib
 import json
 import math
 import os
-import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -26,7 +24,6 @@ CHUNK_BYTES = 1 << 25  # of the images that are decoded, written and recorded at
 # Of a file, and of its image before it is cropped. Pillow warns of more. Each takes at most eight
 # bytes: a thread needs at most 0.7 GB.
 MAX_PIXELS = 89_478_485
-MAX_RATIO = 128  # of the sides; the centre of a longer strip shows next to nothing
 # Pillow opens any format under any name, and runs Ghostscript to decode one of them.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 
@@ -79,19 +76,11 @@ def listing_key(listing: Listing) -> str:
 
 def write_listing(listing: Listing, draft: Path) -> None:
     """Decode all images that `draft` does not hold yet, then complete the data set."""
-    subsets = dict(zip(SUBSETS, (listing.train, listing.test), strict=True))
-    done = {
-        name: _lay_out(listing, each, draft / f"x_{name}.npy") for name, each in subsets.items()
-    }
-    images = sum(len(each.files) for each in subsets.values()) - sum(done.values())
-    need, free = images * math.prod(listing.shape), shutil.disk_usage(draft).free
-    if need > free:
-        text = f"{need / 1e9:.4g} GB are needed, {free / 1e9:.4g} GB are free"
-        raise OSError(errno.ENOSPC, text, str(draft))
     arrays: NamedArrays = {}
-    for name, each in subsets.items():
-        _decode_files(listing, each.files, done[name], draft / f"x_{name}.npy")
-        arrays |= {f"y_{name}": each.labels, f"domain_{name}": each.domains}
+    for name, images in zip(SUBSETS, (listing.train, listing.test), strict=True):
+        path = draft / f"x_{name}.npy"
+        _decode_files(listing, images.files, _lay_out(listing, images, path), path)
+        arrays |= {f"y_{name}": images.labels, f"domain_{name}": images.domains}
     sums = np.sum([note["sums"] for note in cache.read_notes(draft / "x_train.jsonl")], axis=0)
     arrays |= cache.channel_moments(sums, len(listing.train.files) * listing.size**2)
     cache.complete(draft, arrays, [list(listing.classes), list(listing.domains)])
@@ -118,13 +107,10 @@ def decode_image(path: Path, size: int, grey: bool) -> Bytes:
 def _check_shape(width: int, height: int, size: int) -> None:
     """Validate that an image takes little memory to decode and to resize."""
     shorter, longer = sorted((width, height))
-    if longer > MAX_RATIO * shorter:
-        right = f"its longer side must be at most {MAX_RATIO} times the shorter"
-        raise ValueError(f"it has {width} x {height} pixels; {right}")
-    resized = size * int(size * longer / shorter)
-    if (pixels := max(width * height, resized)) > MAX_PIXELS:
-        where = f" before it is cropped to size {size}" if pixels == resized else ""
-        raise ValueError(f"it has {pixels:,} pixels{where}; it must have at most {MAX_PIXELS:,}")
+    pixels = max(width * height, size * int(size * longer / shorter))
+    if pixels > MAX_PIXELS:
+        what = f"it has {width} x {height} pixels, {pixels:,} where it is larger"
+        raise ValueError(f"{what}, as read or resized; it must have at most {MAX_PIXELS:,}")
 
 
 def _lay_out(listing: Listing, images: ImageFiles, path: Path) -> int:

@@ -11,9 +11,8 @@ from torch import Tensor
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_at_least
 from stamp_core.core.seeding import generator
-from stamp_core.matching.gram import Difference
+from stamp_core.matching.gram import Difference, sketch
 from stamp_core.matching.match import MatchingParams, MatchResult, match
-from stamp_core.matching.sketch import sketch
 from stamp_core.methods.base.method import ClientRound, Log, Message, Method, Reply, State
 from stamp_core.models.sealed import weighted_sum
 

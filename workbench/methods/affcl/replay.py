@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.methods.base.method import Log
-from stamp_core.models.flat import FlatAdam, FlatModel, FlatSGD
+from stamp_core.models.flat import FlatModel, FlatSGD
+from workbench.adam import FlatAdam
 from workbench.methods.base.distillation import soft_cross_entropy
 from workbench.methods.base.generators import Pool
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from stamp_core.client.batches import Batch, StepContext
 from stamp_core.config.decode import invalid, require_above, require_at_least
-from stamp_core.coresets.learner import head_gradient_factors, per_sample_gradients
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Group, Method, State
 from stamp_core.models.networks import Classifier
 from workbench.methods.base.exemplar_lists import ExemplarLists, empty_lists
+from workbench.per_sample import head_gradient_factors, per_sample_gradients
 
 GRADIENTS = 2**27  # values of per-sample gradients computed at a time: 512 MiB
 LOST = "cache: all rounds of a task were missed, images of the task before it are lost"

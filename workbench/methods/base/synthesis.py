@@ -15,8 +15,9 @@ from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import require_above, require_at_least
 from stamp_core.core.seeding import generator
 from stamp_core.methods.base.method import FedAvgParams, Log
-from stamp_core.models.flat import FlatAdam, FlatModel, FlatSGD
+from stamp_core.models.flat import FlatModel, FlatSGD
 from stamp_core.models.networks import Classifier, set_train_mode
+from workbench.adam import FlatAdam
 from workbench.methods.base.distillation import agreeing_divergence, softened_divergence
 
 STUDENT_TEMPERATURE = 20.0  # of the student's distillation

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stamp_core.client.batches import Batch
 from stamp_core.client.runtime import ClientRuntime
-from stamp_core.models.flat import FlatAdam
+from workbench.adam import FlatAdam
 from workbench.methods.base.distillation import softened_divergence
 from workbench.methods.base.generators import BETAS, Pool
 from workbench.methods.base.lookahead import constant_statistics

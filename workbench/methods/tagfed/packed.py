@@ -5,8 +5,9 @@ from typing import NotRequired, TypedDict
 import torch
 from torch import Tensor, nn
 
-from stamp_core.models.flat import FlatAdam, FlatModel
+from stamp_core.models.flat import FlatModel
 from stamp_core.models.networks import Classifier
+from workbench.adam import FlatAdam
 from workbench.methods.base.task_server import pack_bits, unpack_bits
 
 FREE = 0  # owner of a weight that belongs to no task; tasks are numbered from 1

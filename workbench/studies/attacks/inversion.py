@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.func import functional_call
 
 from stamp_core.config.decode import require_above, require_at_least
-from stamp_core.models.flat import Adam, split_like
+from stamp_core.models.flat import split_like
 from stamp_core.models.networks import Classifier
+from workbench.adam import Adam
 
 DECAYS = (3 / 8, 5 / 8, 7 / 8)  # shares of the iterations after which the step is a tenth
 
