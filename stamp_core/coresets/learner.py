@@ -84,11 +84,9 @@ def per_sample_gradients(network: Classifier, images: Tensor, labels: Tensor) ->
 
     In the order of the flat vector.
     In evaluation mode: with the statistics of a batch no image has a gradient of its own.
-    In float32 whatever the network's precision: vmap does not mix types.
     """
     network.images_backpropagated += len(images)
     network = copy(network.eval())  # shares its layers, but counts the images of vmap as one
-    network.precision = "float32"
     values = {name: value.detach() for name, value in network.named_parameters()}
     buffers = dict(network.named_buffers())
 

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from stamp_core.config.decode import invalid, require_at_least
+from stamp_core.config.limits import Limit, PositiveInt
 from stamp_core.data.store.cache import Bytes, Numbers
 
 Shape = tuple[int, int, int]  # channels, height, width
@@ -39,24 +39,20 @@ class Counts:
     domains: tuple[str, ...] = ("all",)
 
 
+def _inside(path: str) -> bool:
+    """Whether a path, if relative, stays in its folder."""
+    return ".." not in Path(path).parts or Path(path).is_absolute()
+
+
+PathInside = Annotated[str, Limit("a path without '..', or an absolute one", _inside)]
+
+
 @dataclass(frozen=True)
 class ImageOptions:
     """Parameters of the sources whose images have one size."""
 
-    size: int | None = None  # pixels a side; None: unchanged
+    size: PositiveInt | None = None  # pixels a side; None: unchanged
     grey: bool = False  # one channel
-
-    def __post_init__(self) -> None:
-        """Validate the size."""
-        require_at_least(self, 1, "size")
-
-
-def require_inside(holder: object, name: str) -> None:
-    """Validate that relative paths in a field do not lead out of their folder by '..'."""
-    value = getattr(holder, name)
-    for path in [value] if isinstance(value, str) else value or ():
-        if ".." in Path(path).parts and not Path(path).is_absolute():
-            raise invalid(name, path, "a path without '..', or an absolute one")
 
 
 def array_error(where: object, name: str, array: npt.NDArray[Any], expected: str) -> ValueError:

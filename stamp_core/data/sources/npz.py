@@ -24,10 +24,10 @@ from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.images import (
     ImageArrays,
     ImageOptions,
+    PathInside,
     array_error,
     convert_images,
     join_domains,
-    require_inside,
 )
 from stamp_core.data.store.cache import SUBSETS, Bytes, NamedArrays
 
@@ -44,14 +44,11 @@ READ_ERRORS = (  # of altered archives, and of altered headers of their arrays
 class Options(ImageOptions):
     """Parameters of the source."""
 
-    file: str | None = None  # in data/raw, or an absolute path
-    domain_files: tuple[str, ...] = ()  # instead of `file`: one per domain, named like it
+    file: PathInside | None = None  # in data/raw, or an absolute path
+    domain_files: tuple[PathInside, ...] = ()  # instead of `file`: one per domain, named like it
 
     def __post_init__(self) -> None:
         """Validate that one of `file` and `domain_files` is set, and the names of domains."""
-        super().__post_init__()
-        require_inside(self, "file")
-        require_inside(self, "domain_files")
         named = bool(self.file or self.domain_files)
         require(self, "file", named, "the name of an .npz file, or domain_files set")
         either = not (self.file and self.domain_files)
