@@ -17,13 +17,7 @@ from benchmarks import Row, bare, seconds, section, spread
 from benchmarks.run import transfers
 from stamp_core.client.runtime import ClientRuntime, RoundId
 from stamp_core.config.schema import Network, Setting, Split
-from stamp_core.core.devices import (
-    device_name,
-    device_peak,
-    reset_device_peak,
-    resolve_device,
-    set_deterministic,
-)
+from stamp_core.core.devices import device_name, device_peak, reset_device_peak, resolve_device
 from stamp_core.core.paths import ROOT
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.plan import Plan
@@ -35,7 +29,7 @@ from stamp_core.methods.base.method import Reply, State
 SETTING = "cifar100_c2"  # whose training and presets are timed
 CLASSES = 100
 HEAD = (
-    "| network | precision | images/s, eager | images/s, graphs | graphs / eager "
+    "| network | images/s, eager | images/s, graphs | graphs / eager "
     "| engine / bare loop | share of the peak | memory, eager |"
 )
 
@@ -146,10 +140,9 @@ def random_images(side: int, count: int, classes: int) -> ImageDataset:
 # --- SGD steps
 
 
-def speeds(case: Case, precision: str, device: str, sizes: Sizes) -> Row:
+def speeds(case: Case, device: str, sizes: Sizes) -> Row:
     """Images per second of FedAvg's local training in both ways, and ratios in alternation."""
-    network = replace(case.network, precision=precision)
-    case, images = replace(case, network=network), case.batches * case.batch_size
+    images = case.batches * case.batch_size
     eager = Client(case, device, images).without_graphs()
     peak = peak_of_round(eager)  # with nothing else on the device
     client = Client(case, device, images)
@@ -161,11 +154,10 @@ def speeds(case: Case, precision: str, device: str, sizes: Sizes) -> Row:
     ways = eager.round, client.round, loop
     times = [tuple(map(seconds, ways)) for _ in range(sizes.repeats + 1)][1:]
     slow, fast, _ = map(statistics.median, zip(*times, strict=True))
-    graphs = runtime.graphs.usable(case.batch_size)
+    graphs = runtime.graphs.available
     operations = step_operations(module, case, runtime.device) * case.batches / fast
     share = operations / peak_operations(runtime.device, sizes.matrix)
     cells = [
-        precision,
         f"{images / slow:,.0f}",
         f"{images / fast:,.0f}" if graphs else "none here",
         spread([one / other for other, one, _ in times]) if graphs else "",
@@ -238,23 +230,14 @@ def stamp_rounds(device: str, sizes: Sizes) -> Iterator[Row]:
 
 
 def determinism(device: str, sizes: Sizes) -> Iterator[Row]:
-    """What `training.deterministic` costs, and whether runs are bit-identical with it."""
+    """Whether runs are bit-identical."""
     case = sizes.cases[0]
-    images, place = case.batches * case.batch_size, torch.device(device)
-    clients = {each: Client(case, device, images, deterministic=each) for each in (True, False)}
-    times: dict[bool, list[float]] = {True: [], False: []}
-    for _ in range(sizes.repeats + 1):
-        for deterministic, client in clients.items():
-            set_deterministic(place, deterministic)
-            times[deterministic].append(seconds(client.round))
-    set_deterministic(place, True)
-    pairs = zip(times[True][1:], times[False][1:], strict=True)
-    yield "deterministic / fastest kernels, time", spread([one / other for one, other in pairs])
+    images = case.batches * case.batch_size
     one, other = (Client(case, device, images) for _ in range(2))
     eager = Client(case, device, images).without_graphs()
     found = [trained(client) for client in (one, other, eager)]
     yield "two runs are bit-identical", str(torch.equal(found[0], found[1]))
-    if one.runtime.graphs.usable(case.batch_size):
+    if one.runtime.graphs.available:
         yield "graphs and eager are bit-identical", str(torch.equal(found[0], found[2]))
 
 
@@ -276,10 +259,9 @@ def page(device: str, sizes: Sizes) -> list[str]:
         "the median over paired repeats in one run. The bare loop is torch.optim.SGD on the same "
         "batches, channels last. The peak is the speed of a matrix product in bfloat16 here."
     )
-    pairs = ((case, each) for case in sizes.cases for each in ("float32", "bfloat16"))
-    rows = [speeds(*pair, device, sizes) for pair in pairs]
+    rows = [speeds(case, device, sizes) for case in sizes.cases]
     lines = section(f"# Local training on {device}", note, rows)[1:]
-    heads = {"| what | result |": HEAD, "|---|---|": "|---" * 8 + "|"}
+    heads = {"| what | result |": HEAD, "|---|---|": "|---" * 7 + "|"}
     lines = [heads.get(line, line) for line in lines]
     note = f"On {sizes.cases[0].name}, {sizes.images} images, {sizes.epochs} epochs."
     lines += section("## STAMP", note, stamp_rounds(device, sizes))

@@ -1,8 +1,7 @@
-"""The paper's networks: SGD steps in bfloat16, in micro-batches, and by memory format."""
+"""The paper's networks: SGD steps by memory format."""
 
 import statistics
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -22,29 +21,21 @@ NETWORKS: list[tuple[str, Network, Shape, int]] = [  # name, network, images, ba
 
 
 def measurements() -> Iterator[Row]:
-    """The speed of a step relative to one in float32 on the whole batch."""
+    """The speed of a step, and what the memory format changes."""
     device = torch.device(resolve_device("auto"))
     for name, network, shape, size in NETWORKS:
         first = torch.randn(size, *shape, device=device)
         last = first.to(memory_format=torch.channels_last)
-        plain, half, micro = (
-            build_network(each, shape, 100, seed=0).to(device).train()
-            for each in (
-                network,
-                replace(network, precision="bfloat16"),
-                replace(network, micro_batch_size=size // 4),
-            )
-        )
+        plain = build_network(network, shape, 100, seed=0).to(device).train()
         time = statistics.median(seconds(step, plain, last) for _ in range(REPEATS))
-        yield f"{name}: images/s, float32, batch {size}", f"{size / time:,.1f}"
-        yield f"{name}: bfloat16, speed", ratio(plain, half, last, last)
-        yield f"{name}: channels last, not first, speed", ratio(plain, plain, first, last)
-        yield f"{name}: four micro-batches, speed", ratio(plain, micro, last, last)
+        yield f"{name}: images/s, batch {size}", f"{size / time:,.1f}"
+        yield f"{name}: channels last, not first, speed", ratio(plain, first, last)
 
 
-def ratio(one: Classifier, other: Classifier, first: torch.Tensor, second: torch.Tensor) -> str:
-    """The time of a step of `one` on `first` by that of `other` on `second`, in alternation."""
-    ratios = [seconds(step, one, first) / seconds(step, other, second) for _ in range(REPEATS + 1)]
+def ratio(network: Classifier, *images: torch.Tensor) -> str:
+    """The time of a step on the first images by that on the second, in alternation."""
+    times = [[seconds(step, network, each) for each in images] for _ in range(REPEATS + 1)]
+    ratios = [first / second for first, second in times]
     return spread(ratios[1:])
 
 
@@ -58,7 +49,7 @@ def table() -> list[str]:
     """The section of benchmarks/results.md."""
     device = torch.device(resolve_device("auto"))
     where = "one thread of the CPU" if device.type == "cpu" else device_name(device)
-    note = f"SGD steps on {where}; speeds are relative to float32, channels last, the whole batch."
+    note = f"SGD steps on {where}."
     return section("## The paper's networks", note, measurements())
 
 

@@ -7,18 +7,14 @@ bit-identical to those of the CPU. What CUDA refuses is refused here, while a gr
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.library import Library, fallthrough_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
-from torch.utils.backend_registration import (
-    _DummyBackendModule,
-    _setup_privateuseone_for_python_backend,
-)
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from benchmarks.tape import Tape
 from stamp_core.core.devices import GRAPHS
@@ -28,9 +24,6 @@ DEVICE = f"{NAME}:0"
 _aten = torch.ops.aten
 _INDEXING = (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_)
 _JOINING = (_aten.cat, _aten.stack)  # alone in refusing scalars of the CPU too
-_AUTOCAST = "AutocastPrivateUse1"
-_AUTOCAST_KEY = getattr(torch._C.DispatchKey, _AUTOCAST)
-_FALLBACK, _KERNELS = Library("_", "IMPL"), Library("aten", "IMPL")
 _WAITING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -178,31 +171,13 @@ def _wrapper(real: Tensor, wrappers: Mapping[int, PretendTensor]) -> PretendTens
     return wrappers[id(real)] if id(real) in wrappers else PretendTensor(real)
 
 
-class _Module(_DummyBackendModule):
-    """What torch asks of a device's module for automatic mixed precision."""
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """The types of automatic mixed precision."""
-        return [torch.bfloat16]
-
-
-def _in_half(operation: Any, *args: Any, **kwargs: Any) -> Any:
-    """The result of an operation on operands in bfloat16, as automatic mixed precision has it."""
-    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_AUTOCAST_KEY)):
-        halved = tree_map_only(Tensor, lambda t: t.to(torch.bfloat16), (args, kwargs))
-        return operation(*halved[0], **halved[1])
-
-
 @cache
 def register() -> None:
     """Make the device known to torch, once per process.
 
     Before the first backward pass, which starts a thread for each device that there is.
     """
-    _setup_privateuseone_for_python_backend(NAME, _Module())
-    _FALLBACK.fallback(fallthrough_kernel, _AUTOCAST)
-    for operation in (_aten.conv2d.default, _aten.linear.default):
-        _KERNELS.impl(operation, partial(_in_half, operation), _AUTOCAST)
+    _setup_privateuseone_for_python_backend(NAME)
 
 
 class PretendGraphs:

@@ -45,7 +45,6 @@ TRAINING = {"rounds": 2, "epochs": 1, "batch_size": 16, "lr": 0.1}
 
 P = 64 * 32 + 32 + 32 * 10 + 10  # parameters of NETWORK on the digits
 ROUNDS = 6  # of SPLIT and TRAINING
-ALWAYS = 0.999999  # a probability that nobody has ever escaped
 
 # A generator and its synthesis that take milliseconds.
 SYNTHESIS: Some = MappingProxyType(
@@ -361,4 +360,6 @@ def kept(exemplars_per_class: int, **changes: Any) -> dict[str, Any]:
 def long() -> Experiment:
     """60 short rounds, enough to be stopped somewhere in the middle."""
     split = {"images_per_class": 8}
-    return tiny("replay", split=split, training={"rounds": 20, "dropout": 0.3}, memory=kept(3))
+    return tiny(
+        "replay", split=split, training={"rounds": 20, "participation": 0.75}, memory=kept(3)
+    )

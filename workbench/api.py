@@ -3,7 +3,6 @@
 from stamp_core.core.loading import without_garbage_collection
 
 with without_garbage_collection():
-    from stamp_core.config.params import expand_grid
     from workbench.exchange import export_plan, import_plan
     from workbench.exchange.partitions import find_images, import_flwr, import_pfllib
     from workbench.workflow.grid import (
@@ -16,6 +15,7 @@ with without_garbage_collection():
         train_and_save,
     )
     from workbench.workflow.loggers import CsvLogger, DvcliveLogger, TensorBoardLogger
+    from workbench.workflow.profiles import expand_grid, read_profile
     from workbench.workflow.training import train_grid
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "import_plan",
     "load_grid",
     "load_plans",
+    "read_profile",
     "run_folder",
     "save_metrics",
     "save_plans",

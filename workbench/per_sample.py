@@ -22,7 +22,6 @@ def per_sample_gradients(network: Classifier, images: Tensor, labels: Tensor) ->
     """
     network.images_backpropagated += len(images)
     network = copy(network.eval())  # shares its layers, but counts the images of vmap as one
-    network.precision = "float32"
     values = {name: value.detach() for name, value in network.named_parameters()}
     buffers = dict(network.named_buffers())
 

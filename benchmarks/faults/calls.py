@@ -10,11 +10,12 @@ import numpy as np
 
 from stamp_core import load_experiment, read_params, train
 from stamp_core.client.runtime import ClientRuntime
-from stamp_core.config.params import QUICK, parse_seeds
+from stamp_core.config.params import parse_seeds
 from stamp_core.data.loading import load_dataset
 from stamp_core.results.records import Record, load_record
 from workbench import load_plans, run_folder
 from workbench.workflow.grid import load_records, save_plans, train_and_save
+from workbench.workflow.profiles import QUICK, read_profile
 from workbench.workflow.source import write_source
 from workbench.workflow.sweeps import sweep_experiments
 
@@ -66,7 +67,7 @@ def fingerprint_all() -> None:
 def first_stage() -> str:
     """What the first stage of the pipeline has declared right: a digest of all parameters."""
     write_source()
-    params = read_params()
+    params = read_profile()
     setting, method = next(iter(params["settings"])), next(iter(params["methods"]))
     pairs = [(each, method) for each in params["settings"]]
     pairs += [(setting, each) for each in params["methods"]]

@@ -49,14 +49,9 @@ class StepGraphs:
         """Whether the device has graphs."""
         return self.graphs is not None
 
-    def usable(self, images: int) -> bool:
-        """Whether a step on so many images may be captured: micro-batches are computed again."""
-        size = self.network.micro_batch_size
-        return self.available and (size is None or images <= size)
-
     def take(self, step: Step, batch: Batch, context: StepContext) -> Tensor:
         """The loss of an SGD step."""
-        if self.graphs is None or not self.usable(len(batch)):
+        if self.graphs is None:
             return step(batch, context)
         read = [tensor_fields(batch), tensor_fields(context)]
         shapes = [(k, t.shape, t.stride(), t.dtype) for each in read for k, t in each.items()]

@@ -57,7 +57,7 @@ class ClientRuntime:
         self.dataset = dataset
         self.device = torch.device(device)
         self.training = setting.training
-        set_deterministic(self.device, self.training.deterministic)
+        set_deterministic(self.device)
         self.shape: Shape = dataset.shape
         self.classes = len(dataset.classes)
         self.scorings = PIXEL_SCORINGS if dataset.masks else SCORINGS
@@ -72,7 +72,7 @@ class ClientRuntime:
         # The encoder's parameters come first in the flat vector, then the head's.
         self.encoder_size = sum(p.numel() for p in self.classifier.encoder.parameters())
         self.untrained = self.model.buffers.clone()  # batch normalisation's initial statistics
-        self.chunk = evaluation_batch_size(self.shape, setting.network.micro_batch_size)
+        self.chunk = evaluation_batch_size(self.shape)
         dense = setting.network.kind == "mlp"  # which would copy other images to flatten them
         self.format = torch.contiguous_format if dense else torch.channels_last
         storage = storage_device(dataset.x_train, self.device)
@@ -306,7 +306,6 @@ class ClientRuntime:
         return self._tests[key]
 
 
-def evaluation_batch_size(shape: Shape, micro_batch_size: int | None) -> int:
+def evaluation_batch_size(shape: Shape) -> int:
     """How many images of a shape are evaluated at once."""
-    size = max(1, min(EVALUATION_BATCH, EVALUATION_PIXELS // (shape[1] * shape[2])))
-    return min(size, micro_batch_size or size)
+    return max(1, min(EVALUATION_BATCH, EVALUATION_PIXELS // (shape[1] * shape[2])))

@@ -7,7 +7,9 @@ import types
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, asdict, fields, is_dataclass
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from stamp_core.config.limits import Limit
 
 _T = TypeVar("_T")
 RENAMED = {"authors": "softmax_sgd"}  # keys and values of earlier versions that exist no longer
@@ -27,32 +29,6 @@ def require(holder: object, name: str, valid: bool, right: str) -> None:
     if not valid:
         value = getattr(holder, name)
         raise invalid(name, list(value) if isinstance(value, tuple) else value, right)
-
-
-def require_at_least(holder: object, bound: float, *names: str) -> None:
-    """Validate that fields are at least `bound`; None means unset."""
-    for name in names:
-        value = getattr(holder, name)
-        require(holder, name, value is None or value >= bound, f"at least {bound}")
-
-
-def require_above(holder: object, bound: float, *names: str) -> None:
-    """Validate that fields are above `bound`; None means unset."""
-    for name in names:
-        value = getattr(holder, name)
-        require(holder, name, value is None or value > bound, f"above {bound}")
-
-
-def require_fraction(holder: object, *names: str) -> None:
-    """Validate that fields are in [0, 1)."""
-    for name in names:
-        require(holder, name, 0 <= getattr(holder, name) < 1, "at least 0 and below 1")
-
-
-def require_between(holder: object, low: float, high: float, *names: str) -> None:
-    """Validate that fields are in [low, high]."""
-    for name in names:
-        require(holder, name, low <= getattr(holder, name) <= high, f"between {low} and {high}")
 
 
 def unknown_name(key: str, name: object, known: Iterable[str], more: str = "") -> ParameterError:
@@ -77,7 +53,7 @@ def build(cls: type[_T], values: object, where: str) -> _T:
     for name, each in known.items():
         if name not in values and each.default is each.default_factory is MISSING:
             raise ParameterError(f"{where}.{name} is missing")
-    hints = get_type_hints(cls)
+    hints = get_type_hints(cls, include_extras=True)
     checked = {key: convert(value, hints[key], f"{where}.{key}") for key, value in values.items()}
     try:
         return cls(**checked)
@@ -90,6 +66,8 @@ def convert(value: object, hint: Any, where: str) -> object:
     options = get_args(hint)
     if hint is Any:
         return value
+    if get_origin(hint) is Annotated:
+        return _limited(convert(value, options[0], where), options[1:], where)
     if get_origin(hint) is Literal:
         if value not in options:
             raise unknown_name(where, value, map(str, options))
@@ -114,6 +92,14 @@ def convert(value: object, hint: Any, where: str) -> object:
         raise invalid(where, value, _in_words(hint, value))
     if hint is float and not math.isfinite(value):
         raise invalid(where, value, "a finite number")
+    return value
+
+
+def _limited(value: Any, limits: Iterable[Limit], where: str) -> object:
+    """`value`, refused unless it is within the limits."""
+    for limit in limits:
+        if not limit.holds(value):
+            raise invalid(where, value, limit.right)
     return value
 
 

@@ -5,7 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from stamp_core.config.decode import require, require_above, require_at_least, require_fraction
+from stamp_core.config.decode import require
+from stamp_core.config.limits import (
+    Fraction,
+    NonNegative,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    Share,
+)
 
 
 @dataclass(frozen=True)
@@ -13,27 +21,23 @@ class Split:
     """Which client learns which classes when. A field with a default is off unless set."""
 
     kind: Literal["classes", "domains", "file"]  # file: tasks of any size, not drawn here
-    clients: int
-    tasks: int
-    classes_per_task: int | None = None  # kind "classes" only
-    cycles: int = 1  # passes over the task sequence
+    clients: PositiveInt  # of the federation, at its end
+    tasks: PositiveInt  # of each client
+    classes_per_task: PositiveInt | None = None  # kind "classes" only
+    cycles: PositiveInt = 1  # passes over the task sequence
+    # of each client's tasks: drawn for each, one drawn for all, as listed, some clients in common
     order: Literal["independent", "common", "given", "mixed"] = "independent"
-    common_clients: int = 0  # order "mixed": clients that follow one common order
-    alpha: float | None = None  # Dirichlet concentration over clients inside each task
-    min_samples: int = 1  # with alpha: the fewest images of a client in a task
-    images_per_class: int | None = None  # drawn at random for each client; None: all images
+    common_clients: NonNegativeInt = 0  # order "mixed": clients that follow one common order
+    alpha: Positive | None = None  # Dirichlet concentration over clients inside each task
+    min_samples: NonNegativeInt = 1  # with alpha: the fewest images of a client in a task
+    images_per_class: PositiveInt | None = None  # drawn at random for each client; None: all images
     sizes: Literal["drawn", "equal"] = "drawn"  # with alpha: of the clients' shares of a task
-    joining: int = 0  # of the clients: how many join with each task after the first
-    old_share: float = 0.0  # of the clients that joined before a task: those that do not learn it
-    classes_per_client: int | None = None  # of a task, drawn for each client; None: all of them
+    joining: NonNegativeInt = 0  # of the clients: how many join with each task after the first
+    old_share: Fraction = 0.0  # of clients that joined before a task: those that do not learn it
+    classes_per_client: PositiveInt | None = None  # of a task, drawn for each; None: all of them
 
     def __post_init__(self) -> None:
-        """Validate numbers and combinations."""
-        require_at_least(self, 1, "clients", "tasks", "cycles")
-        require_at_least(self, 1, "classes_per_task", "images_per_class", "classes_per_client")
-        require_at_least(self, 0, "min_samples", "common_clients", "joining")
-        require_above(self, 0, "alpha")
-        require_fraction(self, "old_share")
+        """Validate combinations."""
         if self.kind == "classes":
             right = "a number of classes, as kind is 'classes'"
             require(self, "classes_per_task", self.classes_per_task is not None, right)
@@ -73,20 +77,16 @@ class Network:
     """An encoder and a linear head over all classes of the data."""
 
     kind: Literal["mlp", "cnn", "lenet", "resnet18", "swin_t", "fcn"]  # fcn: a class per pixel
-    features: int = 64  # width of the last hidden layer (mlp, cnn, fcn)
+    features: PositiveInt = 64  # width of the last hidden layer (mlp, cnn, fcn)
     # cnn: one 5 x 5 convolution with pooling each; fcn: at the full and at half the size
-    channels: tuple[int, ...] = (16, 32)
-    norm: Literal["none", "batch", "group"] = "none"
+    channels: tuple[PositiveInt, ...] = (16, 32)
+    norm: Literal["none", "batch", "group"] = "none"  # normalisation (cnn, resnet18)
     stem: Literal["published", "small"] = "published"  # resnet18: 7 x 7 / 2 and pooling, or 3 x 3
     pretrained: str | None = None  # a file of weights, in the folder of downloads or absolute
-    precision: Literal["float32", "bfloat16"] = "float32"  # of the encoder's layers, not of weights
-    micro_batch_size: int | None = None  # images per forward pass; None: the whole batch
 
     def __post_init__(self) -> None:
-        """Validate numbers, and options that only some kinds have."""
-        require_at_least(self, 1, "features", "micro_batch_size")
-        filled = bool(self.channels) and min(self.channels) >= 1
-        require(self, "channels", filled, "at least one number above 0")
+        """Validate options that only some kinds have."""
+        require(self, "channels", bool(self.channels), "at least one number")
         kind = f"as kind is {self.kind!r}"
         if self.kind == "resnet18":
             require(self, "norm", self.norm != "none", f"'batch' or 'group', {kind}")
@@ -99,36 +99,29 @@ class Network:
 class Training:
     """How each client learns in a round; the same for all methods of a table."""
 
-    rounds: int  # per task
-    epochs: int
-    batch_size: int
-    lr: float
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    participation: float = 1.0  # share of clients selected in a round
-    clients_per_round: int | None = None  # their number instead
+    rounds: PositiveInt  # per task
+    epochs: NonNegativeInt  # local, in a round
+    batch_size: PositiveInt  # new images of an SGD step
+    lr: NonNegative  # of local SGD
+    momentum: Fraction = 0.0  # of local SGD
+    weight_decay: NonNegative = 0.0  # in local SGD
+    participation: Share = 1.0  # share of clients selected in a round
+    clients_per_round: PositiveInt | None = None  # their number instead
     schedule: Literal["constant", "cosine", "exponential"] = "constant"  # of lr in an experience
-    lr_end: float | None = None  # what lr falls to, reached after the experience's last round
-    dropout: float = 0.0  # probability that a selected client does not complete the round
+    lr_end: Positive | None = None  # what lr falls to, reached after the experience's last round
     buffers: Literal["shared", "local", "frozen"] = "shared"  # of batch normalisation
-    shift: int = 0  # augmentation: random translation in pixels
+    shift: NonNegativeInt = 0  # augmentation: random translation in pixels
     flip: bool = False  # augmentation: random mirroring
     secure_sums: bool = False  # the server is handed sums of uploads, no single one
-    deterministic: bool = True  # on a GPU: runs are bit-identical; on a CPU they are anyway
 
     def __post_init__(self) -> None:
-        """Validate the numbers."""
-        require_at_least(self, 1, "rounds", "batch_size", "clients_per_round")
-        require_at_least(self, 0, "epochs", "lr", "weight_decay", "shift")
-        require_fraction(self, "momentum", "dropout")
-        some = 0 < self.participation <= 1
-        require(self, "participation", some, "above 0 and at most 1")
+        """Validate how many clients are selected, and the schedule."""
         one = self.clients_per_round is None or self.participation == 1
         require(self, "participation", one, "absent, as clients_per_round is set")
         if self.schedule == "constant":
             require(self, "lr_end", self.lr_end is None, "absent, as schedule is 'constant'")
             return
-        falls = self.lr_end is not None and 0 < self.lr_end <= self.lr
+        falls = self.lr_end is not None and self.lr_end <= self.lr
         right = f"above 0 and at most lr = {self.lr:g}, as schedule is {self.schedule!r}"
         require(self, "lr_end", falls, right)
 
@@ -154,26 +147,17 @@ class Diagnostics:
 
     angles: bool = False  # between the gradients of a client's tasks, after each experience
     displacements: bool = False  # the same between updates of whole epochs
-    features: int = 0  # test images per class whose features are recorded after each experience
-    memory: int = 0  # exemplars per class of the first client's memory that the record keeps
-
-    def __post_init__(self) -> None:
-        """Validate the numbers of images."""
-        require_at_least(self, 0, "features", "memory")
+    features: NonNegativeInt = 0  # test images per class whose features the record keeps
+    memory: NonNegativeInt = 0  # exemplars per class of the first client that the record keeps
 
 
 @dataclass(frozen=True)
 class Privacy:
     """Differential privacy of clients: their updates are clipped, and noise is added."""
 
-    clip: float  # largest L2 norm of an update, the uploaded parameters minus the received ones
-    noise_multiplier: float  # the noise's standard deviation over clip; 0: clipping only
+    clip: Positive  # largest L2 norm of an update, the uploaded parameters minus the received ones
+    noise_multiplier: NonNegative  # the noise's standard deviation over clip; 0: clipping only
     noise: Literal["local", "central"]  # on each client's update, or by the server on their sum
-
-    def __post_init__(self) -> None:
-        """Validate the numbers."""
-        require_above(self, 0, "clip")
-        require_at_least(self, 0, "noise_multiplier")
 
     @property
     def is_central(self) -> bool:
@@ -185,7 +169,7 @@ class Privacy:
 class Setting:
     """One experiment without its method: data, plan, network and training."""
 
-    name: str
+    name: str  # its key in params/settings.yaml
     data: Mapping[str, Any]  # source and its own options, checked by stamp_core.data
     split: Split
     network: Network

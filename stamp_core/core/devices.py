@@ -70,18 +70,17 @@ def cache_size(device: torch.device) -> int:
     return 2**22 if device.type == "cpu" else 2**25
 
 
-def set_deterministic(device: torch.device, deterministic: bool) -> None:
-    """Choose between bit-identical runs on a GPU and the fastest kernels; no-op on a CPU.
+def set_deterministic(device: torch.device) -> None:
+    """Make runs on a GPU bit-identical; no-op on a CPU, where they are.
 
     An operation without a deterministic kernel warns: a long training should not end there.
     """
     if device.type != _GPU:
         return
-    if deterministic:  # read when cuBLAS is first used
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.backends.cudnn.deterministic = deterministic
-    torch.backends.cudnn.benchmark = not deterministic
-    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True, warn_only=True)
     # no one reads such memory
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 

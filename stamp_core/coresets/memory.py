@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from stamp_core.config.decode import require_above, require_at_least
+from stamp_core.config.limits import NonNegativeInt, Positive
 from stamp_core.coresets.selection.base import Candidates, Proposal, choose_exemplars, rule_options
 
 EPSILON = 1e-6  # added to variances, as published: the deviation of a constant channel is not 0
@@ -25,16 +25,14 @@ class MemoryParams:
 
     selection: str = "herding"  # the selection rule: a file of stamp_core/coresets/selection
     options: Mapping[str, Any] = field(default_factory=dict)  # of the rule, as its Options
-    exemplars_per_class: int = 20  # at most
+    exemplars_per_class: NonNegativeInt = 20  # at most
     # When a later task has images of the class, they transfer their style to the old exemplars,
     # which all stay | take the share of the memory that they have in a uniform sample.
     merge: Literal["mixstyle", "reservoir"] = "mixstyle"
-    mixstyle_alpha: float = 0.1  # of MixStyle's Beta distribution
+    mixstyle_alpha: Positive = 0.1  # of MixStyle's Beta distribution
 
     def __post_init__(self) -> None:
-        """Check the numbers, the rule and its options."""
-        require_at_least(self, 0, "exemplars_per_class")
-        require_above(self, 0, "mixstyle_alpha")
+        """Check the rule and its options."""
         if not is_dataclass(self.options):
             object.__setattr__(self, "options", rule_options(self.selection, self.options))
 

@@ -1,12 +1,13 @@
 """Images as a source returns them, in any size and colours, and what several sources need."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from stamp_core.config.decode import require_at_least
+from stamp_core.config.limits import Limit, PositiveInt
 from stamp_core.data.store.cache import Bytes, Numbers
 
 Shape = tuple[int, int, int]  # channels, height, width
@@ -37,16 +38,20 @@ class Counts:
     domains: tuple[str, ...] = ("all",)
 
 
+def _inside(path: str) -> bool:
+    """Whether a path, if relative, stays in its folder."""
+    return ".." not in Path(path).parts or Path(path).is_absolute()
+
+
+PathInside = Annotated[str, Limit("a path without '..', or an absolute one", _inside)]
+
+
 @dataclass(frozen=True)
 class ImageOptions:
     """Parameters of the sources whose images have one size."""
 
-    size: int | None = None  # pixels a side; None: unchanged
+    size: PositiveInt | None = None  # pixels a side; None: unchanged
     grey: bool = False  # one channel
-
-    def __post_init__(self) -> None:
-        """Validate the size."""
-        require_at_least(self, 1, "size")
 
 
 def array_error(where: object, name: str, array: npt.NDArray[Any], expected: str) -> ValueError:

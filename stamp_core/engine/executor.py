@@ -62,7 +62,7 @@ class ProcessExecutor:
         except (BrokenProcessPool, EOFError, ConnectionError):  # a worker, or the fork server
             raise RuntimeError(
                 "a worker process ended. Most often memory was lacking: run with fewer workers "
-                "(STAMP_WORKERS=1) or a smaller network.micro_batch_size; finished rounds are "
+                "(STAMP_WORKERS=1), a smaller network or smaller images; finished rounds are "
                 "kept. In a script, call train under `if __name__ == '__main__':`, as workers "
                 "import it"
             ) from None

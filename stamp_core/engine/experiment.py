@@ -12,17 +12,8 @@ from typing import Any, Self
 
 import torch
 
-from stamp_core.client.runtime import ClientRuntime
-from stamp_core.config.decode import ParameterError, invalid, to_plain
-from stamp_core.config.params import (
-    FILES,
-    Params,
-    at_setting,
-    expand_grid,
-    parse_seeds,
-    read_params,
-    read_setting,
-)
+from stamp_core.config.decode import invalid, to_plain
+from stamp_core.config.params import FILES, Params, at_setting, read_params, read_setting
 from stamp_core.config.schema import Setting
 from stamp_core.core.devices import weights_format
 from stamp_core.core.fingerprint import PACKAGE, combined_fingerprint
@@ -30,7 +21,6 @@ from stamp_core.coresets.selection.base import load_rule
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.loading import load_dataset, source_options
 from stamp_core.data.plan import Plan
-from stamp_core.data.split import make_plan
 from stamp_core.methods.base.method import Method
 from stamp_core.methods.base.registry import override, resolve_preset
 from stamp_core.models.pretrained import weights_digest
@@ -115,9 +105,9 @@ def load_experiment(
 ) -> Experiment:
     """The experiment of a setting and a preset, refused in one line if anything is wrong.
 
-    `params` are those of `read_params`, None the default ones. `overrides` are other values by key:
-    `spatial.kappa` of the preset, `setting.training.lr` of the setting. They are part of the name:
-    records of changed experiments never take the place of a preset's.
+    `params` are those of a profile or of `read_params`, for which None stands. `overrides` are
+    other values by key: `spatial.kappa` of the preset, `setting.training.lr` of the setting. They
+    are part of the name: records of changed experiments never take the place of a preset's.
     """
     params = read_params() if params is None else params
     if not {"settings", "methods"} <= params.keys():
@@ -132,37 +122,6 @@ def load_experiment(
     training = kind.adapt(checked.training, values)
     sweep = ("overrides", _words(overrides)) if overrides else None
     return Experiment(replace(checked, training=training), method, kind, values, sweep)
-
-
-def check_params(params: Params) -> int:
-    """Check a profile with all settings and presets; returns the number of its experiments."""
-    for setting in params["settings"]:
-        load_experiment(setting, next(iter(params["methods"])), params)
-    for method in params["methods"]:
-        resolve_preset(method, params)
-    experiments = list(expand_grid("grid", params))
-    for setting, method, seeds in experiments:
-        load_experiment(setting, method, params)
-        parse_seeds(seeds)
-    trained = {method for _, method, _ in experiments}
-    for key, methods in params["ablation"].items():
-        if missing := sorted(set(methods) - trained):
-            raise invalid(f"{params['file']}: ablation.{key}", missing[0], "in grid.method")
-    tour = set(expand_grid("tour", params)) if "tour" in params else set()
-    if untrained := sorted(tour - set(experiments)):
-        raise invalid(f"{params['file']}: tour", untrained[0], "in grid, which trains it")
-    return len(experiments)
-
-
-def check_setting(name: str, params: Params) -> None:
-    """Refuse a setting whose plan or network cannot be made for its images."""
-    setting = read_setting(name, params)
-    dataset = load_dataset(setting.data)
-    try:
-        make_plan(setting.split, dataset, seed=0)
-        ClientRuntime(setting, dataset)
-    except ParameterError as error:
-        raise ParameterError(f"{FILES['settings']}: {name}: {error}") from None
 
 
 def _words(overrides: Mapping[str, Any]) -> str:

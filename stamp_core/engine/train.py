@@ -243,9 +243,9 @@ class Run:
     def train_clients(
         self, experience: int, round_: int, last: bool
     ) -> tuple[dict[int, Message], list[ClientResult]]:
-        """What the selected clients are sent, and the results of those that complete the round."""
+        """What the selected clients are sent, and their results."""
         state = self.state
-        selected, completing = self.select_clients(experience, round_)
+        selected = self.select_clients(experience, round_)
         if self.training.secure_sums and len(selected) < 2:
             right = f"false for {self.experiment.method}, as a round has one client"
             raise invalid("training.secure_sums", True, right)
@@ -257,7 +257,7 @@ class Run:
                 state=state["clients"][client],
                 message=messages[client],
             )
-            for client in completing
+            for client in selected
         )
         return messages, results
 
@@ -281,20 +281,17 @@ class Run:
         # With secure sums angles are the simulator's, which sees all replies.
         return replies if self.training.secure_sums else handed
 
-    def select_clients(self, experience: int, round_: int) -> tuple[list[int], list[int]]:
-        """The clients that receive the model in a round, and those of them that complete it."""
+    def select_clients(self, experience: int, round_: int) -> list[int]:
+        """The clients that train in a round."""
         joined = self.plan.joined(experience)
         address = (self.seed, experience, round_)
         count = self.training.count_selected(len(joined))
         order = torch.randperm(len(joined), generator=generator(*address, "participation"))
-        draws = torch.rand(len(self.plan.clients), generator=generator(*address, "dropout"))
         selected = sorted(joined[place] for place in order[:count].tolist())
-        completing = [client for client in selected if draws[client] >= self.training.dropout]
-        server, method = self.state["server"], self.method
-        asked, replying = (method.participants(each, server) for each in (selected, completing))
+        asked = self.method.participants(selected, self.state["server"])
         if self.experiment.setting.privacy and asked != selected:
-            raise refused(method, "trains the selected clients, as privacy is set")
-        return asked, replying
+            raise refused(self.method, "trains the selected clients, as privacy is set")
+        return asked
 
     def task_accuracies(self, experience: int) -> list[float]:
         """Accuracy of each task after an experience, of the first model that the method has."""
@@ -321,7 +318,7 @@ class Run:
         """The record of the finished run."""
         runtime = self.worker.runtime
         state = self.state
-        graphs = self.method.graph_safe and runtime.graphs.usable(self.training.batch_size)
+        graphs = self.method.graph_safe and runtime.graphs.available
         about = {
             **self.experiment.resolved(),
             "group": self.experiment.kind.group,

@@ -62,7 +62,7 @@ class Worker:
         self.lock = threading.Lock()
 
     def run(self, call: "Call[_T]") -> _T:
-        """The result of a call; an error for lack of memory names the parameter to lower."""
+        """The result of a call; an error for lack of memory says what to lower."""
         try:
             return call(self)
         except RuntimeError as error:
@@ -180,16 +180,11 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def memory_advice(setting: Setting) -> str:
-    """The message for lack of memory, which names the parameter to lower."""
-    network, batch_size = setting.network, setting.training.batch_size
-    key, least = f"{setting.name}.network.micro_batch_size", 2 if network.norm == "batch" else 1
-    now = min(network.micro_batch_size or batch_size, batch_size)
-    advice = f"lower it, to {max(least, now // 2)}, and fewer images pass the network at a time"
-    if now <= least:
-        advice = "take a smaller network or smaller images, or fewer workers (STAMP_WORKERS=1)"
+    """The message for lack of memory, which names what to lower."""
     return (
-        f"params/settings.yaml: {key} is {network.micro_batch_size}; there is not enough memory "
-        f"for a batch of {batch_size}: {advice}; finished rounds are kept"
+        f"params/settings.yaml: {setting.name}: there is not enough memory for a batch of "
+        f"{setting.training.batch_size}: take a smaller network or smaller images, or fewer "
+        "workers (STAMP_WORKERS=1); finished rounds are kept"
     )
 
 

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stamp_core.config.decode import invalid, require_at_least
+from stamp_core.config.decode import invalid
+from stamp_core.config.limits import NonNegative
 from stamp_core.matching.certificate import (
     CANCELLED,
     NO_REFERENCE,
@@ -53,19 +54,16 @@ _LARGE = 2**23
 class MatchingParams:
     """The matching problem and its solver."""
 
-    kappa: float = 0.5  # radius of the ball around g0, relative to |g0|
+    kappa: NonNegative = 0.5  # radius of the ball around g0, relative to |g0|
     # g0: the mean, the mean weighted by images, the last gradient, or half of it and half of the
     # others' weighted mean
     reference: Literal["mean", "weighted", "current", "halves"] = "mean"
+    # of the result: as solved, divided by 1 + kappa or 1 + kappa^2, or that of g0 or the last one
     length: Literal["free", "1+kappa", "1+kappa^2", "reference", "current"] = "1+kappa"
     normalise: Literal["none", "mean", "current"] = "none"  # the norm that all gradients get
-    blocks: Literal["model", "layers"] = "model"
+    blocks: Literal["model", "layers"] = "model"  # what is matched as one vector
     solver: Literal["exact", "softmax_sgd"] = "exact"  # softmax_sgd: that of the public code
     softmax: SoftmaxParams = field(default_factory=SoftmaxParams)
-
-    def __post_init__(self) -> None:
-        """Check the radius."""
-        require_at_least(self, 0, "kappa")
 
 
 @dataclass(frozen=True)

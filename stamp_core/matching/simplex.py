@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from stamp_core.config.decode import require_above, require_at_least, require_fraction
+from stamp_core.config.limits import Fraction, NonNegativeInt, Positive, PositiveInt
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -72,18 +72,11 @@ class Optimum:
 class SoftmaxParams:
     """The optimiser of the public code: SGD with momentum on z, where w = softmax(z)."""
 
-    rounds: int = 100
-    lr: float = 25.0
-    momentum: float = 0.5
-    schedule: int = 30  # rounds after which the learning rate decays
-    decay: float = 0.5  # by this factor
-
-    def __post_init__(self) -> None:
-        """Check that SGD can descend."""
-        require_at_least(self, 0, "rounds")
-        require_at_least(self, 1, "schedule")
-        require_above(self, 0, "lr", "decay")
-        require_fraction(self, "momentum")
+    rounds: NonNegativeInt = 100  # of SGD
+    lr: Positive = 25.0  # of SGD
+    momentum: Fraction = 0.5  # of SGD
+    schedule: PositiveInt = 30  # rounds after which the learning rate decays
+    decay: Positive = 0.5  # by this factor
 
 
 def solve(problem: Problem) -> Optimum:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import ClassVar
 
-from stamp_core.config.decode import require_at_least
+from stamp_core.config.limits import NonNegativeInt
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Method
 
 
@@ -13,12 +13,8 @@ from stamp_core.methods.base.method import ClientRound, FedAvgParams, Method
 class FedAvgTunedParams(FedAvgParams):
     """How long clients fine-tune."""
 
-    ft_epochs: int = 1  # epochs of local SGD on the client's current task, at evaluation only
-
-    def __post_init__(self) -> None:
-        """Refuse a negative number of epochs."""
-        super().__post_init__()
-        require_at_least(self, 0, "ft_epochs")
+    # epochs of local SGD on the client's current task, at evaluation only
+    ft_epochs: NonNegativeInt = 1
 
 
 class FedAvgTuned(Method):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stamp_core.client.batches import Batch
-from stamp_core.config.decode import require
+from stamp_core.config.limits import Positive, PositiveInt
 from stamp_core.config.schema import Training
 from stamp_core.data.plan import Plan
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Method, State
@@ -24,14 +24,8 @@ class JointParams(FedAvgParams):
     few images, which a learner with a batch of its own leaves out.
     """
 
-    batch_size: int | None = None
-    lr: float | None = None
-
-    def __post_init__(self) -> None:
-        """Validate the batch and the step."""
-        super().__post_init__()
-        require(self, "batch_size", self.batch_size is None or self.batch_size >= 1, "at least 1")
-        require(self, "lr", self.lr is None or self.lr > 0, "above 0")
+    batch_size: PositiveInt | None = None  # of the learner
+    lr: Positive | None = None  # of the learner
 
 
 class Joint(Method):

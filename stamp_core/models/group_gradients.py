@@ -88,11 +88,10 @@ class GroupGradients:
 
 def in_one_pass(classifier: Classifier) -> bool:
     """Whether all parameters are those of linear layers and of plain convolutions."""
-    plain = classifier.precision == "float32" and classifier.micro_batch_size is None
     owners = [
         m for m in classifier.modules() if next(m.parameters(recurse=False), None) is not None
     ]
-    return plain and not classifier.pixels and all(map(_is_plain, owners))
+    return not classifier.pixels and all(map(_is_plain, owners))
 
 
 def _is_plain(layer: nn.Module) -> bool:

@@ -153,14 +153,6 @@ def test_a_captured_step_sees_the_tensors_of_its_context_alone(
         graphs.take(step, batch(1), context)
 
 
-def test_micro_batches_are_not_captured(graphs: StepGraphs, network: Classifier) -> None:
-    network.micro_batch_size = 3
-    assert graphs.usable(3) and not graphs.usable(4)
-    for _ in range(WARM_UP + 1):
-        graphs.take(summing(network), batch(1, 4), Context(torch.zeros(())))
-    assert not graphs.captured
-
-
 def test_a_refused_capture_is_said_and_the_step_is_taken(
     network: Classifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,11 +164,11 @@ def test_a_refused_capture_is_said_and_the_step_is_taken(
     with pytest.warns(UserWarning, match="not captured as graphs: operation not permitted"):
         assert graphs.take(step, batch(1), context) == 4
     assert network.images_backpropagated == before + 1
-    assert not graphs.usable(2) and graphs.take(step, batch(1), context) == 4
+    assert not graphs.available and graphs.take(step, batch(1), context) == 4
 
 
 def test_the_cpu_has_no_graphs_and_the_record_says_so(network: Classifier) -> None:
     graphs = StepGraphs(CPU, network)
-    assert not graphs.usable(1)
+    assert not graphs.available
     assert graphs.take(summing(network), batch(1), Context(torch.zeros(()))) == 4
     assert run(tiny("fedavg")).about["environment"]["steps"] == "eager"

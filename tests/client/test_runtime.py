@@ -48,20 +48,17 @@ def test_each_loop_of_steps_has_its_own_optimiser() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "micro_batch_size", "many"),
+    ("shape", "many"),
     [
-        ((3, 32, 32), None, 128),
-        ((1, 8, 8), None, 512),  # never more
-        ((3, 64, 64), None, 32),  # four times the pixels, a quarter of the images
-        ((3, 800, 1000), None, 1),
-        ((3, 32, 32), 8, 8),
-        ((3, 224, 224), 64, 2),  # 128 x 1,024 / 50,176 = 2.6
+        ((3, 32, 32), 128),
+        ((1, 8, 8), 512),  # never more
+        ((3, 64, 64), 32),  # four times the pixels, a quarter of the images
+        ((3, 800, 1000), 1),
+        ((3, 224, 224), 2),  # 128 x 1,024 / 50,176 = 2.6
     ],
 )
-def test_how_many_images_are_evaluated_at_once(
-    shape: tuple[int, int, int], micro_batch_size: int | None, many: int
-) -> None:
-    assert runtimes.evaluation_batch_size(shape, micro_batch_size) == many
+def test_how_many_images_are_evaluated_at_once(shape: tuple[int, int, int], many: int) -> None:
+    assert runtimes.evaluation_batch_size(shape) == many
 
 
 def test_evaluation_passes_have_no_more_images() -> None:

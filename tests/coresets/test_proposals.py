@@ -160,7 +160,7 @@ def test_what_a_rule_is_given() -> None:
 
 def test_draws_are_the_same_in_every_round_of_an_experience() -> None:
     """And others in other experiences."""
-    experiment = replaying("recording", training={"dropout": 0.1})
+    experiment = replaying("recording", training={"participation": 0.75})
     worker = small.worker(experiment, plan(experiment))
     server, states, *_ = worker.initial_states(0)
     draws = []

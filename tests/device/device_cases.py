@@ -54,7 +54,6 @@ SPLIT = {"clients": 2, "tasks": 2, "images_per_class": 6}
 TRAINING = {"rounds": 1, "batch_size": 8}
 AUGMENTED = {"shift": 1, "flip": True}
 EXTRAS = {  # other paths of the same methods
-    "micro-batches": {"network": {**small.BATCH_NORM, "micro_batch_size": 6}},
     "epochs": {"training": {"epochs": 2, **AUGMENTED}},
     "diagnostics": {"diagnostics": {"angles": True, "displacements": True, **SAMPLES}},
     "momentum": {"training": {"rounds": 2, "momentum": 0.9, "weight_decay": 1e-3}},

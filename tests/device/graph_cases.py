@@ -31,8 +31,6 @@ from stamp_core.results.records import Record
 # warmed up.
 SPLIT = {"clients": 3, "tasks": 2, "images_per_class": 6}
 TRAINING = {"rounds": 3, "momentum": 0.9}
-HALF = {**small.BATCH_NORM, "precision": "bfloat16"}
-MICRO = {**small.BATCH_NORM, "micro_batch_size": 3}
 WEIGHTED = {"weight": 1.0, "anchor": 0.5, "ratio": 0.5}
 SOFT = small.kept(3, selection="sre2l", options=OPTIONS["sre2l"])
 
@@ -59,8 +57,6 @@ def cases() -> Iterator[tuple[str, Experiment]]:
     for buffers in ("local", "frozen"):
         yield f"{buffers} buffers", longer("fedavg", {"buffers": buffers}, network=small.BATCH_NORM)
     yield "falling rate", longer("fedavg", {"schedule": "cosine", "lr_end": 0.01})
-    yield "bfloat16", longer("fedavg", network=HALF)
-    yield "micro-batches", longer("fedavg", network=MICRO)
     yield "displacements", longer("fedavg", diagnostics={"angles": True, "displacements": True})
 
 

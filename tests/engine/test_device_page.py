@@ -25,11 +25,10 @@ def cells(lines: list[str], start: str) -> list[list[str]]:
     return [row[1:] for row in rows if row[0] == start]
 
 
-def test_each_network_is_measured_in_both_precisions(lines: list[str]) -> None:
+def test_each_network_is_measured(lines: list[str]) -> None:
     for case in CASES:
         rows = cells(lines, case.name)
-        assert [row[0] for row in rows] == ["float32", "bfloat16"]
-        for _, eager, graphs, _, ratio, share, memory in rows:
+        for eager, graphs, _, ratio, share, memory in rows:
             assert int(eager.replace(",", "")) > 0 and graphs == "none here"
             assert re.fullmatch(r"[\d.]+ \(from [\d.]+ to [\d.]+, n = 1\)", ratio)
             assert float(share) >= 0 and memory.endswith(" GB")

@@ -13,7 +13,7 @@ from workbench import run_folder
 
 
 def test_overrides_are_the_values_of_a_preset_and_of_a_setting_that_have_them() -> None:
-    params = read_params("quick")
+    params = read_params()
     before = copy.deepcopy(params)
     other = copy.deepcopy(params)
     preset = other["methods"]["stamp"] = read_preset("stamp", other)
@@ -30,7 +30,7 @@ def test_overrides_are_the_values_of_a_preset_and_of_a_setting_that_have_them() 
 
 
 def test_a_method_without_a_preset_takes_overrides() -> None:
-    params = {**read_params("quick"), "methods": {}}
+    params = {**read_params(), "methods": {}}
     changed = load_experiment("tiny", "fedprox", params, overrides={"mu": 0.5})
     assert changed.params.mu == 0.5
 
@@ -46,7 +46,7 @@ def test_a_method_without_a_preset_takes_overrides() -> None:
 )
 def test_overrides_of_nothing_are_refused_by_name(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ParameterError, match=message):
-        load_experiment("tiny", "stamp", read_params("quick"), overrides=values)
+        load_experiment("tiny", "stamp", read_params(), overrides=values)
 
 
 def test_values_in_the_place_of_parameters_are_refused_with_the_place_for_them() -> None:

@@ -35,7 +35,6 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
             "momentum": 0.5,
             "weight_decay": 0.01,
             "participation": 0.75,
-            "dropout": 0.3,
         },
     },
     "two cycles of uneven clients": {
@@ -173,18 +172,16 @@ class FedAvgReference:
         return [u for u in clients if any(self.has_part(u, t) for t in tasks)]
 
     def visits(self, experience: int, round_: int) -> Iterator[Visit]:
-        """The client rounds of a round, of clients that take part and complete it."""
+        """The client rounds of a round, of clients that take part."""
         address = (self.plan.seed, experience, round_)
         here = self.present(experience)
         most = int(np.ceil(self.training.participation * len(here) - 1e-9))
         most = self.training.clients_per_round or most
         order = torch.randperm(len(here), generator=generator(*address, "participation"))
-        draws = torch.rand(len(self.plan.clients), generator=generator(*address, "dropout"))
         taking_part = sorted(here[place] for place in order[: max(1, most)].tolist())
-        completing = [u for u in taking_part if draws[u] >= self.training.dropout]
         task = experience % self.plan.tasks
         last = round_ == self.training.rounds - 1
-        for client in self.chosen(completing):
+        for client in self.chosen(taking_part):
             indices = self.indices(client, task)
             yield Visit(client, experience, round_, task, last, indices)
 
@@ -310,8 +307,7 @@ class RehearsalReference(FedAvgReference):
         comes again is in memory already.
         """
         known = state.setdefault("experiences", set())
-        some = self.training.participation < 1 or self.training.clients_per_round
-        may_miss = some or self.training.dropout > 0
+        may_miss = self.training.participation < 1 or self.training.clients_per_round
         first = visit.experience not in known
         if not visit.last and not (first and may_miss):
             return

@@ -66,7 +66,7 @@ def test_training_with_its_own_batch_and_step_is_that_of_a_setting_with_them(
     method: str, values: dict[str, float]
 ) -> None:
     """The batch is a third of all images, so that every batch is full."""
-    params = read_params("quick")
+    params = read_params()
     other = deepcopy(params)
     params["methods"][method] = {**params["methods"].get(method, {}), **values}
     other["settings"]["tiny"]["training"] |= values
@@ -82,7 +82,7 @@ def test_joint_training_leaves_out_a_batch_that_is_not_full(
     size: int, steps: int, images: int
 ) -> None:
     """Of 1347 images with a batch of its own, unless that is larger than all of them."""
-    params = read_params("quick")
+    params = read_params()
     params["methods"]["joint"] = {"batch_size": size}
     for entry in run(load_experiment("tiny", "joint", params)).history:
         assert (entry["sgd_steps"], entry["images"]) == (steps, images)
@@ -94,7 +94,7 @@ def test_joint_training_leaves_out_a_batch_that_is_not_full(
 )
 def test_a_batch_or_step_of_nothing_is_refused(method: str, bad: dict[str, float]) -> None:
     with pytest.raises(ParameterError, match=f"{method}.{next(iter(bad))}"):
-        load_experiment("tiny", method, {**read_params("quick"), "methods": {method: bad}})
+        load_experiment("tiny", method, {**read_params(), "methods": {method: bad}})
 
 
 class TunedReference(FedAvgReference):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 import torch_reference
 from reference import CONFIGURATIONS, Reply, State, Visit
-from small import ALWAYS, BATCH_NORM, plan, tiny
+from small import BATCH_NORM, plan, tiny
 from torch import Tensor, nn
 from torch_reference import Adam, Descent, TorchReference, divergence, taker
 
@@ -137,7 +137,7 @@ class FedCILReference(TorchReference):
             loss = partial(self.plain_loss, [(x, y), *replayed])
             nets["theta"] = nets["sgd"].step(nets["theta"], loss)
         trained = (nets["gan"], known) if count else None
-        may_miss = t.participation < 1 or t.dropout > 0
+        may_miss = t.participation < 1
         state["last"] = (trained or last) if visit.last else last
         state["next"] = trained if may_miss and not visit.last else None
         report = [(None, own), *([last] if last is not None else [])] if first else None
@@ -263,8 +263,8 @@ def test_generated_images_do_not_change_running_statistics(policy: str) -> None:
 
 def test_a_client_that_misses_the_last_round_replays_its_latest_generator() -> None:
     """One that may not miss it keeps no generator before the task ends."""
-    for dropout, kept in ((1e-9, True), (0.0, False)):
-        worker, server, states = fedcil(training={"dropout": dropout})
+    for participation, kept in ((0.75, True), (1.0, False)):
+        worker, server, states = fedcil(training={"participation": participation})
         round_ids = [small.RoundId(0, 0, 0, 0), small.RoundId(0, 0, 1, 0)]
         message = worker.method.broadcast(server, 0)
         first = worker.train_client(round_ids[0], states[0], message).reply
@@ -310,15 +310,10 @@ def test_a_generator_that_fails_is_an_event_and_is_not_used(value: float, event:
 @pytest.mark.parametrize("network", [small.NETWORK, BATCH_NORM], ids=["mlp", "cnn"])
 def test_awkward_federations_with_every_part_on(network: dict[str, Any]) -> None:
     """Two cycles, missed rounds, clients with one image, one class or none, batches of one."""
-    training = {"dropout": 0.4, "participation": 0.7, "batch_size": 3, "rounds": 3}
+    training = {"participation": 0.5, "batch_size": 3, "rounds": 3}
     few = {"images_per_class": 8, "cycles": 2}
     experiment = tiny("fedcil", **SMALL, network=network, training=training, split=few)
     record = small.run(experiment, small.awkward(experiment))
     assert all(np.isfinite(value).all() for value in record.weights.values())
     assert not any(row["events"] for row in record.history)
     assert any("generator loss" in row["notes"] for row in record.history)
-
-
-def test_if_everybody_drops_out_nothing_changes() -> None:
-    record = small.run(tiny("fedcil", **SMALL, training={"dropout": ALWAYS}))
-    assert all(row["completed"] == 0 for row in record.history)

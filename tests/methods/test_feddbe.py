@@ -110,7 +110,7 @@ def test_whole_runs_are_those_of_the_reference(
 def test_the_warm_up_changes_nothing_but_the_mean() -> None:
     """With a negligible regulariser the run is FedAvg bit for bit: random draws, weights, running
     statistics and velocities of the warm-up are its own."""
-    training = {"momentum": 0.9, "dropout": 0.3, "shift": 1, "buffers": "shared"}
+    training = {"momentum": 0.9, "participation": 0.75, "shift": 1, "buffers": "shared"}
     options: dict[str, Any] = {"network": BATCH_NORM, "split": FEW, "training": training}
     record = run(tiny("feddbe", feddbe_kappa=1e-30, trained=False, **options))
     small.assert_same_weights(record, run(tiny(**options)))
@@ -198,8 +198,8 @@ def test_a_client_that_has_not_replied_is_sent_the_mean_again() -> None:
 def test_a_run_with_renewed_means_is_resumed_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped after each of its rounds, with clients that drop out and miss the mean."""
-    training = {"participation": 0.75, "dropout": 0.3, "buffers": "local"}
+    """Stopped after each of its rounds, with clients that miss the mean."""
+    training = {"participation": 0.5, "buffers": "local"}
     experiment = tiny("feddbe", network=BATCH_NORM, split=FEW, training=training, **BOTH)
     unbroken = run(experiment)
     sent = [row["bytes"]["down"] / 4 - BN_P * row["participants"] for row in unbroken.history]

@@ -109,7 +109,7 @@ def test_a_surrogate_that_diverges_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_missed_tasks_are_counted_once_each() -> None:
     """A task is missed if its last round is: in the experience after, or the next attended."""
-    experiment = tiny("fedssi", training={"dropout": 0.5, "rounds": 3}, fedssi_alpha=1.0)
+    experiment = tiny("fedssi", training={"participation": 0.5, "rounds": 3}, fedssi_alpha=1.0)
     record = run(experiment)
     events = [row["events"] for row in record.history]
     naive = FedSSIReference(experiment, small.plan(experiment))

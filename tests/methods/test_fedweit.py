@@ -269,7 +269,7 @@ def test_convolutions_and_statistics_of_normalisation_travel_with_their_tasks(
     buffers: str, head: str
 ) -> None:
     """With one image, one class or none, two cycles, half of the clients in a round."""
-    training = {"participation": 0.5, "dropout": 0.3, "buffers": buffers}
+    training = {"participation": 0.5, "buffers": buffers}
     split = {"cycles": 2, "images_per_class": 10}
     experiment = whole("fedweit", network=BATCH_NORM, split=split, training=training, head=head)
     record = small.run(experiment, small.awkward(experiment))

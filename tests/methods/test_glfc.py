@@ -73,8 +73,7 @@ class GLFCReference(FedAvgReference):
             state["_old"] = state["_offered"] or state["_old"]
         state["_used"] = self.exemplars(visit, state)
         theta = self.sgd(visit, self.theta, state)
-        some = self.training.participation < 1 or self.training.clients_per_round
-        may_miss = some or self.training.dropout > 0
+        may_miss = self.training.participation < 1 or self.training.clients_per_round
         if visit.last or (may_miss and first):
             self.remember(visit, state, theta)
         state["_seen"].add(visit.experience)

@@ -85,7 +85,7 @@ class GpmReference(FedAvgReference):
 
     def remember(self, visit: Visit, state: State, theta: Array) -> None:
         """New columns for the inputs (x, 1) and (h, 1) of both layers, if they are due."""
-        may_miss = self.training.participation < 1 or self.training.dropout > 0
+        may_miss = self.training.participation < 1
         due = visit.last or (may_miss and visit.experience not in state["known"])
         if due and len(visit.indices):
             past = {each % self.plan.tasks for each in state["known"]} - {visit.task}

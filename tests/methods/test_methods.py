@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import small
 import torch
-from small import ALWAYS, BATCH_NORM, BN_B, BN_P, P, first, plan, run, tiny, whole, with_train
+from small import BATCH_NORM, BN_B, BN_P, P, first, plan, run, tiny, whole, with_train
 from torch import nn
 
 from stamp_core.client.runtime import RoundId
@@ -32,7 +32,6 @@ POLICIES = ("shared", "local", "frozen")
 FEW = {"images_per_class": 10}  # 2 classes are a whole batch and a smaller one
 HARD: dict[str, Any] = {
     "participation": 0.7,
-    "dropout": 0.3,
     "momentum": 0.9,
     "shift": 1,
     "flip": True,
@@ -76,8 +75,8 @@ def test_with_equivalent_parameters_a_method_is_fedavg_bit_for_bit(kind: str, se
 
 @pytest.mark.parametrize(
     ("network", "training"),
-    [(small.NETWORK, {}), (BATCH_NORM, {"participation": 0.5, "dropout": 0.3})],
-    ids=["mlp", "cnn and dropout"],
+    [(small.NETWORK, {}), (BATCH_NORM, {"participation": 0.5})],
+    ids=["mlp", "cnn, half of the clients"],
 )
 @pytest.mark.parametrize("kind", EVERY)
 def test_clients_with_few_or_no_images_do_no_harm(
@@ -268,8 +267,8 @@ def test_local_training_is_that_of_a_federation_of_each_client_alone() -> None:
 
 
 def test_the_joint_learner_is_client_and_server_in_one() -> None:
-    """It never drops out; it has no local model."""
-    record = run(tiny("joint", training={"dropout": ALWAYS, "participation": 0.5}))
+    """It is never left out; it has no local model."""
+    record = run(tiny("joint", training={"participation": 0.5}))
     assert len(record.history) == small.ROUNDS
     for entry in record.history:
         assert entry["participants"] == entry["completed"] == 1

@@ -41,8 +41,7 @@ class ReplayReference(RehearsalReference):
         before = set(state.get("experiences", ()))
         reply = super().local(visit, state)
         anchors = state.setdefault("anchors", np.zeros((self.classes, self.classes)))
-        some = self.training.participation < 1 or self.training.clients_per_round
-        may_miss = some or self.training.dropout > 0
+        may_miss = self.training.participation < 1 or self.training.clients_per_round
         if visit.last or (may_miss and visit.experience not in before):
             for label in np.unique(self.y[visit.indices]):
                 own = visit.indices[self.y[visit.indices] == label]

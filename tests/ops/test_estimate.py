@@ -10,7 +10,6 @@ import pytest
 import small
 
 from stamp_core.config.decode import ParameterError
-from stamp_core.config.params import DEFAULT, OWN, PAPER, QUICK, expand_grid, read_params
 from stamp_core.core import paths
 from stamp_core.data import split
 from stamp_core.data.dataset import ImageDataset
@@ -20,12 +19,13 @@ from stamp_core.engine.experiment import load_experiment
 from stamp_core.models.networks import build_network
 from workbench.workflow import estimate, synthetic
 from workbench.workflow.estimate import Needs, StepCost
+from workbench.workflow.profiles import DEFAULT, OWN, PAPER, QUICK, expand_grid, read_profile
 
-SETTINGS = tuple(read_params(PAPER)["grid"]["setting"])
+SETTINGS = tuple(read_profile(PAPER)["grid"]["setting"])
 ESTIMATED = [
     (profile, setting)
     for profile in (DEFAULT, QUICK, PAPER, *OWN)
-    for setting in read_params(profile)["grid"]["setting"]
+    for setting in read_profile(profile)["grid"]["setting"]
 ]
 
 
@@ -75,7 +75,7 @@ def test_the_papers_settings_are_known_without_any_file(
 ) -> None:
     monkeypatch.setattr(paths, "RAW", tmp_path / "raw")
     monkeypatch.setattr(paths, "CACHE", tmp_path / "cache")
-    found = synthetic.published_dataset(read_params(PAPER)["settings"][name]["data"])
+    found = synthetic.published_dataset(read_profile(PAPER)["settings"][name]["data"])
     assert found.x_train.untyped_storage().nbytes() == found.x_test.untyped_storage().nbytes() == 1
     assert len(found.x_train) == len(found.y_train) == len(found.domain_train) > 1000
     assert len(found.y_train.unique()) == len(found.classes)
@@ -170,7 +170,7 @@ def test_a_setting_is_estimated_without_its_data(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """CIFAR-100 in a small network; nothing is read or downloaded."""
-    params = read_params(PAPER)
+    params = read_profile(PAPER)
     params["settings"]["cifar100_c20"]["network"] = {"kind": "mlp", "features": 8}
     methods = ["fedavg", "stamp_published", "sam", "glfc"]
     params["methods"]["stamp_published"] = {"extends": "stamp"}
@@ -178,7 +178,7 @@ def test_a_setting_is_estimated_without_its_data(
     sweep = {"label": "κ", "setting": ["cifar100_c20"], "method": ["stamp"], "seeds": "0to2"}
     sweep |= {"keys": ["methods.stamp.spatial.kappa"], "values": [0.25, 0.5]}
     params["sweeps"] = {"kappa": sweep}
-    monkeypatch.setattr(estimate, "read_params", lambda _: params)
+    monkeypatch.setattr(estimate, "read_profile", lambda _: params)
     needs = estimate.estimate_setting("cifar100_c20")
     assert needs.steps == 10 * 5 * 79 * 25 * 5  # ceil(10,000 / 128) batches
     text = capsys.readouterr().out
@@ -203,7 +203,7 @@ def test_a_client_keeps_no_more_exemplars_than_it_has_images() -> None:
 @pytest.mark.parametrize(("profile", "setting"), ESTIMATED)
 def test_every_setting_of_every_command_fits_a_machine_of_24_gb(profile: str, setting: str) -> None:
     """What clients keep, without their data; a step of two processes has a share of 2 GB each."""
-    params = read_params(profile)
+    params = read_profile(profile)
     names = dict.fromkeys(method for _, method, _ in expand_grid(f"grid.{setting}", params))
     experiments = [load_experiment(setting, method, params) for method in names]
     dataset = synthetic.published_dataset(experiments[0].setting.data)

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from stamp_core.config.params import PAPER, PROTOCOLS, read_params, read_setting
+from stamp_core.config.params import read_setting
 from stamp_core.config.schema import Setting
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.plan import Plan
 from stamp_core.data.split import make_plan
+from workbench.workflow.profiles import PAPER, PROTOCOLS, read_profile
 from workbench.workflow.synthetic import published_dataset
 
 # Rounds a task, epochs, batch size; clients in a round, by task; lr in a task's first round and at
@@ -33,7 +34,7 @@ SHARED = {"target": (5, 5, 20), "lander": (5, 5, 20), "fedprotip": (5, 10, 10)}
 
 def setting(name: str) -> Setting:
     """A setting of the project's own file."""
-    return read_setting(name, read_params(PAPER))
+    return read_setting(name, read_profile(PAPER))
 
 
 @cache
@@ -138,10 +139,10 @@ def test_stamps_sequence_is_repeated_five_times(name: str, tasks: int, each: int
 
 
 def test_the_miniatures_are_what_the_profile_trains() -> None:
-    params = read_params(PROTOCOLS)
+    params = read_profile(PROTOCOLS)
     small = params["grid"]["setting"]
     full = {name.replace("_small", "_protocol") for name in small} & set(params["settings"])
     assert len(full) == 4 and full | {"stamp_cycles", "lander_protocol"} == set(PUBLISHED)
-    assert set(PUBLISHED) <= set(read_params(PAPER)["grid"]["setting"])
+    assert set(PUBLISHED) <= set(read_profile(PAPER)["grid"]["setting"])
     network = read_setting("cifar100_c2_small", params).network
     assert {read_setting(name, params).network for name in small} == {network}

@@ -17,7 +17,7 @@ def params(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     """The parameters that every profile has, for a project in an empty folder."""
     changeable = deepcopy(PARAMS)
     for module in (sweeps, grid, source, training):
-        monkeypatch.setattr(module, "read_params", lambda *profile: deepcopy(changeable))
+        monkeypatch.setattr(module, "read_profile", lambda *profile: deepcopy(changeable))
     for module in (sweeps, grid, training):
         monkeypatch.setattr(module, "ROOT", tmp_path)
     for module in (grid, training):

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from stamp_core.config.decode import ParameterError
-from stamp_core.config.params import OWN, PAPER
 from stamp_core.engine import experiment
 from workbench.workflow import source, sweeps
+from workbench.workflow.profiles import OWN, PAPER
 
 
 def written() -> dict[str, str]:

@@ -11,11 +11,12 @@ import nbformat
 import pytest
 from ruamel.yaml import YAML
 
-from stamp_core.config.params import DEFAULT, OWN, PAPER, read_params
+from stamp_core.config.params import read_params
 from stamp_core.core.fingerprint import find_imports, import_closure
 from stamp_core.core.paths import ROOT
 from stamp_core.methods.base.registry import method_names, read_preset
 from workbench.workflow import notebooks
+from workbench.workflow.profiles import DEFAULT, OWN, PAPER
 
 PACKAGES = [ROOT / "stamp_core", ROOT / "workbench"]
 MODULES = [path for package in PACKAGES for path in sorted(package.rglob("*.py"))]

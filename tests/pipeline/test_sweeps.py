@@ -10,10 +10,10 @@ import small
 from parameters import PARAMS, SWEEP
 
 from stamp_core.config.decode import ParameterError
-from stamp_core.config.params import read_params
 from stamp_core.config.schema import Privacy
 from stamp_core.engine.experiment import Experiment, load_experiment
 from workbench.workflow import grid, sweeps
+from workbench.workflow.profiles import read_profile
 from workbench.workflow.sweeps import load_sweeps, run_sweep, sweep_experiments
 
 
@@ -118,7 +118,7 @@ def test_a_sweep_of_what_is_not_there_makes_no_new_block(names: dict[str, Any]) 
 
 @pytest.mark.parametrize("profile", ["default", "quick", "paper"])
 def test_the_sweeps_of_the_project_are_valid(profile: str) -> None:
-    params = read_params(profile)
+    params = read_profile(profile)
     for name in params["sweeps"]:
         assert len(sweep_experiments(name, params)) >= 2
 

@@ -11,12 +11,13 @@ import pytest
 from pandas.testing import assert_frame_equal
 
 from stamp_core.config.decode import ParameterError
-from stamp_core.config.params import at_setting, parse_seeds, read_params, read_setting
+from stamp_core.config.params import at_setting, parse_seeds, read_setting
 from stamp_core.core.paths import ROOT
 from stamp_core.methods.base.registry import override, resolve_preset
 from workbench.report.tables.sweeps import KINDS, write_tuning
 from workbench.report.text import DASH
 from workbench.workflow import tune
+from workbench.workflow.profiles import read_profile
 
 TUNING: dict[str, Any] = {
     "setting": ["tiny"],
@@ -39,7 +40,7 @@ def tuning(
     """The tuning file of the project in an empty folder, written when it is read."""
     changeable = deepcopy(TUNING)
     monkeypatch.setattr(tune, "ROOT", tmp_path)
-    monkeypatch.setattr(tune, "read_params", lambda profile: deepcopy(params))
+    monkeypatch.setattr(tune, "read_profile", lambda profile: deepcopy(params))
     monkeypatch.setattr(tune, "read_yaml", lambda path: deepcopy(changeable))
     return changeable
 
@@ -205,7 +206,7 @@ def test_presets_have_the_chosen_values(profile: str) -> None:
             if tune.candidate_name(each) == row["candidate"]
         ]
         for setting in (name for name in tuning.setting if pd.notna(row[name])):
-            params = at_setting(read_params(profile), setting)
+            params = at_setting(read_profile(profile), setting)
             found, right = (
                 resolve_preset(method, each) for each in (params, override(params, method, values))
             )
@@ -228,7 +229,7 @@ def test_options_of_csrel_on_photographs_are_the_best_that_were_explored() -> No
     rows = table[table.method == "keep_csrel"].set_index("candidate")["mean"]
     explored = tune.read_tuning("cifar100").explored["keep_csrel"]
     best = max(explored, key=lambda values: rows[tune.candidate_name(values)])
-    params = read_params("cifar100")
+    params = read_profile("cifar100")
     chosen, again = (
         resolve_preset("keep_csrel", each)
         for each in (params, override(params, "keep_csrel", best))
@@ -239,7 +240,7 @@ def test_options_of_csrel_on_photographs_are_the_best_that_were_explored() -> No
 @pytest.mark.parametrize("setting", ["cifar100_c2_small", "cifar100_c20_small"])
 def test_methods_that_keep_images_keep_as_many_on_photographs(setting: str) -> None:
     """Twenty of each class, or as many for all classes of a client together."""
-    params = at_setting(read_params("cifar100"), setting)
+    params = at_setting(read_profile("cifar100"), setting)
     split = read_setting(setting, params).split
     every = 20 * split.tasks * split.classes_per_task
     kept = set()

@@ -22,7 +22,7 @@ from stamp_core.methods.base.method import ClientRound, Log, Message, Method, Re
 from stamp_core.methods.base.registry import get_method
 from stamp_core.results.records import Record
 
-HARD = {"participation": 0.7, "dropout": 0.3, "momentum": 0.9, "epochs": 2}
+HARD = {"participation": 0.7, "momentum": 0.9, "epochs": 2}
 FEW = {"images_per_class": 10}
 
 

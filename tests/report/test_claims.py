@@ -12,17 +12,17 @@ from collections.abc import Iterator
 import pandas as pd
 import pytest
 
-from stamp_core.config.params import read_params
 from stamp_core.core.paths import ROOT
 from stamp_core.results import metrics
 from workbench.report import ranks
 from workbench.report.tables import printed
 from workbench.report.text import DASH
+from workbench.workflow.profiles import read_profile
 
 PAGES = ("README.md", "docs/results.md", "docs/protocols.md")
 SMALL = ("digits", "glyphs", "glyphs_domains")
 PHOTOGRAPHS = ("cifar100_c2_small", "cifar100_c20_small")
-PROTOCOLS = tuple(read_params("protocols")["grid"]["setting"])
+PROTOCOLS = tuple(read_profile("protocols")["grid"]["setting"])
 SETTINGS = (*SMALL, *PHOTOGRAPHS, *PROTOCOLS)
 PAPER = {"paper, C = 2": "tab:baselines-task2", "paper, C = 20": "tab:baselines-task20"}
 WHOLE = ("sam_tam_pcs", "replay")  # with all parts of the paper, and its control
@@ -142,7 +142,7 @@ def test_every_difference_has_as_many_seeds_as_the_page_says(page: str) -> None:
     """For methods with more seeds 12 on photographs, 20 on digits and glyphs; else 6, but 10 on
     glyphs_domains and 3 on protocols.
     """
-    more = {name: read_params(name)["more_seeds"]["method"] for name in ("studies", "cifar100")}
+    more = {name: read_profile(name)["more_seeds"]["method"] for name in ("studies", "cifar100")}
     least = dict.fromkeys(SETTINGS, 6) | dict.fromkeys(PROTOCOLS, 3) | {"glyphs_domains": 10}
     many = {(setting, name): 20 for setting in ("digits", "glyphs") for name in more["studies"]}
     many |= {(setting, name): 12 for setting in PHOTOGRAPHS for name in more["cifar100"]}

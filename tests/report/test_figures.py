@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator
 from PIL import Image
 
-from stamp_core.config.params import expand_grid, read_params
+from stamp_core.config.params import read_params
 from stamp_core.config.schema import Split
 from stamp_core.data import split
 from stamp_core.data.loading import load_dataset
@@ -31,6 +31,7 @@ from stamp_core.data.sources.glyphs import CHARACTERS
 from workbench.report import figures
 from workbench.report.figures import analyses, style
 from workbench.report.tables.page import write_parts
+from workbench.workflow.profiles import expand_grid, read_profile
 
 DRAWN = Path(__file__).parent / "drawn"
 
@@ -210,7 +211,7 @@ def test_a_figure_is_as_stored(name: str) -> None:
 
 @pytest.mark.parametrize("page", ["comparison", "ablation"])
 def test_methods_of_a_page_differ_in_colour_or_marker(page: str) -> None:
-    names = {method for _, method, _ in expand_grid(page, read_params())}
+    names = {method for _, method, _ in expand_grid(page, read_profile())}
     marks = [style.method_style(name) for name in names]
     assert len({(to_hex(each["color"]), each["marker"]) for each in marks}) == len(names)
 

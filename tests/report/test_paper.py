@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from made_records import fake_record
 
-from stamp_core.config.params import PAPER, read_params, read_setting
+from stamp_core.config.params import read_params, read_setting
 from stamp_core.config.schema import Network
 from workbench.report import tables
 from workbench.report.tables import printed
@@ -26,7 +26,7 @@ def test_typed_tables_are_complete_and_name_settings_of_the_same_size() -> None:
     assert not typed.duplicated(["table", "data", "method"]).any()
     assert not details.duplicated(["table", "data", "attribute"]).any()
     assert not networks.duplicated(["table", "data", "method"]).any()
-    params, places = read_params(PAPER), typed[["setting", "classes"]].drop_duplicates()
+    params, places = read_params(), typed[["setting", "classes"]].drop_duplicates()
     for name, classes in places.itertuples(index=False):
         assert read_setting(name, params).split.classes_per_task == classes
 
@@ -50,7 +50,7 @@ def test_without_a_gpu_and_without_a_completed_round_costs_are_undefined() -> No
 
 def changed(setting: str, block: str, key: str, value: object) -> dict[str, Any]:
     """The parameters with one number of a setting changed."""
-    params = copy.deepcopy(read_params(PAPER))
+    params = copy.deepcopy(read_params())
     params["settings"][setting][block][key] = value
     return params
 

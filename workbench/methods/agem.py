@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stamp_core.client.batches import Batch
-from stamp_core.config.decode import require_at_least
+from stamp_core.config.limits import NonNegative, PositiveInt
 from stamp_core.methods.base.method import ClientRound, Log
 from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalContext, RehearsalParams
 from workbench.methods.base.gradient_projection import NOT_FINITE, exemplar_gradient, log_projection
@@ -19,13 +19,8 @@ from workbench.methods.base.gradient_projection import NOT_FINITE, exemplar_grad
 class AGemParams(RehearsalParams):
     """What is kept in memory, and how much of it gives the reference gradient."""
 
-    ratio: float = 0.0  # exemplars are not trained on
-    reference: int = 128  # exemplars for the reference gradient; published: 256
-
-    def __post_init__(self) -> None:
-        """Validate the size of the reference."""
-        super().__post_init__()
-        require_at_least(self, 1, "reference")
+    ratio: NonNegative = 0.0  # exemplars are not trained on
+    reference: PositiveInt = 128  # exemplars for the reference gradient; published: 256
 
 
 @dataclass

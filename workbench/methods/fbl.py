@@ -14,7 +14,8 @@ from torch import Tensor
 
 from stamp_core.client.batches import Batch
 from stamp_core.client.runtime import ClientRuntime
-from stamp_core.config.decode import invalid, require_at_least, require_fraction
+from stamp_core.config.decode import invalid
+from stamp_core.config.limits import Fraction, NonNegative
 from stamp_core.coresets.memory import Memory, MemoryParams
 from stamp_core.methods.base.method import ClientRound, State
 from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalContext, RehearsalParams
@@ -39,18 +40,16 @@ class FBLParams(RehearsalParams):
     )
     # Weights by gradients have the mean 1 in each task's classes; "old": 1 in the current task's.
     weights: Literal["all", "old", "none"] = "all"
-    relation: float = 1.0  # weight of the relations between classes
-    leak: float = 0.1  # part of the old model's prediction in the target of a new class
+    relation: NonNegative = 1.0  # weight of the relations between classes
+    leak: Fraction = 0.1  # part of the old model's prediction in the target of a new class
     # The old model labels what has no label of an old class: with masks the background, without
     # masks exemplars, whose labels are then not used.
     pseudo: bool = True
     from_background: bool = True  # with masks: a new class starts as a part of the background
 
     def __post_init__(self) -> None:
-        """Validate the numbers; parts of rehearsal must not be without effect."""
+        """Parts of rehearsal must not be without effect."""
         super().__post_init__()
-        require_at_least(self, 0, "relation")
-        require_fraction(self, "leak")
         if self.weight is not None or self.anchor:
             name = "anchor" if self.weight is None else "weight"
             raise invalid(name, getattr(self, name), "absent: `weights` has its place")

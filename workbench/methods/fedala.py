@@ -11,7 +11,8 @@ from torch import Tensor
 
 from stamp_core.client.batches import StepContext
 from stamp_core.client.runtime import ClientRuntime
-from stamp_core.config.decode import invalid, require_above, require_at_least
+from stamp_core.config.decode import invalid
+from stamp_core.config.limits import NonNegative, Positive, PositiveInt, Share
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Method, State
 from stamp_core.models.flat import flatten_like
 
@@ -26,22 +27,15 @@ class FedALAParams(FedAvgParams):
     # η_w x training.lr, published: 1.0 x 0.005. W is learnt at η_w = lr_product / training.lr: its
     # gradient is that of the loss times received - own, a difference between updates, which is
     # proportional to training.lr (to first order), so the steps of W do not depend on it.
-    lr_product: float = 0.005
-    share: float = 0.8  # s: W is learnt on a window of this share of the client's images
+    lr_product: NonNegative = 0.005
+    share: Share = 0.8  # s: W is learnt on a window of this share of the client's images
     window: Literal["contiguous", "random"] = "contiguous"  # lists are by class: it omits classes
-    tensors: int = 2  # p, from the last; the paper counts layers, the public code tensors
-    threshold: float = 0.1  # of the deviation of recent losses; the paper's 0.01 may never be met
-    max_epochs: int = 50  # until W converges for the first time; the public code has no limit
+    tensors: PositiveInt = 2  # p, from the last; the paper counts layers, the public code tensors
+    # of the deviation of recent losses; the paper's 0.01 may never be met
+    threshold: Positive = 0.1
+    # until W converges for the first time; the public code has no limit
+    max_epochs: PositiveInt = 50
     refresh: Literal["kept", "task"] = "kept"  # "task": each new task starts from W = 1
-
-    def __post_init__(self) -> None:
-        """Validate the number of tensors and the window, which is a share of the list."""
-        super().__post_init__()
-        require_at_least(self, 0, "lr_product")
-        require_above(self, 0, "share", "threshold")
-        require_at_least(self, 1, "tensors", "max_epochs")
-        if self.share > 1:
-            raise invalid("share", self.share, "above 0 and at most 1")
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch import Tensor
 from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.by_class import class_means
 from stamp_core.client.runtime import ClientRuntime
-from stamp_core.config.decode import require_above, require_at_least
+from stamp_core.config.limits import Positive, PositiveInt
 from stamp_core.methods.base.method import (
     ClientRound,
     FedAvgParams,
@@ -27,19 +27,13 @@ from stamp_core.methods.base.method import (
 class FedASParams(FedAvgParams):
     """How clients align the received encoder, and how the server weights the clients."""
 
-    align: bool = True
-    align_lr: float = 0.01
-    align_batch_size: int = 16
-    weights: Literal["fisher", "samples"] = "fisher"
+    align: bool = True  # the received encoder with the client's own features
+    align_lr: Positive = 0.01  # of its SGD
+    align_batch_size: PositiveInt = 16  # images of its steps
+    weights: Literal["fisher", "samples"] = "fisher"  # of clients in the average
     # "reported": heads are averaged for the accuracy of a global model but used by no client, as
     # in the published code. "shared": clients use the averaged head.
     head: Literal["local", "reported", "shared"] = "local"
-
-    def __post_init__(self) -> None:
-        """Validate the learning rate and the size of batches."""
-        super().__post_init__()
-        require_above(self, 0, "align_lr")
-        require_at_least(self, 1, "align_batch_size")
 
 
 class FedAS(Method):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.runtime import RoundId
-from stamp_core.config.decode import invalid, require_at_least
+from stamp_core.config.limits import NonNegative, UnitInterval
 from stamp_core.data.plan import Plan
 from stamp_core.methods.base.method import (
     ClientRound,
@@ -31,17 +31,10 @@ class FedDBEParams(FedAvgParams):
     """The two parts: the personalised representation bias (offset) and the mean regularisation."""
 
     # κ of FedDBE: weight of mean regularisation; off by default, as published.
-    feddbe_kappa: float = 0.0
-    momentum: float = 0.1  # μ: share of a batch in the running mean of the features
+    feddbe_kappa: NonNegative = 0.0
+    momentum: UnitInterval = 0.1  # μ: share of a batch in the running mean of the features
     trained: bool = True  # train the offset; otherwise there is none
     refresh: Literal["never", "task"] = "never"  # published: the global mean is that of task 0
-
-    def __post_init__(self) -> None:
-        """Validate the weight and the momentum, a share."""
-        super().__post_init__()
-        require_at_least(self, 0, "feddbe_kappa", "momentum")
-        if self.momentum > 1:
-            raise invalid("momentum", self.momentum, "at most 1")
 
 
 @dataclass

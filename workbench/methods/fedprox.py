@@ -7,7 +7,8 @@ from torch import Tensor
 
 from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.runtime import ClientRuntime
-from stamp_core.config.decode import invalid, require_at_least
+from stamp_core.config.decode import invalid
+from stamp_core.config.limits import NonNegative
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Method
 
 
@@ -15,12 +16,7 @@ from stamp_core.methods.base.method import ClientRound, FedAvgParams, Method
 class FedProxParams(FedAvgParams):
     """The weight of the proximal term."""
 
-    mu: float = 0.01  # of the authors' optimiser; their runs use 0.001 to 1, by data set
-
-    def __post_init__(self) -> None:
-        """Validate the weight."""
-        super().__post_init__()
-        require_at_least(self, 0, "mu")
+    mu: NonNegative = 0.01  # of the authors' optimiser; their runs use 0.001 to 1, by data set
 
 
 @dataclass

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.runtime import ClientRuntime
-from stamp_core.config.decode import invalid, require_above, require_at_least, require_fraction
+from stamp_core.config.decode import invalid
+from stamp_core.config.limits import NonNegative, OpenFraction, Positive
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Method, State
 
 UNVERIFIED = "importance: the constants could not be verified against the paper"
@@ -25,16 +26,10 @@ class FedSSIParams(FedAvgParams):
     No default is verified: the authors published no code, and third parties disagree.
     """
 
-    lam: float = 0.1  # λ, from third parties: the surrogate's proximal weight is (1 - λ) / (2 λ)
-    fedssi_alpha: float = 0.1  # α of FedSSI, from third parties: weight of the penalty
-    epsilon: float = 0.1  # damping of the importance, as in synaptic intelligence
-
-    def __post_init__(self) -> None:
-        """Validate that there is something to measure, and no division by zero."""
-        super().__post_init__()
-        require_above(self, 0, "lam", "epsilon")
-        require_fraction(self, "lam")
-        require_at_least(self, 0, "fedssi_alpha")
+    # λ, from third parties: the surrogate's proximal weight is (1 - λ) / (2 λ)
+    lam: OpenFraction = 0.1
+    fedssi_alpha: NonNegative = 0.1  # α of FedSSI, from third parties: weight of the penalty
+    epsilon: Positive = 0.1  # damping of the importance, as in synaptic intelligence
 
     @property
     def pull(self) -> float:

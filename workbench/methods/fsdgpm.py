@@ -10,7 +10,7 @@ from torch.autograd import grad
 
 from stamp_core.client.batches import Batch
 from stamp_core.client.runtime import ClientRuntime
-from stamp_core.config.decode import require_above, require_at_least
+from stamp_core.config.limits import NonNegative, NonNegativeInt, Positive, PositiveInt
 from stamp_core.coresets.memory import Memory
 from stamp_core.methods.base.method import ClientRound, State
 from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalContext, RehearsalParams
@@ -26,23 +26,17 @@ TAU = 10.0  # of the released sigmoid
 class FsDgpmParams(RehearsalParams):
     """What is kept in memory, how far the weights are moved, and what is protected."""
 
-    inner_steps: int = 2  # K, each on a part of the batch; 0: the weights are not moved
-    eta1: float = 0.01  # η1, learning rate of these steps up the loss
+    inner_steps: NonNegativeInt = 2  # K, each on a part of the batch; 0: the weights are not moved
+    eta1: NonNegative = 0.01  # η1, learning rate of these steps up the loss
     # The weights λ of the columns: all 1 | as released, where they stay at 0.99995 | learnt.
     soft: Literal["off", "published", "clamp"] = "clamp"
-    eta2: float = 0.01  # η2, learning rate of λ; below 10 hardly any column is released
-    epsilon: float = 0.95  # share of the squares of a layer's inputs that its basis must hold
-    increment: float = 0.003  # added to it for every past task after the first one
-    images: int = 125  # of the memory, from which the bases are made
-    clip: float | None = 2.0  # of lengths of gradients, and of numbers of the steps up the loss
-
-    def __post_init__(self) -> None:
-        """Validate the numbers."""
-        super().__post_init__()
-        require_at_least(self, 0, "inner_steps", "eta1", "eta2", "epsilon", "increment")
-        require_at_least(self, 1, "images")
-        if self.clip is not None:
-            require_above(self, 0, "clip")
+    eta2: NonNegative = 0.01  # η2, learning rate of λ; below 10 hardly any column is released
+    # share of the squares of a layer's inputs that its basis must hold
+    epsilon: NonNegative = 0.95
+    increment: NonNegative = 0.003  # added to it for every past task after the first one
+    images: PositiveInt = 125  # of the memory, from which the bases are made
+    # of lengths of gradients, and of numbers of the steps up the loss
+    clip: Positive | None = 2.0
 
 
 @dataclass

@@ -6,7 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from stamp_core.client.batches import Batch
-from stamp_core.config.decode import require_at_least
+from stamp_core.config.limits import NonNegative
 from stamp_core.methods.base.method import ClientRound, Log
 from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalContext, RehearsalParams
 from workbench.methods.base.gradient_projection import (
@@ -20,16 +20,12 @@ from workbench.methods.base.gradient_projection import (
 class GemParams(RehearsalParams):
     """What is kept in memory, and how the quadratic program over past tasks is relaxed."""
 
-    ratio: float = 0.0  # exemplars are not trained on
-    margin: float = 0.0  # least multiplier; published: 0.5, which also adds tasks without conflict
+    ratio: NonNegative = 0.0  # exemplars are not trained on
+    # least multiplier; published: 0.5, which also adds tasks without conflict
+    margin: NonNegative = 0.0
     # Added to the diagonal of the Gram matrix, as published: the shorter the gradients of past
     # tasks, the less of a conflict is removed.
-    ridge: float = 1e-3
-
-    def __post_init__(self) -> None:
-        """Validate the numbers."""
-        super().__post_init__()
-        require_at_least(self, 0, "margin", "ridge")
+    ridge: NonNegative = 1e-3
 
 
 @dataclass

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.runtime import ClientRuntime
-from stamp_core.config.decode import require_at_least
+from stamp_core.config.limits import NonNegative, PositiveInt
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Group, Method, State
 from workbench.methods.base import subspaces
 from workbench.methods.base.subspaces import Bases
@@ -19,18 +19,13 @@ from workbench.methods.base.subspaces import Bases
 class GpmParams(FedAvgParams):
     """How large the protected subspaces are, and what is protected."""
 
-    epsilon: float = 0.95  # share of the squares of a layer's inputs that its basis must hold
-    increment: float = 0.003  # added to it for every task learnt before
-    images: int = 125  # of a task, from which the bases are made
+    # share of the squares of a layer's inputs that its basis must hold
+    epsilon: NonNegative = 0.95
+    increment: NonNegative = 0.003  # added to it for every task learnt before
+    images: PositiveInt = 125  # of a task, from which the bases are made
     # Log which share of the global update lies in the protected subspaces: the client keeps the
     # received model for that.
     drift: bool = False
-
-    def __post_init__(self) -> None:
-        """Validate shares and the number of images."""
-        super().__post_init__()
-        require_at_least(self, 0, "epsilon", "increment")
-        require_at_least(self, 1, "images")
 
 
 @dataclass

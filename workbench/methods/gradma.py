@@ -8,7 +8,7 @@ from torch import Tensor
 
 from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.runtime import ClientRuntime
-from stamp_core.config.decode import require_at_least, require_fraction
+from stamp_core.config.limits import Fraction, NonNegative, NonNegativeInt
 from stamp_core.matching.gram import Difference, Vector
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Log, Method, Reply, State
 from stamp_core.models.flat import flatten_like, weighted_average
@@ -21,19 +21,13 @@ class GradMAParams(FedAvgParams):
 
     worker: bool = True  # alone: GradMA-W
     server: bool = True  # alone: GradMA-S
-    worker_rho: float = 0.0  # lower bound of <g, corrected> / (|g| |uncorrected|)
-    server_rho: float = 0.0
-    beta1: float = 0.9  # decay of the server's momentum
-    beta2: float = 0.0  # decay of the remembered updates
-    remembered: int = 100  # clients whose updates the server remembers
+    worker_rho: NonNegative = 0.0  # lower bound of <g, corrected> / (|g| |uncorrected|)
+    server_rho: NonNegative = 0.0  # the same of the server's correction
+    beta1: Fraction = 0.9  # decay of the server's momentum
+    beta2: Fraction = 0.0  # decay of the remembered updates
+    remembered: NonNegativeInt = 100  # clients whose updates the server remembers
     # The paper's program is one over the whole vector; its code solves one for every tensor.
     scope: Literal["model", "tensor"] = "model"
-
-    def __post_init__(self) -> None:
-        """Validate decay factors and bounds."""
-        super().__post_init__()
-        require_at_least(self, 0, "worker_rho", "server_rho", "remembered")
-        require_fraction(self, "beta1", "beta2")
 
 
 @dataclass

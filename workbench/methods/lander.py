@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from stamp_core.client.batches import Batch
 from stamp_core.client.runtime import ClientRuntime
-from stamp_core.config.decode import invalid, require_at_least
+from stamp_core.config.decode import invalid
+from stamp_core.config.limits import NonNegative, NonNegativeInt, Positive, PositiveInt
 from stamp_core.core import paths
 from stamp_core.core.fingerprint import file_digest
 from stamp_core.core.seeding import generator
@@ -26,8 +27,9 @@ from workbench.methods.base.generators import BETAS, ImageGenerator, build_seede
 from workbench.methods.base.synthesis import MappedClassifier, Outputs, Source, Synthesis
 
 # Random anchors are as far from each other as the published ones of CIFAR-100: the mean square of
-# the difference of two numbers is 0.081, so `radius` keeps its meaning.
+# the difference of two numbers is 0.081, so `RADIUS` keeps its meaning.
 DEVIATION = math.sqrt(0.081 / 2)
+RADIUS = 0.015  # mean squared distance to the anchors that has no loss
 CHUNK = 10  # consecutive images of a batch that share a noisy layer
 
 
@@ -35,25 +37,18 @@ CHUNK = 10  # consecutive images of a batch that share a noisy layer
 class LanderParams(DataFreeParams):
     """How images are synthesised and used; the defaults are those published for CIFAR-100."""
 
-    kd: float = 0.4  # w_pre before it is balanced by the numbers of classes
-    ce: float = 0.2  # w_cur before the same: the weight of new images where there is replay
+    kd: NonNegative = 0.4  # w_pre before it is balanced by the numbers of classes
+    ce: NonNegative = 0.2  # w_cur before the same: weight of new images where there is replay
     anchors: str = "random"  # or a .npy file in the folder of downloads, with a row per class
-    anchor_features: int = 512  # of random anchors
-    anchor_weight: float = 5.0  # of staying near the anchors, in training and in synthesis
-    radius: float = 0.015  # mean squared distance to the anchors that has no loss
-    images: int = 10000
-    generator_steps: int = 40
-    statistics_weight: float = 1.0
-    warmup: int = 10  # the images of these rounds are not kept either
-    student_steps: int = 50
-    student_lr: float = 0.1
-    student_weight_decay: float = 2e-4
-
-    def __post_init__(self) -> None:
-        """Validate weights and the size of anchors."""
-        super().__post_init__()
-        require_at_least(self, 0, "ce", "anchor_weight", "radius")
-        require_at_least(self, 1, "anchor_features")
+    anchor_features: PositiveInt = 512  # of random anchors
+    anchor_weight: NonNegative = 5.0  # of staying near the anchors, in training and synthesis
+    images: PositiveInt = 10000
+    generator_steps: PositiveInt = 40
+    statistics_weight: NonNegative = 1.0
+    warmup: NonNegativeInt = 10  # the images of these rounds are not kept either
+    student_steps: PositiveInt = 50
+    student_lr: Positive = 0.1
+    student_weight_decay: NonNegative = 2e-4
 
     def file_digests(self) -> dict[str, str]:
         """The sha256 of the file of anchors, on which numbers depend, if there is one."""
@@ -161,7 +156,7 @@ class AnchoredSynthesis(Synthesis):
         return self.anchors[targets], [adam]
 
     def teacher_loss(self, teacher: Outputs, targets: Tensor) -> Tensor:
-        hinge = anchor_hinge(teacher[1], self.anchors[targets], self.params.radius)
+        hinge = anchor_hinge(teacher[1], self.anchors[targets], RADIUS)
         return super().teacher_loss(teacher, targets) + self.anchor_weight * hinge
 
     def student_loss(self, student: Outputs, teacher: Outputs) -> Tensor:
@@ -236,7 +231,7 @@ class Lander(DataFree):
         loss = super().new_loss(outputs, labels, context)
         if not self.params.anchor_weight:
             return loss
-        hinge = anchor_hinge(outputs[1], context.anchors[labels], self.params.radius)
+        hinge = anchor_hinge(outputs[1], context.anchors[labels], RADIUS)
         return loss + float(self.params.anchor_weight) * hinge
 
     def distillation_loss(self, student: Outputs, teacher: Outputs, classes: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ from torch import Tensor
 from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.client.scoring import accuracies, indices_of_tests
-from stamp_core.config.decode import invalid, require_at_least
+from stamp_core.config.decode import invalid
+from stamp_core.config.limits import NonNegative, PositiveInt
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Method, State
 from stamp_core.models.flat import FlatModel
 
@@ -26,18 +27,14 @@ class PFedDILParams(FedAvgParams):
     No code was published, and no rate or threshold could be read.
     """
 
-    models: int = 3  # d, of a client at most
-    threshold: float = 0.5  # a model is near if it takes more than this share of a task for its own
-    migration: float = 1.0  # weight of the squared distances to the models; published: none, so 1
+    models: PositiveInt = 3  # d, of a client at most
+    # a model is near if it takes more than this share of a task for its own
+    threshold: NonNegative = 0.5
+    # weight of the squared distances to the models; published: none, so 1
+    migration: NonNegative = 1.0
     # The weights before the first round of a task: those of the model that is chosen (the initial
     # ones if it is new), or the received ones. In all later rounds they are the received ones.
     start: Literal["own", "received"] = "own"
-
-    def __post_init__(self) -> None:
-        """Validate the weights and the number of models."""
-        super().__post_init__()
-        require_at_least(self, 1, "models")
-        require_at_least(self, 0, "threshold", "migration")
 
 
 class PersonalModel(TypedDict):

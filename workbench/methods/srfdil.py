@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stamp_core.client.runtime import ClientRuntime
-from stamp_core.config.decode import invalid, require_above, require_at_least
+from stamp_core.config.limits import Positive, PositiveInt, UnitInterval
 from stamp_core.methods.base.method import ClientRound
 from stamp_core.models.flat import FlatModel
 from workbench.adam import FlatAdam
@@ -31,18 +31,9 @@ class SRFDILParams(CacheParams):
     """How samples are scored; no value could be read in the paper."""
 
     balance: Literal["none", "class"] = "class"
-    correlation: float = 0.5  # share of the global correlation in the score; 0: Re-Fed
-    gan_steps: int = 20  # of both networks in each round
-    gan_lr: float = 2e-4
-
-    def __post_init__(self) -> None:
-        """Validate shares; networks must be trained."""
-        super().__post_init__()
-        require_at_least(self, 1, "gan_steps")
-        require_above(self, 0, "gan_lr")
-        require_at_least(self, 0, "correlation")
-        if self.correlation > 1:
-            raise invalid("correlation", self.correlation, "at most 1")
+    correlation: UnitInterval = 0.5  # share of the global correlation in the score; 0: Re-Fed
+    gan_steps: PositiveInt = 20  # of both networks in each round
+    gan_lr: Positive = 2e-4  # of Adam
 
 
 class SRFDIL(SampleCache):

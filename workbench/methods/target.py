@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from stamp_core.client.runtime import ClientRuntime
-from stamp_core.config.decode import invalid, require_above
+from stamp_core.config.decode import invalid
+from stamp_core.config.limits import Positive
 from stamp_core.methods.base.method import Log
 from stamp_core.models.flat import FlatModel
 from workbench.adam import FlatAdam
@@ -21,12 +22,10 @@ from workbench.methods.base.synthesis import Source, Synthesis
 class TargetParams(DataFreeParams):
     """How images are synthesised and used; the defaults are those published for CIFAR-100."""
 
-    latent_lr: float = 0.01  # of Adam on the generator's inputs
+    latent_lr: Positive = 0.01  # of Adam on the generator's inputs
 
     def __post_init__(self) -> None:
-        """Validate the learning rate, and that the student is trained."""
-        super().__post_init__()
-        require_above(self, 0, "latent_lr")
+        """Validate that the student is trained."""
         if self.adversarial_weight and self.warmup >= self.saved_rounds:
             rounds = "the rounds that images / synthesis_batch_size need"
             raise invalid("warmup", self.warmup, f"below {self.saved_rounds}, {rounds}")

@@ -10,7 +10,7 @@ from torch.autograd import grad
 
 from stamp_core.client.batches import Batch
 from stamp_core.client.runtime import ClientRuntime
-from stamp_core.config.decode import require_above, require_at_least, require_fraction
+from stamp_core.config.limits import Fraction, NonNegative, NonNegativeInt, Positive
 from stamp_core.methods.base.method import ClientRound
 from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalContext, RehearsalParams
 from stamp_core.models.flat import split_like
@@ -23,20 +23,12 @@ LONG = "look-ahead: first-order steps as long as the SGD steps, at which little 
 class VrMclParams(RehearsalParams):
     """What is kept in memory, how the client looks ahead, and how variance is reduced."""
 
-    weight: float | None = 0.5  # of the exemplars in the meta-loss
-    inner_steps: int = 4  # K, each on a part of the batch; 0: no look-ahead
-    inner_lr: float = 0.1  # α of VR-MCL, learning rate of these steps
+    weight: NonNegative | None = 0.5  # of the exemplars in the meta-loss
+    inner_steps: NonNegativeInt = 4  # K, each on a part of the batch; 0: no look-ahead
+    inner_lr: NonNegative = 0.1  # α of VR-MCL, learning rate of these steps
     second_order: bool = True  # false: the gradients of these steps are constants
-    clip: float | None = None  # largest norm of h, as released: 1 or 2; null: any
-    r: float = 0.15  # share of the last step's error that is kept; 0: no variance reduction
-
-    def __post_init__(self) -> None:
-        """Validate the numbers."""
-        super().__post_init__()
-        require_at_least(self, 0, "inner_steps", "inner_lr")
-        require_fraction(self, "r")
-        if self.clip is not None:
-            require_above(self, 0, "clip")
+    clip: Positive | None = None  # largest norm of h, as released: 1 or 2; null: any
+    r: Fraction = 0.15  # share of the last step's error that is kept; 0: no variance reduction
 
 
 @dataclass

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 from torch.autograd import grad
 
-from stamp_core.config.decode import require_above, require_at_least
+from stamp_core.config.limits import NonNegative, Positive, PositiveInt
 from stamp_core.coresets.learner import Learner
 from stamp_core.coresets.selection.base import Proposal, TaskData
 from stamp_core.matching.simplex import Array
@@ -27,25 +27,20 @@ Tensors = Sequence[Tensor]
 class Options:
     """How the weights of images are optimised, and how the weights select."""
 
-    batch_size: int = 250  # candidates whose weights sum to 1, at most; also of past exemplars
-    outer_steps: int = 5  # of the weights
-    inner_steps: int = 1  # of the proxy before each of them
+    # candidates whose weights sum to 1, at most; also of past exemplars
+    batch_size: PositiveInt = 250
+    outer_steps: PositiveInt = 5  # of the weights
+    inner_steps: PositiveInt = 1  # of the proxy before each of them
     # In these units the published values, for a mean of p_i l_i over 50 images and for softmax(p),
     # are 0.1 and 1. At 1 all weights stay equal: the network was trained on the images already.
-    proxy_lr: float = 0.1
-    weights_lr: float = 10.0  # for weights in units of their mean, 1 / n
+    proxy_lr: Positive = 0.1
+    weights_lr: Positive = 10.0  # for weights in units of their mean, 1 / n
     # Of the regulariser, which concentrates weight on as many images as selected. In the released
     # code it has no effect: 0.
-    beta: float = 0.1
-    smoothing: float = 1e-3  # deviation of the noise that smooths the regulariser
-    past_weight: float = 0.1  # of past exemplars' loss in the outer loss
+    beta: NonNegative = 0.1
+    smoothing: Positive = 1e-3  # deviation of the noise that smooths the regulariser
+    past_weight: NonNegative = 0.1  # of past exemplars' loss in the outer loss
     space: Literal["all", "head"] = "all"  # the proxy's parameters; "head" is far cheaper
-
-    def __post_init__(self) -> None:
-        """Check the numbers."""
-        require_at_least(self, 1, "batch_size", "outer_steps", "inner_steps")
-        require_above(self, 0, "proxy_lr", "weights_lr", "smoothing")
-        require_at_least(self, 0, "beta", "past_weight")
 
 
 def propose(task: TaskData) -> Proposal:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stamp_core.config.decode import require_above, require_at_least
+from stamp_core.config.limits import Positive, PositiveInt
 from stamp_core.coresets.selection.base import Proposal, TaskData
 
 LOWEST = -1e300  # below every float32 score
@@ -17,21 +17,16 @@ NOT_FINITE = "csrel: losses that are not finite"
 class Options:
     """How the reference model and the selection model are trained, as published for CIFAR-100."""
 
-    reference_epochs: int = 10  # of an untrained network on the whole task
-    reference_lr: float = 3e-3
-    selection_steps: int = 40  # in which the coreset grows to its size
-    train_steps: int = 7  # SGD steps on the coreset after each of them, from initial weights
-    train_lr: float = 5e-3
-    batch_size: int = 32
+    reference_epochs: PositiveInt = 10  # of an untrained network on the whole task
+    reference_lr: Positive = 3e-3  # of its SGD
+    selection_steps: PositiveInt = 40  # in which the coreset grows to its size
+    # SGD steps on the coreset after each of them, from initial weights
+    train_steps: PositiveInt = 7
+    train_lr: Positive = 5e-3  # of these steps
+    batch_size: PositiveInt = 32  # of both models
     # Classes with the fewest images in the coreset first. The published runs on task sequences
     # rank all classes together; here every class keeps its own first images.
     balanced: bool = True
-
-    def __post_init__(self) -> None:
-        """Check that both models can learn."""
-        require_at_least(self, 1, "reference_epochs", "selection_steps", "train_steps")
-        require_at_least(self, 1, "batch_size")
-        require_above(self, 0, "reference_lr", "train_lr")
 
 
 def propose(task: TaskData) -> Proposal:

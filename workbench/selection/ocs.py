@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stamp_core.config.decode import invalid, require_at_least
+from stamp_core.config.decode import invalid
+from stamp_core.config.limits import NonNegative, PositiveInt
 from stamp_core.coresets.selection.base import Proposal, TaskData
 from workbench.per_sample import head_gradient_factors, per_sample_gradients
 
@@ -19,15 +20,13 @@ PAST_BATCH = 256  # past exemplars in a forward pass
 class Options:
     """How images are compared."""
 
-    batch_size: int = 20  # images compared with each other
-    batch_candidates: int = 10  # candidates selected from each batch
-    tau: float = 1000.0  # weight of the similarity with the past tasks' gradient
+    batch_size: PositiveInt = 20  # images compared with each other
+    batch_candidates: PositiveInt = 10  # candidates selected from each batch
+    tau: NonNegative = 1000.0  # weight of the similarity with the past tasks' gradient
     gradients: Literal["head", "all"] = "all"  # of which parameters
 
     def __post_init__(self) -> None:
-        """Check sizes and weight."""
-        require_at_least(self, 1, "batch_size", "batch_candidates")
-        require_at_least(self, 0, "tau")
+        """Check that a batch has as many candidates."""
         if self.batch_candidates > self.batch_size:
             allowed = f"at most batch_size, {self.batch_size}"
             raise invalid("batch_candidates", self.batch_candidates, allowed)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from stamp_core.config.decode import require_above, require_at_least
+from stamp_core.config.limits import NonNegative, NonNegativeInt, Positive, PositiveInt
 from stamp_core.coresets.selection.base import Proposal, TaskData
 from stamp_core.models.networks import Classifier
 from workbench.adam import Adam
@@ -27,32 +27,24 @@ class Options:
     """How the teacher is trained (squeeze) and images are optimised against it (recover)."""
 
     soft: bool = True  # label images with the teacher's logits (relabel)
-    squeeze_epochs: int = 20  # from the client's model (published: 200 from scratch)
-    squeeze_lr: float = 0.1
-    batch_size: int = 128  # of the squeeze
-    iterations: int = 1000
-    lr: float = 0.25  # of Adam, decayed to 0 along a cosine
-    statistics_weight: float = 0.01  # of matching batch normalisation's running statistics
-    roll: int = 4  # pixels, at most an eighth of the side
-    group_size: int = 256  # images optimised together, at most
-
-    def __post_init__(self) -> None:
-        """Check the numbers."""
-        require_at_least(self, 0, "squeeze_epochs", "squeeze_lr", "statistics_weight", "roll")
-        require_at_least(self, 1, "batch_size", "iterations", "group_size")
-        require_above(self, 0, "lr")
+    squeeze_epochs: NonNegativeInt = 20  # from the client's model (published: 200 from scratch)
+    squeeze_lr: NonNegative = 0.1  # of SGD
+    batch_size: PositiveInt = 128  # of the squeeze
+    iterations: PositiveInt = 1000  # of Adam on the images
+    lr: Positive = 0.25  # of Adam, decayed to 0 along a cosine
+    # of matching batch normalisation's running statistics
+    statistics_weight: NonNegative = 0.01
+    roll: NonNegativeInt = 4  # pixels, at most an eighth of the side
+    group_size: PositiveInt = 256  # images optimised together, at most
 
 
 def propose(task: TaskData) -> Proposal:
     """`exemplars_per_class` synthetic images of each class, even if it has fewer real ones."""
     _squeeze(task)
     labels = task.labels.unique().repeat(task.exemplars_per_class)  # every group mixes classes
-    network, group_size = task.learner.network, task.options.group_size
-    if network.norms:  # statistics are those of a forward pass, so a group must fit into one
-        group_size = min(group_size, network.micro_batch_size or group_size)
-    elif task.options.statistics_weight:
+    if task.options.statistics_weight and not task.learner.network.norms:
         task.events.append("sre2l: no batch normalisation, no statistics to match")
-    groups = labels.tensor_split(math.ceil(len(labels) / group_size))
+    groups = labels.tensor_split(math.ceil(len(labels) / task.options.group_size))
     pixels = torch.cat([_recover(task, group) for group in groups])
     images, labels = _replace_invalid(task, pixels, labels)
     return Proposal(images, labels, _relabel(task, images, labels))

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from stamp_core.config.decode import require, require_at_least, unknown_name
+from stamp_core.config.decode import require, unknown_name
+from stamp_core.config.limits import PositiveInt
 from stamp_core.data.images import Counts, ImageArrays, ImageOptions
 from stamp_core.data.sources.torchvision_sets import SETS as TORCHVISION
 from stamp_core.data.store.cache import SUBSETS
@@ -28,16 +29,16 @@ class Options:
     """Parameters of the source."""
 
     sets: tuple[str, ...] = ("mnist", "emnist", "usps", "svhn")  # the domains, in this order
-    per_class: int | None = None  # the first images of each class and domain, train and test each
+    # the first images of each class and domain, train and test each
+    per_class: PositiveInt | None = None
 
     def __post_init__(self) -> None:
-        """Validate the names of the sets and the number of images."""
+        """Validate the names of the sets."""
         for name in self.sets:
             if name not in SETS:
                 raise unknown_name("sets:", name, SETS)
         once = 0 < len(self.sets) == len(set(self.sets))
         require(self, "sets", once, "at least one set, and none twice")
-        require_at_least(self, 1, "per_class")
 
 
 def make(options: Options) -> ImageArrays:

@@ -9,9 +9,10 @@ from typing import Literal
 
 import numpy as np
 
-from stamp_core.config.decode import require, require_at_least
+from stamp_core.config.decode import require
+from stamp_core.config.limits import PositiveInt
 from stamp_core.core import paths
-from stamp_core.data.images import Counts
+from stamp_core.data.images import Counts, PathInside
 from stamp_core.data.sources.folder import find_images, make_listing
 from stamp_core.data.store.decoding import Listing
 
@@ -24,15 +25,14 @@ TRAIN_IMAGES = 1_281_167
 class Options:
     """Parameters of the source."""
 
-    root: str = "imagenet1k"  # in data/raw, or an absolute path
-    size: int = 224  # pixels per side
-    per_class_train: int | None = None  # images; None: all
-    per_class_test: int | None = None
+    root: PathInside = "imagenet1k"  # in data/raw, or an absolute path
+    size: PositiveInt = 224  # pixels per side
+    per_class_train: PositiveInt | None = None  # images; None: all
+    per_class_test: PositiveInt | None = None  # images; None: all
     test: Literal["val", "train"] = "val"  # train: the images of train/ after those for training
 
     def __post_init__(self) -> None:
-        """Validate the numbers of images."""
-        require_at_least(self, 1, "size", "per_class_train", "per_class_test")
+        """Validate that testing leaves images for training."""
         if self.test == "train":
             limited = self.per_class_train is not None
             require(self, "per_class_train", limited, "a number, as test is 'train'")

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stamp_core.config.decode import require_at_least, unknown_name
+from stamp_core.config.decode import unknown_name
+from stamp_core.config.limits import OpenFraction, PositiveInt
 from stamp_core.core import paths
-from stamp_core.data.images import Counts
+from stamp_core.data.images import Counts, PathInside
 from stamp_core.data.sources import folder
 from stamp_core.data.store.decoding import Listing
 
@@ -33,15 +34,13 @@ _IMAGES = {  # of each class, in the order of their names
 class Options:
     """Parameters of the source."""
 
-    root: str = "office31"  # in data/raw, or an absolute path
-    size: int = 300  # pixels per side
+    root: PathInside = "office31"  # in data/raw, or an absolute path
+    size: PositiveInt = 300  # pixels per side
     domains: tuple[str, ...] = ("amazon", "dslr", "webcam")  # some of them, in this order
-    test_share: float = 0.25  # of each class of a domain
+    test_share: OpenFraction = 0.25  # of each class of a domain
 
     def __post_init__(self) -> None:
-        """Validate the size, the share of test images and the domains."""
-        require_at_least(self, 1, "size")
-        folder.check_test_share(self.test_share)
+        """Validate the domains."""
         folder.check_domains(self.domains)
 
 

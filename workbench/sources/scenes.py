@@ -7,11 +7,12 @@ All arithmetic is on integers, as in glyphs.
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 
-from stamp_core.config.decode import require_at_least, require_between
+from stamp_core.config.limits import PositiveInt, between
 from stamp_core.data.images import ImageArrays
 from stamp_core.data.sources.glyphs import (
     CHARACTERS,
@@ -39,16 +40,11 @@ NOISE = 4  # the part of a number in -255..255 that is added: a deviation of a t
 class Options:
     """Parameters of the source."""
 
-    classes: int = 5
-    train_per_class: int = 150
-    test_per_class: int = 30
-    size: int = 32  # pixels per side; a character is drawn in 7/16 of it
-
-    def __post_init__(self) -> None:
-        """Validate what can be drawn."""
-        require_at_least(self, 1, "train_per_class", "test_per_class")
-        require_between(self, SHOWN, len(CHARACTERS), "classes")
-        require_between(self, 16, 64, "size")
+    classes: Annotated[int, between(SHOWN, len(CHARACTERS))] = 5  # the first characters
+    train_per_class: PositiveInt = 150  # images for training
+    test_per_class: PositiveInt = 30  # images for testing
+    # pixels per side; a character is drawn in 7/16 of it
+    size: Annotated[int, between(16, 64)] = 32
 
 
 def make(options: Options) -> ImageArrays:

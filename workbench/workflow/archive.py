@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from stamp_core.config.params import OWN
 from stamp_core.core.atomic import atomic_write
 from stamp_core.core.paths import ROOT
 from stamp_core.results.records import load_record
 from workbench.workflow.grid import data_folder
+from workbench.workflow.profiles import OWN
 
 
 def archive_file(profile: str, setting: str) -> Path:

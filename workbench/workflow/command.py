@@ -1,4 +1,4 @@
-"""The command `stamp`: one experiment, names, what a parameter means, whether a record is right.
+"""The command `stamp`: one experiment, names, parameters, whether a record is right.
 
 It needs no checkout; tables and figures of whole grids are those of `make`, in one.
 """
@@ -13,7 +13,8 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from stamp_core.config.decode import ParameterError
-from stamp_core.config.params import QUICK, parse_seeds, read_params
+from stamp_core.config.params import parse_seeds, read_params
+from workbench.workflow.profiles import DEFAULT
 
 ERRORS = (ParameterError, OSError, ValueError, ArithmeticError)
 
@@ -50,7 +51,7 @@ def run(arguments: argparse.Namespace) -> None:
     """
     from stamp_core import load_experiment, train
 
-    params = read_params(QUICK)
+    params = read_params()
     chosen = parse_overrides(arguments.set)
     for key in chosen:
         if arguments.plan is not None and key.startswith("setting.split"):
@@ -87,7 +88,7 @@ def print_comparison(labels: Sequence[str], found: Sequence[Sequence[Any]]) -> N
 
 def print_names(section: str) -> None:
     """The names of a section with what sets each apart, a line each."""
-    for name, block in read_params(QUICK)[section].items():
+    for name, block in read_params()[section].items():
         kind = block.get("kind") or block.get("extends") or block.get("data", {}).get("source")
         print(f"{name:28} {kind or ''}".rstrip())
 
@@ -96,7 +97,15 @@ def explain(arguments: argparse.Namespace) -> None:
     """Print what a parameter means, everywhere it is defined."""
     from workbench.workflow.explain import explanations  # imports every method
 
-    for line in explanations(arguments.key, read_params(QUICK)):
+    for line in explanations(arguments.key, read_params()):
+        print(line)
+
+
+def show(arguments: argparse.Namespace) -> None:
+    """Print every value of an experiment, and where it comes from."""
+    from workbench.workflow.show import shown
+
+    for line in shown(arguments.setting, arguments.method, arguments.profile):
         print(line)
 
 
@@ -155,6 +164,11 @@ def parser() -> argparse.ArgumentParser:
     meaning = commands.add_parser("explain", help="what a parameter means, e.g. spatial.kappa")
     meaning.add_argument("key")
     meaning.set_defaults(call=explain)
+    values = commands.add_parser("show", help="every value of an experiment, and its place")
+    values.add_argument("setting")
+    values.add_argument("method")
+    values.add_argument("--profile", default=DEFAULT, help="a file of params/, as cifar100")
+    values.set_defaults(call=show)
     return whole
 
 

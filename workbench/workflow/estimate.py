@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from stamp_core.config.decode import ParameterError
-from stamp_core.config.params import PAPER, PROFILES, expand_grid, parse_seeds, read_params
+from stamp_core.config.params import parse_seeds
 from stamp_core.config.schema import Diagnostics, Split
 from stamp_core.core.devices import device_name, resolve_device
 from stamp_core.core.paths import DATA
@@ -31,6 +31,7 @@ from stamp_core.data.store.cache import Numbers
 from stamp_core.engine.executor import resolve_workers
 from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.engine.train import train
+from workbench.workflow.profiles import PAPER, PROFILES, expand_grid, read_profile
 from workbench.workflow.sweeps import read_sweep, sweep_experiments
 from workbench.workflow.synthetic import published_dataset, synthetic_data
 from workbench.workflow.training import REFERENCE, relative_seconds
@@ -76,7 +77,7 @@ class SyntheticExperiment(Experiment):
 
 def estimate_setting(name: str, profile: str = PAPER) -> Needs:
     """The resources that a setting of a profile needs; they are also printed."""
-    params = read_params(profile)
+    params = read_profile(profile)
     names = dict.fromkeys(method for _, method, _ in expand_grid(f"grid.{name}", params))
     experiments = [load_experiment(name, method, params) for method in names]
     device = resolve_device("auto")
@@ -262,8 +263,9 @@ def require_resources(needs: Needs, name: str) -> None:
     if needs.memory > memory:
         raise ParameterError(
             f"{name} needs about {needs.memory / GB:.1f} GB of memory, {memory / GB:.1f} GB are "
-            f"free: lower {name}.network.micro_batch_size in params/settings.yaml, STAMP_WORKERS, "
-            f"or what clients keep, most of all with {needs.largest}, in params/methods.yaml"
+            "free: take a smaller network or smaller images in params/settings.yaml, fewer "
+            "STAMP_WORKERS, or lower what clients keep, most of all with "
+            f"{needs.largest}, in params/methods.yaml"
         )
     disk = shutil.disk_usage(DATA).free
     if needs.disk > disk:
@@ -282,7 +284,7 @@ def main() -> int:
     elsewhere = os.environ.get("RAY") or os.environ.get("SLURM")
     try:
         page = f"grid.{arguments.setting}" if arguments.setting else "grid"
-        runs = expand_grid(page, read_params(arguments.profile))
+        runs = expand_grid(page, read_profile(arguments.profile))
         for name in dict.fromkeys(setting for setting, _, _ in runs):
             needs = estimate_setting(name, arguments.profile)
             if not elsewhere:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from stamp_core.config.decode import ParameterError
-from stamp_core.config.params import DEFAULT, QUICK, STUDIES, expand_grid, parse_seeds, read_params
+from stamp_core.config.params import parse_seeds
 from stamp_core.config.schema import Setting
 from stamp_core.core.atomic import atomic_write, quarantine
 from stamp_core.core.devices import resolve_device
@@ -20,6 +20,7 @@ from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.engine.train import SeedsDiverged, save_records, train
 from stamp_core.results.metrics import final_accuracy, mean
 from stamp_core.results.records import Record, load_record
+from workbench.workflow.profiles import DEFAULT, QUICK, STUDIES, expand_grid, read_profile
 
 NOT_COMPARED = ("device", "torch")  # parts of an identity that may differ between machines
 
@@ -61,7 +62,7 @@ def plan_file(setting: str, seed: int, profile: str) -> Path:
 
 def grid_seeds(setting: str, profile: str) -> list[str]:
     """The ranges of seeds with which a profile's grid trains on a setting."""
-    runs = expand_grid(f"grid.{setting}", read_params(profile))
+    runs = expand_grid(f"grid.{setting}", read_profile(profile))
     return list(dict.fromkeys(seeds for _, _, seeds in runs))
 
 
@@ -129,13 +130,13 @@ def load_grid(page: str = "comparison", profile: str = QUICK) -> list[Record]:
     runs, to which they add seeds and settings.
     """
     profiles = (DEFAULT, STUDIES) if profile == STUDIES else (profile,)
-    runs = [(expand_grid(page, read_params(name)), name) for name in profiles]
+    runs = [(expand_grid(page, read_profile(name)), name) for name in profiles]
     return [record for experiments, name in runs for record in load_runs(experiments, name)]
 
 
 def load_runs(runs: Iterable[tuple[str, str, str]], profile: str) -> list[Record]:
     """The records of settings with methods and seeds; missing ones as in `load_grid`."""
-    params = read_params(profile)
+    params = read_profile(profile)
     records: list[Record] = []
     plans = dict[tuple[str, str], dict[int, Plan]]()  # read once for all methods of a setting
     for setting, method, seeds in runs:

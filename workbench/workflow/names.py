@@ -7,10 +7,10 @@ bad ones; a stage that is run alone has only this.
 import sys
 
 from stamp_core.config.decode import ParameterError
-from stamp_core.config.params import check_names, read_params
+from workbench.workflow.profiles import check_names, read_profile
 
 if __name__ == "__main__":
     try:
-        check_names(read_params(sys.argv[1]))
+        check_names(read_profile(sys.argv[1]))
     except ParameterError as error:
         sys.exit(f"ParameterError: {error}")

@@ -10,13 +10,15 @@ from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 
-from stamp_core.config.params import CHOSEN, DEFAULT, OWN, PAPER, Params, expand_grid, read_params
+from stamp_core.config.params import CHOSEN, Params
 from stamp_core.core.atomic import atomic_write
 from stamp_core.core.fingerprint import PACKAGE, combined_fingerprint
 from stamp_core.core.paths import SOURCE
 from stamp_core.core.plugins import SOURCES, find_modules
-from stamp_core.engine.experiment import Experiment, check_params, check_setting, load_experiment
+from stamp_core.engine.experiment import Experiment, load_experiment
+from workbench.workflow.checks import check_params, check_setting
 from workbench.workflow.notebooks import all_notebooks, strip_outputs
+from workbench.workflow.profiles import DEFAULT, OWN, PAPER, expand_grid, read_profile
 from workbench.workflow.sweeps import read_sweep, sweep_experiments
 
 WORKBENCH = Path(__file__).parents[1]
@@ -24,7 +26,7 @@ WORKBENCH = Path(__file__).parents[1]
 
 def write_source() -> None:
     """Write data/source: notebooks without outputs, and the fingerprint of every stage's code."""
-    params = read_params(DEFAULT)
+    params = read_profile(DEFAULT)
     count = check_params(params)
     swept = sum(len(sweep_experiments(name, params)) for name in params["sweeps"])
     for setting in used_settings(params):  # the paper's images are on few machines
@@ -41,7 +43,7 @@ def write_source() -> None:
     write_code()
     write_experiments(params, "")
     for profile in (PAPER, *OWN):
-        other = read_params(profile)
+        other = read_profile(profile)
         check_params(other)
         write_experiments(other, f"{profile}-")
 

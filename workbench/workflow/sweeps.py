@@ -8,21 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from stamp_core.config.decode import ParameterError, build, invalid
-from stamp_core.config.params import (
-    DEFAULT,
-    QUICK,
-    at_setting,
-    expand_grid,
-    parse_seeds,
-    read_block,
-    read_params,
-    set_value,
-)
+from stamp_core.config.decode import ParameterError, build, invalid, unknown_name
+from stamp_core.config.params import at_setting, parse_seeds, set_value
 from stamp_core.core.paths import ROOT
 from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.results.records import Record
 from workbench.workflow.grid import data_folder, load_records, load_runs, run_folder
+from workbench.workflow.profiles import DEFAULT, QUICK, expand_grid, read_profile
 from workbench.workflow.training import Job, require_trained, train_missing
 
 CORESET_BASELINES = ("fedavg", "keep_all")  # without a memory, and with every image in it
@@ -77,7 +69,10 @@ def expand_placeholders(key: str, setting: str, method: str) -> str:
 
 def read_sweep(name: str, params: Mapping[str, Any]) -> Sweep:
     """A sweep of a profile, checked."""
-    return build(Sweep, read_block(params, "sweeps", name), f"{params['file']}: sweeps.{name}")
+    sweeps, where = params["sweeps"], f"{params['file']}: sweeps."
+    if name not in sweeps:
+        raise unknown_name(where, name, sweeps)
+    return build(Sweep, sweeps[name], f"{where}{name}")
 
 
 def sweep_names(figure: str, params: Mapping[str, Any]) -> list[str]:
@@ -116,7 +111,7 @@ def light_experiment(
 
 def run_sweep(name: str, profile: str, workers: int = 1, device: str = "auto") -> list[Record]:
     """The records of a sweep; experiments without current ones are trained, stale ones deleted."""
-    params = read_params(profile)
+    params = read_profile(profile)
     seeds = read_sweep(name, params).seeds
     jobs = [Job(experiment, seeds, profile) for experiment in sweep_experiments(name, params)]
     found = require_trained(*train_missing(jobs, workers, device))
@@ -132,7 +127,7 @@ def load_sweeps(figure: str, profile: str = QUICK) -> list[Record]:
     Missing ones are trained with the quick profile, an error with the default one, and left out
     with the paper's.
     """
-    params = read_params(profile)
+    params = read_profile(profile)
     records: list[Record] = []
     for name in sweep_names(figure, params):
         if profile == QUICK:
@@ -159,7 +154,7 @@ def _coreset_baselines(params: Mapping[str, Any], profile: str) -> list[Record]:
 
 def sweep_captions(profile: str = QUICK, figure: str = "sensitivity") -> dict[str, tuple[str, str]]:
     """The label of every sweep of a figure, and the preset's own value, "" if not among them."""
-    params = read_params(profile)
+    params = read_profile(profile)
     captions = {}
     for name in sweep_names(figure, params):
         sweep = read_sweep(name, params)

@@ -19,7 +19,6 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from typing import NamedTuple
 
-from stamp_core.config.params import expand_grid, read_params
 from stamp_core.core.atomic import open_lock
 from stamp_core.core.devices import resolve_device
 from stamp_core.core.paths import RESUME, ROOT
@@ -29,6 +28,7 @@ from stamp_core.engine.executor import resolve_workers
 from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.results.records import Record
 from workbench.workflow.grid import load_planned, load_plans, train_and_save
+from workbench.workflow.profiles import expand_grid, read_profile
 
 REFERENCE = "glyphs"  # the setting whose seconds of each method are compared
 OUTPUT = ("lines", "none")  # what a process of its own may show of its progress
@@ -72,7 +72,7 @@ Run = Callable[[Job], Failure | None]  # trains an experiment somewhere and wait
 
 def grid_jobs(page: str, profile: str) -> list[Job]:
     """The experiments of a page: "grid.digits" are those that are trained on one setting."""
-    params = read_params(profile)
+    params = read_profile(profile)
     return [
         Job(load_experiment(setting, method, params), seeds, profile)
         for setting, method, seeds in expand_grid(page, params)

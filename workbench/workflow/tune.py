@@ -10,20 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stamp_core.config.decode import build, invalid, unknown_name
-from stamp_core.config.params import (
-    CIFAR100,
-    DEFAULT,
-    at_setting,
-    parse_seeds,
-    read_params,
-    read_yaml,
-)
+from stamp_core.config.params import at_setting, parse_seeds, read_yaml
 from stamp_core.core.paths import ROOT
 from stamp_core.engine.experiment import Experiment
 from stamp_core.methods.base.registry import override, resolve_preset
 from stamp_core.results.records import Record
 from workbench.report.frames import CHOOSING
 from workbench.report.tables.sweeps import ALL, KINDS, write_tuning
+from workbench.workflow.profiles import CIFAR100, DEFAULT, read_profile
 from workbench.workflow.sweeps import light_experiment
 from workbench.workflow.training import Job, require_trained, train_missing
 
@@ -76,7 +70,7 @@ def candidate_experiments(
     """
     if setting and setting not in tuning.setting:
         raise unknown_name(f"{FILES[profile]}: setting", setting, tuning.setting)
-    params = read_params(profile)
+    params = read_profile(profile)
     for kind in KINDS:
         methods = tuning.methods(kind)
         for method, values in ((m, each) for m in methods for each in methods[m]):
@@ -92,7 +86,7 @@ def candidate_name(values: Mapping[str, Any]) -> str:
 
 def default_candidates(tuning: Tuning) -> set[tuple[str, str]]:
     """Method and name of the candidates that are chosen on drawn images, for other profiles."""
-    params = read_params(DEFAULT)
+    params = read_profile(DEFAULT)
     return {
         (method, candidate_name(values))
         for method, every in tuning.candidates.items()

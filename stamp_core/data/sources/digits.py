@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stamp_core.config.limits import OpenFraction
 from stamp_core.data.images import ImageArrays
-from stamp_core.data.sources.folder import check_test_share, held_out_indices
+from stamp_core.data.sources.folder import held_out_indices
 
 PACKAGES = ("numpy", "scikit-learn")
 
@@ -14,11 +15,7 @@ PACKAGES = ("numpy", "scikit-learn")
 class Options:
     """Parameters of the source."""
 
-    test_share: float = 0.25  # of each class
-
-    def __post_init__(self) -> None:
-        """Validate the share of test images."""
-        check_test_share(self.test_share)
+    test_share: OpenFraction = 0.25  # of each class
 
 
 def make(options: Options) -> ImageArrays:

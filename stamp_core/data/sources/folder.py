@@ -11,8 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from stamp_core.config.decode import invalid, require_at_least
+from stamp_core.config.decode import invalid, require
+from stamp_core.config.limits import OpenFraction, PositiveInt
 from stamp_core.core import paths
+from stamp_core.data.images import PathInside
 from stamp_core.data.store.cache import Numbers
 from stamp_core.data.store.decoding import ImageFiles, Listing
 
@@ -25,18 +27,18 @@ Seen = dict[tuple[int, int], str]  # folders that were read, by device and inode
 class Options:
     """Parameters of the source."""
 
-    root: str  # in data/raw, or an absolute path
-    size: int  # pixels per side: the shorter side is resized to it, then the centre is cropped
+    root: PathInside  # in data/raw, or an absolute path
+    # pixels per side: the shorter side is resized to it, then the centre is cropped
+    size: PositiveInt
     grey: bool = False  # one channel
-    test_share: float | None = None  # of each class; None: there are folders train and test
+    test_share: OpenFraction | None = None  # of each class; None: there are folders train and test
     domains: tuple[str, ...] = ()  # folders above those of the classes, in this order
 
     def __post_init__(self) -> None:
-        """Validate the size, the share of test images and the domains."""
-        require_at_least(self, 1, "size")
-        if self.test_share is not None or self.domains:
-            check_test_share(self.test_share)
-            check_domains(self.domains or ("all",))
+        """Validate the domains, which have no folders train and test."""
+        if self.domains:
+            require(self, "test_share", self.test_share is not None, "above 0 and below 1")
+            check_domains(self.domains)
 
 
 def listing(options: Options) -> Listing:
@@ -52,12 +54,6 @@ def listing(options: Options) -> Listing:
         train, test = find_images(root, ("train", held_out), layout)
         subsets = [train], [test]
     return make_listing(root, subsets, options.domains or ("all",), options.size, options.grey)
-
-
-def check_test_share(share: float | None) -> None:
-    """Validate that training and testing have images."""
-    if share is None or not 0 < share < 1:
-        raise invalid("test_share", share, "above 0 and below 1")
 
 
 def check_domains(domains: Sequence[str]) -> None:

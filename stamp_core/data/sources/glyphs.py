@@ -5,12 +5,13 @@ After the outlines are drawn, all arithmetic is on integers: images are bit-iden
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import numpy.typing as npt
 
-from stamp_core.config.decode import require, require_at_least, require_between
+from stamp_core.config.decode import require
+from stamp_core.config.limits import PositiveInt, between
 from stamp_core.data.images import ImageArrays
 from stamp_core.data.store.cache import Bytes, Numbers
 
@@ -45,17 +46,14 @@ TRAIN, TEST = 0, 1
 class Options:
     """Parameters of the source."""
 
-    classes: int
-    train_per_class: int
-    test_per_class: int
-    size: int = 20  # pixels per side
+    classes: Annotated[int, between(2, len(CHARACTERS))]  # the first characters
+    train_per_class: PositiveInt  # images for training
+    test_per_class: PositiveInt  # images for testing
+    size: Annotated[int, between(8, 64)] = 20  # pixels per side
     face_domains: bool = False  # every face is a domain, with the same share of each class
 
     def __post_init__(self) -> None:
-        """Validate what can be drawn."""
-        require_at_least(self, 1, "train_per_class", "test_per_class")
-        require_between(self, 2, len(CHARACTERS), "classes")
-        require_between(self, 8, 64, "size")
+        """Validate that every face has images."""
         for name in ("train_per_class", "test_per_class"):
             enough = not self.face_domains or getattr(self, name) >= len(FACES)
             right = f"at least {len(FACES)}, one per face, as face_domains is true"

@@ -19,7 +19,13 @@ import numpy.typing as npt
 from stamp_core.config.decode import require
 from stamp_core.core import paths
 from stamp_core.data.dataset import ImageDataset
-from stamp_core.data.images import ImageArrays, ImageOptions, array_error, convert_images
+from stamp_core.data.images import (
+    ImageArrays,
+    ImageOptions,
+    PathInside,
+    array_error,
+    convert_images,
+)
 from stamp_core.data.store.cache import SUBSETS, Bytes, NamedArrays
 
 PACKAGES = ("numpy", "pillow")
@@ -35,11 +41,10 @@ READ_ERRORS = (  # of altered archives, and of altered headers of their arrays
 class Options(ImageOptions):
     """Parameters of the source."""
 
-    file: str = ""  # in data/raw, or an absolute path
+    file: PathInside = ""  # in data/raw, or an absolute path
 
     def __post_init__(self) -> None:
         """Validate that there is a file."""
-        super().__post_init__()
         require(self, "file", bool(self.file), "the name of an .npz file")
 
 

@@ -14,7 +14,8 @@ from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.by_class import first_per_class
 from stamp_core.client.runtime import ClientRuntime, RoundId
 from stamp_core.client.scoring import score
-from stamp_core.config.decode import invalid, require_above
+from stamp_core.config.decode import invalid
+from stamp_core.config.limits import Positive
 from stamp_core.config.schema import Training
 from stamp_core.core.devices import has_room
 from stamp_core.data.plan import Plan
@@ -42,11 +43,7 @@ class NoParams:
 class FedAvgParams:
     """FedAvg's only parameter, which all methods with a server inherit."""
 
-    server_lr: float = 1.0  # theta + server_lr * (average - theta)
-
-    def __post_init__(self) -> None:
-        """Validate the server's learning rate."""
-        require_above(self, 0, "server_lr")
+    server_lr: Positive = 1.0  # theta + server_lr * (average - theta)
 
 
 @dataclass
@@ -343,8 +340,7 @@ class Method:
     def may_miss_rounds(self) -> bool:
         """Whether clients may miss a round, the last one of an experience among them."""
         training = self.runtime.training
-        some = training.participation < 1 or training.clients_per_round is not None
-        return some or training.dropout > 0
+        return training.participation < 1 or training.clients_per_round is not None
 
     def is_due(self, client_round: ClientRound) -> bool:
         """Whether a client adds the task to its memory after this round.

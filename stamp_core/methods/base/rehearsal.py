@@ -11,7 +11,8 @@ from torch import Tensor
 from stamp_core.client.batches import Batch, StepContext, append_exemplars
 from stamp_core.client.by_class import class_means, sample_balanced
 from stamp_core.client.runtime import ClientRuntime
-from stamp_core.config.decode import invalid, require_at_least
+from stamp_core.config.decode import invalid
+from stamp_core.config.limits import NonNegative
 from stamp_core.core.devices import storage_device
 from stamp_core.core.seeding import generator
 from stamp_core.coresets.learner import Learner
@@ -42,20 +43,16 @@ class RehearsalParams(FedAvgParams):
     memory: MemoryParams = field(
         default_factory=lambda: MemoryParams(selection="uniform", merge="reservoir")
     )
-    ratio: float = 1.0  # exemplars in a batch, as a multiple of its new images
+    ratio: NonNegative = 1.0  # exemplars in a batch, as a multiple of its new images
     balanced: bool = False  # sample exemplars evenly over classes instead of uniformly
     # The loss is (new + weight * exemplars) / (1 + weight), each a mean; null: one mean over all.
-    weight: float | None = None
+    weight: NonNegative | None = None
     # Weight of the squared distance between exemplars' logits and the mean logits of their class
     # when it was learnt: dark experience replay (Buzzega et al., 2020) with one anchor per class.
-    anchor: float = 0.0
+    anchor: NonNegative = 0.0
 
     def __post_init__(self) -> None:
         """Validate the weights; soft labels need a loss that uses them."""
-        super().__post_init__()
-        require_at_least(self, 0, "ratio", "anchor")
-        if self.weight is not None:
-            require_at_least(self, 0, "weight")
         for name, neutral in (("weight", None), ("balanced", False)):
             if not self.ratio and getattr(self, name) != neutral:
                 right = f"{neutral}, as ratio is 0: no batch has exemplars"

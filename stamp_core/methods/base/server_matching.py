@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from stamp_core.client.runtime import ClientRuntime
-from stamp_core.config.decode import invalid, require_at_least
+from stamp_core.config.decode import invalid
+from stamp_core.config.limits import PositiveInt
 from stamp_core.core.seeding import generator
 from stamp_core.matching.gram import Difference, sketch
 from stamp_core.matching.match import MatchingParams, MatchResult, match
@@ -25,16 +26,14 @@ class SpatialParams(MatchingParams):
 
     reference: Literal["mean", "weighted", "current", "halves"] = "weighted"
     normalise: Literal["none", "mean", "current"] = "mean"
-    projection: int | None = None  # numbers of each update that are matched in its place
+    projection: PositiveInt | None = None  # numbers of each update that are matched in its place
 
     def __post_init__(self) -> None:
         """Refuse what is undefined among clients."""
-        super().__post_init__()
         for name in ("reference", "normalise", "length"):
             if getattr(self, name) in ("current", "halves"):
                 right = "another: no client is the current one"
                 raise invalid(name, getattr(self, name), right)
-        require_at_least(self, 1, "projection")
         if self.projection is not None and self.blocks == "layers":
             raise invalid("blocks", self.blocks, "'model', as projection is set")
 

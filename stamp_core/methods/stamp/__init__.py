@@ -9,7 +9,8 @@ from torch import Tensor
 
 from stamp_core.client.batches import Batch
 from stamp_core.client.runtime import ClientRuntime
-from stamp_core.config.decode import invalid, require_at_least
+from stamp_core.config.decode import invalid
+from stamp_core.config.limits import NonNegative
 from stamp_core.coresets.memory import Memory, MemoryParams, past_tasks
 from stamp_core.matching.match import MatchResult, match_gram
 from stamp_core.methods.base.method import ClientRound, Log
@@ -35,16 +36,15 @@ class StampParams(RehearsalParams):
     """The parts of STAMP; null or 0 turns one off, and with all off it is FedAvg."""
 
     memory: MemoryParams = field(default_factory=MemoryParams)  # prototypical coresets, PCS
-    ratio: float = 0.0  # exemplars mixed into batches: not in the paper
+    ratio: NonNegative = 0.0  # exemplars mixed into batches: not in the paper
     spatial: SpatialParams | None = None  # matching on the server, SAM
     temporal: TemporalParams | None = None  # matching on the client, TAM
-    prototype: float = 0.0  # weight of the prototypical loss, added to cross-entropy
+    prototype: NonNegative = 0.0  # weight of the prototypical loss, added to cross-entropy
     alternate: bool = False  # as the public code: encoder by prototypes, then head by cross-entropy
 
     def __post_init__(self) -> None:
         """Validate the weight of the prototypical loss, which alternating steps need."""
         super().__post_init__()
-        require_at_least(self, 0, "prototype")
         if self.alternate and not self.prototype:
             raise invalid("prototype", self.prototype, "above 0, as alternate is true")
         if self.temporal is None or self.temporal.every is None:

@@ -17,7 +17,8 @@ from torch import Tensor
 from stamp_core.client.batches import Batch
 from stamp_core.client.by_class import sample_balanced
 from stamp_core.client.runtime import ClientRuntime, RoundId
-from stamp_core.config.decode import invalid, require_above, require_at_least
+from stamp_core.config.decode import invalid
+from stamp_core.config.limits import Positive, PositiveInt
 from stamp_core.matching.gram import combine, gram
 from stamp_core.matching.match import MatchingParams, MatchResult, match
 
@@ -26,22 +27,20 @@ from stamp_core.matching.match import MatchingParams, MatchResult, match
 class TemporalParams(MatchingParams):
     """When past tasks are matched and how gradients represent them; the last one is current."""
 
-    every: int | None = None  # SGD steps; null: once a round, after them; 1: inside each step
+    # SGD steps; null: once a round, after them; 1: inside each step
+    every: PositiveInt | None = None
+    # what represents a past task: an update by local epochs, one gradient, a model never trained
     past: Literal["trajectory", "gradient", "unmoved"] = "trajectory"
-    source: Literal["memory", "all data"] = "memory"
-    lr: float = 1.0  # received - lr * d
+    source: Literal["memory", "all data"] = "memory"  # images of past tasks
+    lr: Positive = 1.0  # received - lr * d
     alone: bool = False  # also match in the first experience, with the own update alone
-    tasks: int = 50  # past tasks in one match; of more, a random sample
-    images: int = 256  # images of a task per gradient; of more, a random sample
+    tasks: PositiveInt = 50  # past tasks in one match; of more, a random sample
+    images: PositiveInt = 256  # images of a task per gradient; of more, a random sample
 
     def __post_init__(self) -> None:
         """Validate what can be matched at the chosen moment."""
-        super().__post_init__()
-        require_above(self, 0, "lr")
-        require_at_least(self, 1, "tasks", "images")
         if self.every is None:
             return
-        require_at_least(self, 1, "every")
         if self.past != "gradient":
             right = "'gradient', as every is set: the others need local epochs of their own"
             raise invalid("past", self.past, right)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stamp_core.client.batches import Batch
 from stamp_core.client.runtime import ClientRuntime
-from stamp_core.config.decode import invalid, require_above, require_at_least
+from stamp_core.config.limits import NonNegative, Positive, PositiveInt, UnitInterval, at_least
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Message, State
 from stamp_core.models.flat import FlatModel
 from stamp_core.models.networks import set_train_mode
@@ -21,44 +21,32 @@ from workbench.methods.base.distillation import soft_cross_entropy
 from workbench.methods.base.generators import Pool, build_seeded, draw_inputs
 from workbench.methods.base.task_server import TaskContext, TaskServer, pack_bits, unpack_bits
 
+FEATURE_WEIGHT = 0.5  # of features in distillation
+
 
 @dataclass(frozen=True)
 class AFFCLParams(FedAvgParams):
     """Weights of the terms, the flow, and how credible a replayed feature is."""
 
-    k_loss_flow: float = 0.1  # weight of the loss on replayed features; at 0 there is no flow
-    k_lastflow: float = 0.4  # weight of samples of the last task's flow in the loss of the flow
-    k_kd_last: float = 0.2  # weight of distillation from the last task's classifier, of its ...
-    k_kd_feature: float = 0.5  # ... features ...
-    k_kd_output: float = 0.1  # ... and softened outputs, on images and on replayed features
-    theta: float = 0.2  # share of the replay loss that does not depend on the flow's density
-    flow_lr: float = 1e-4  # of Adam
+    k_loss_flow: NonNegative = 0.1  # weight of the loss on replayed features; at 0 there is no flow
+    k_lastflow: NonNegative = 0.4  # weight of samples of the last flow in the loss of the flow
+    k_kd_last: NonNegative = 0.2  # weight of distillation from the last task's classifier
+    # weight in it of softened outputs, on images and on replayed features
+    k_kd_output: NonNegative = 0.1
+    theta: UnitInterval = 0.2  # share of the replay loss that does not depend on the flow's density
+    flow_lr: NonNegative = 1e-4  # of Adam
     flow_scale: Scale = "default"  # "general" can also expand, as features with ReLU need
-    flow_layers: int = 4
-    flow_hidden: int | None = None  # width of the flow's networks; null: the number of features
-    flow_every: int = 1  # the batches whose features make one step of the flow and one of replay
+    flow_layers: Annotated[int, at_least(2)] = 4  # one alone leaves half of the features as noise
+    flow_hidden: PositiveInt | None = None  # width of the flow; null: the number of features
+    flow_every: PositiveInt = 1  # batches for one step of the flow and one of replay
     # Largest norm of the gradient of a replay step, as a flow's features may be of any size: the
     # released Adam bounds its steps, SGD does not.
-    replay_clip: float = 10.0
-    min_variance: float = 0.01  # released: 1e-30, at which one image of a class has weight 4e14
-
-    def __post_init__(self) -> None:
-        """Validate weights, the share and the flow's sizes."""
-        super().__post_init__()
-        weights = ("k_loss_flow", "k_lastflow", "k_kd_last", "k_kd_feature", "k_kd_output")
-        require_at_least(self, 0, *weights, "flow_lr")
-        require_above(self, 0, "min_variance", "replay_clip")
-        require_at_least(self, 2, "flow_layers")  # fewer would leave half of the features as noise
-        require_at_least(self, 1, "flow_every")
-        if self.flow_hidden is not None:
-            require_at_least(self, 1, "flow_hidden")
-        if not 0 <= self.theta <= 1:
-            raise invalid("theta", self.theta, "between 0 and 1")
+    replay_clip: Positive = 10.0
 
     @property
     def distils(self) -> bool:
         """Whether there is distillation from the last task's classifier."""
-        return self.k_kd_last > 0 and (self.k_kd_feature > 0 or self.k_kd_output > 0)
+        return self.k_kd_last > 0
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -187,7 +175,7 @@ class AFFCL(TaskServer):
         with torch.no_grad():
             old_features = self.teacher.encode(images)
             old_logits = self.teacher.head(old_features)
-        of_features = self.params.k_kd_feature * F.mse_loss(features, old_features)
+        of_features = FEATURE_WEIGHT * F.mse_loss(features, old_features)
         of_outputs = self.params.k_kd_output * soft_cross_entropy(logits, old_logits, TEMPERATURE)
         loss: Tensor = self.params.k_kd_last * (of_features + of_outputs)
         return loss

@@ -16,6 +16,7 @@ from workbench.adam import FlatAdam
 from workbench.methods.base.distillation import soft_cross_entropy
 from workbench.methods.base.generators import Pool
 
+MIN_VARIANCE = 0.01  # released: 1e-30, at which one image of a class has weight 4e14
 TEMPERATURE = 2.0  # of distillation: probabilities are raised to 1/2 and normalised
 DIVERGED = "flow: its density is not finite, the received flow is kept"
 CLIPPED = "flow: the gradient on its samples was shortened to replay_clip"
@@ -120,7 +121,7 @@ class FlowReplay:
 
         How plausible the noise of a sample is among that of the batch's features of its class: the
         mean over dimensions of the normal density with their mean and variance, at least
-        `min_variance`. Without features of the class it is the batch's density.
+        `MIN_VARIANCE`. Without features of the class it is the batch's density.
         """
         own, log_density = self.network(features, labels)  # [n, D], [n]
         density = (log_density / features.shape[1]).exp().mean()  # per feature
@@ -129,7 +130,7 @@ class FlowReplay:
         shares = (members / counts.clamp(min=1)).T  # [L, n]
         means = shares @ own  # [L, D]
         variances = shares @ (own - members @ means).square()
-        variance = variances.clamp(min=self.params.min_variance)[drawn]  # [N, D]
+        variance = variances.clamp(min=MIN_VARIANCE)[drawn]  # [N, D]
         exponent = -(noise - means[drawn]).square() / (2 * variance)
         plausible = (exponent.exp() / (2 * math.pi * variance).sqrt()).mean(1)
         return plausible.where(counts[drawn] > 0, density), density

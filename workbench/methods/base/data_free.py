@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stamp_core.client.batches import Batch
 from stamp_core.client.runtime import ClientRuntime
-from stamp_core.config.decode import require_above, require_at_least
+from stamp_core.config.limits import NonNegative, PositiveInt
 from stamp_core.core.seeding import address
 from stamp_core.methods.base.method import ClientRound, Group, Log, Message, State
 from stamp_core.models.flat import FlatModel
@@ -26,6 +26,7 @@ from workbench.methods.base.synthesis import (
 )
 from workbench.methods.base.task_server import TaskContext, TaskServer
 
+TEMPERATURE = 2.0  # of distillation
 NO_IMAGES = "synthesis: no image is finite, the next experience has no replay"
 
 
@@ -33,18 +34,9 @@ NO_IMAGES = "synthesis: no image is finite, the next experience has no replay"
 class DataFreeParams(SynthesisParams):
     """How images are synthesised after an experience, and how clients distil from them."""
 
-    kd: float = 25.0  # weight of distillation; 0: no images are synthesised
-    temperature: float = 2.0  # of distillation
+    kd: NonNegative = 25.0  # weight of distillation; 0: no images are synthesised
     ce_classes: Literal["new", "all"] = "new"  # cross-entropy omits those in distillation, or none
-    replay_batch_size: int | None = None  # null: one pass over the set in every local epoch
-
-    def __post_init__(self) -> None:
-        """Validate the weight, the temperature and the batch size."""
-        super().__post_init__()
-        require_at_least(self, 0, "kd")
-        require_above(self, 0, "temperature")
-        if self.replay_batch_size is not None:
-            require_at_least(self, 1, "replay_batch_size")
+    replay_batch_size: PositiveInt | None = None  # null: one pass over the set in every local epoch
 
 
 @dataclass
@@ -188,4 +180,4 @@ class DataFree(TaskServer, ABC):
     def distillation_loss(self, student: Outputs, teacher: Outputs, classes: Tensor) -> Tensor:
         """Distillation over past classes that are not in the client's task."""
         pair = student[0][:, classes], teacher[0][:, classes]
-        return soft_cross_entropy(*pair, self.params.temperature)
+        return soft_cross_entropy(*pair, TEMPERATURE)

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stamp_core.client.batches import Batch, StepContext
-from stamp_core.config.decode import invalid, require_above, require_at_least
+from stamp_core.config.decode import invalid
+from stamp_core.config.limits import NonNegativeInt, Positive, PositiveInt, Share
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Group, Method, State
 from stamp_core.models.networks import Classifier
 from workbench.methods.base.exemplar_lists import ExemplarLists, empty_lists
@@ -26,21 +27,15 @@ OMITTED = "cache: a past class has no image in it"
 class CacheParams(FedAvgParams):
     """How many samples are cached, and the model along which their importance is measured."""
 
-    cache: int = 2000  # M, samples of all past tasks together
-    lam: float = 0.5  # λ: the proximal weight of the informative model is (1 - λ) / (2 λ)
-    steps: int = 5  # s, gradient steps of the informative model
-    pim_lr: float = 0.01  # its learning rate, for the mean gradient
+    cache: NonNegativeInt = 2000  # M, samples of all past tasks together
+    lam: Share = 0.5  # λ: the proximal weight of the informative model is (1 - λ) / (2 λ)
+    steps: PositiveInt = 5  # s, gradient steps of the informative model
+    pim_lr: Positive = 0.01  # its learning rate, for the mean gradient
     score: Literal["full", "head"] = "full"  # gradients with respect to all parameters, or the head
     balance: Literal["none", "class"] = "none"  # "class": as many samples of each past class
 
     def __post_init__(self) -> None:
-        """Validate the numbers; the proximal term must not diverge."""
-        super().__post_init__()
-        require_at_least(self, 0, "cache")
-        require_at_least(self, 1, "steps")
-        require_above(self, 0, "lam", "pim_lr")
-        if self.lam > 1:
-            raise invalid("lam", self.lam, "above 0 and at most 1")
+        """Validate that the proximal term does not diverge."""
         if self.pim_lr * self.pull >= 2:
             least = f"above {self.pim_lr / (4 + self.pim_lr):.4g}, so that pim_lr"
             raise invalid("lam", self.lam, f"{least} x (1 - lam) / (2 lam) is below 2")

@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stamp_core.client.batches import augment
 from stamp_core.client.runtime import ClientRuntime
-from stamp_core.config.decode import require_above, require_at_least
+from stamp_core.config.limits import NonNegative, NonNegativeInt, Positive, PositiveInt, at_least
 from stamp_core.core.seeding import generator
 from stamp_core.methods.base.method import FedAvgParams, Log
 from stamp_core.models.flat import FlatModel, FlatSGD
@@ -21,6 +21,7 @@ from workbench.adam import FlatAdam
 from workbench.methods.base.distillation import agreeing_divergence, softened_divergence
 
 STUDENT_TEMPERATURE = 20.0  # of the student's distillation
+LABEL_WEIGHT = 0.5  # of the teacher's cross-entropy on the labels
 STUDENT_MOMENTUM = 0.9  # of its SGD
 STATISTICS_MOMENTUM = 0.9  # share of earlier synthesis rounds in the matched statistics
 FEWEST_LEVELS = 1.0  # mean deviation of a pixel over the images, below which they are all alike
@@ -37,29 +38,18 @@ Outputs = tuple[Tensor, Tensor]  # of a MappedClassifier: logits [N, classes], f
 class SynthesisParams(FedAvgParams):
     """How images are synthesised after an experience."""
 
-    images: int = 8000  # of the synthetic set
-    synthesis_batch_size: int = 256  # images of a synthesis round
-    latent: int = 256  # inputs of the generator
-    generator_width: int = 64  # channels of its last hidden layer
-    generator_steps: int = 10  # of Adam in a synthesis round
-    generator_lr: float = 0.002
-    statistics_weight: float = 10.0  # of matching the statistics of batch normalisation
-    label_weight: float = 0.5  # of the teacher's cross-entropy on the labels
-    adversarial_weight: float = 1.0  # of the disagreement of teacher and student
-    warmup: int = 20  # synthesis rounds before the student is trained
-    student_steps: int = 400  # of SGD in a synthesis round
-    student_lr: float = 0.2
-    student_weight_decay: float = 1e-4
-
-    def __post_init__(self) -> None:
-        """Validate weights and sizes; generators need inputs, steps and batch statistics."""
-        super().__post_init__()
-        weights = "statistics_weight", "adversarial_weight", "student_weight_decay"
-        require_at_least(self, 0, *weights, "warmup")
-        require_above(self, 0, "label_weight", "generator_lr", "student_lr")
-        sizes = "images", "latent", "generator_width", "generator_steps", "student_steps"
-        require_at_least(self, 1, *sizes)
-        require_at_least(self, 2, "synthesis_batch_size")
+    images: PositiveInt = 8000  # of the synthetic set
+    synthesis_batch_size: Annotated[int, at_least(2)] = 256  # images of a synthesis round
+    latent: PositiveInt = 256  # inputs of the generator
+    generator_width: PositiveInt = 64  # channels of its last hidden layer
+    generator_steps: PositiveInt = 10  # of Adam in a synthesis round
+    generator_lr: Positive = 0.002  # of Adam
+    statistics_weight: NonNegative = 10.0  # of matching the statistics of batch normalisation
+    adversarial_weight: NonNegative = 1.0  # of the disagreement of teacher and student
+    warmup: NonNegativeInt = 20  # synthesis rounds before the student is trained
+    student_steps: PositiveInt = 400  # of SGD in a synthesis round
+    student_lr: Positive = 0.2  # of its SGD
+    student_weight_decay: NonNegative = 1e-4  # in its SGD
 
     @property
     def saved_rounds(self) -> int:
@@ -161,7 +151,6 @@ class Synthesis(ABC):
         if not classifier.norms or not known:
             self.log.events.append(NO_STATISTICS)
             return None
-        classifier.micro_batch_size = None  # statistics are those of a whole batch
         return NormStatistics(classifier.norms)
 
     def run(self) -> tuple[Tensor, Tensor]:
@@ -253,8 +242,7 @@ class Synthesis(ABC):
 
     def teacher_loss(self, teacher: Outputs, targets: Tensor) -> Tensor:
         """The teacher's loss on the labels, among the classes learnt so far."""
-        weight: float = self.params.label_weight
-        return weight * F.cross_entropy(self.logits(teacher), targets)
+        return LABEL_WEIGHT * F.cross_entropy(self.logits(teacher), targets)
 
     def after_backward(self) -> None:  # noqa: B027 - a hook that most do not need
         """Called after the gradient of every step."""

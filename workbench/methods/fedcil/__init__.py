@@ -11,7 +11,8 @@ from torch import Tensor
 
 from stamp_core.client.batches import Batch, append_exemplars
 from stamp_core.client.runtime import ClientRuntime
-from stamp_core.config.decode import invalid, require_above, require_at_least, require_fraction
+from stamp_core.config.decode import invalid
+from stamp_core.config.limits import Fraction, NonNegative, NonNegativeInt, Positive, PositiveInt
 from stamp_core.core.seeding import generator
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Log, Message, Reply, State
 from workbench.methods.base.generators import Pool, draw_inputs
@@ -27,22 +28,20 @@ NOT_CONSOLIDATED = "consolidation: not finite or all images equal, the plain mea
 class FedCILParams(FedAvgParams):
     """The weights of the losses, and the size and training of the generator."""
 
-    adversarial: float = 1.0  # of the losses on real or generated and of generated images' labels
-    replay: float = 0.5  # share of replayed images in the loss of real ones, from the second task
-    consistency: float = 1.0  # with the server's generator; paper: above 0, released code: 0
-    consolidation: int = 100  # steps of the server on images of the clients' generators
-    noise: int = 100  # Gaussian inputs of the generator, besides the one-hot label
-    width: int = 384  # channels of the generator's first layer, halved by each further one
-    generator_lr: float = 2e-4
-    every: int = 1  # batches per adversarial step; the others train the classifier alone
+    # of the losses on real or generated and of generated images' labels
+    adversarial: NonNegative = 1.0
+    # share of replayed images in the loss of real ones, from the second task
+    replay: Fraction = 0.5
+    # with the server's generator; paper: above 0, released code: 0
+    consistency: NonNegative = 1.0
+    consolidation: NonNegativeInt = 100  # steps of the server on images of the clients' generators
+    noise: PositiveInt = 100  # Gaussian inputs of the generator, besides the one-hot label
+    width: PositiveInt = 384  # channels of the generator's first layer, halved by each further one
+    generator_lr: Positive = 2e-4  # of Adam
+    every: PositiveInt = 1  # batches per adversarial step; the others train the classifier alone
 
     def __post_init__(self) -> None:
-        """Validate the numbers: a generator that is used has to be trained."""
-        super().__post_init__()
-        require_at_least(self, 0, "adversarial", "consistency", "consolidation")
-        require_fraction(self, "replay")
-        require_at_least(self, 1, "noise", "width", "every")
-        require_above(self, 0, "generator_lr")
+        """A generator that is used has to be trained."""
         for name in ("replay", "consistency", "consolidation"):
             if getattr(self, name) and not self.adversarial:
                 raise invalid(name, getattr(self, name), "0, as adversarial is 0")

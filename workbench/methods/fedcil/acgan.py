@@ -90,9 +90,7 @@ class Acgan:
         self.networks = {name: self.network(name, 0) for name in NETWORKS}
         self.head, self.generator = self.networks.values()
         self.sampler = self.network("generator", 0)
-        # Images that are sampled together share statistics: their number is the same whatever the
-        # size of micro-batches.
-        self.chunk = evaluation_batch_size(runtime.shape, None)
+        self.chunk = evaluation_batch_size(runtime.shape)
         # from -1 .. 1 to what the runtime makes of 0 .. 255
         self.gain = 127.5 * runtime.scale
         self.shift = self.gain - runtime.offset

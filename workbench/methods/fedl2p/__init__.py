@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.runtime import ClientRuntime, RoundId
-from stamp_core.config.decode import require_above, require_at_least, require_fraction
+from stamp_core.config.limits import NonNegative, NonNegativeInt, Positive, PositiveInt
 from stamp_core.core.seeding import generator
 from stamp_core.data.plan import Plan
 from stamp_core.methods.base.method import (
@@ -39,36 +39,27 @@ from workbench.methods.fedl2p.normalisation import (
 
 HIGH = 100.0  # gradients of a loss above it are clipped to ±CLIP, as published
 CLIP = 0.5
+HELD_OUT = 0.2  # share of a client's images for the outer loss
+NEUMANN_STEPS, NEUMANN_LR = 3, 0.1  # of the series for the inverse Hessian
 
 
 @dataclass(frozen=True)
 class FedL2PParams(FedAvgParams):
     """How clients personalise, and how the meta-networks learn it."""
 
-    backbone: Literal["federated", "frozen"] = "federated"
-    warm_rounds: int = 5  # rounds of FedAvg on the first tasks, which train a frozen network
+    backbone: Literal["federated", "frozen"] = "federated"  # the network that is fine-tuned
+    # rounds of FedAvg on the first tasks, which train a frozen network
+    warm_rounds: PositiveInt = 5
     # Steps are batches. The published 3 epochs of outer steps with 15 epochs of inner steps each
     # are 708,750 batches a round for a client with 10,000 images. One outer step costs as much as
     # one to two client rounds of FedAvg on the settings digits and glyphs.
-    outer_steps: int = 1
-    inner_steps: int = 10
-    ft_epochs: int = 15  # of fine-tuning at evaluation
-    held_out: float = 0.2  # share of a client's images for the outer loss
-    lr: float = 0.001  # initial value of the learnt learning rates of fine-tuning
-    meta_lr: float = 0.001  # learning rate of the outer steps, for the meta-networks
-    hyper_lr: float = 0.0001  # learning rate of the outer steps, for the learnt ones
-    clamp: float = 1.0  # of each number of a hypergradient
-    neumann_steps: int = 3
-    neumann_lr: float = 0.1
-
-    def __post_init__(self) -> None:
-        """Validate the numbers."""
-        super().__post_init__()
-        require_at_least(self, 0, "outer_steps", "ft_epochs", "lr", "meta_lr", "hyper_lr")
-        require_at_least(self, 0, "neumann_steps", "neumann_lr")
-        require_at_least(self, 1, "inner_steps", "warm_rounds")
-        require_above(self, 0, "clamp", "held_out")
-        require_fraction(self, "held_out")
+    outer_steps: NonNegativeInt = 1
+    inner_steps: PositiveInt = 10  # of fine-tuning before each outer step
+    ft_epochs: NonNegativeInt = 15  # of fine-tuning at evaluation
+    lr: NonNegative = 0.001  # initial value of the learnt learning rates of fine-tuning
+    meta_lr: NonNegative = 0.001  # learning rate of the outer steps, for the meta-networks
+    hyper_lr: NonNegative = 0.0001  # learning rate of the outer steps, for the learnt ones
+    clamp: Positive = 1.0  # of each number of a hypergradient
 
 
 @dataclass
@@ -143,7 +134,7 @@ class FedL2P(Method):
 
     def held_out(self, samples: int) -> int:
         """The number of held-out images."""
-        return int(self.params.held_out * samples)
+        return int(HELD_OUT * samples)
 
     def start(self, client_round: ClientRound) -> FedL2PContext:
         return FedL2PContext(client_round.message["meta"])
@@ -233,16 +224,16 @@ class FedL2P(Method):
         """The gradient of the outer loss with respect to `meta`.  # [M]
 
         As published: learning rates enter by the last inner step alone, with the opposite sign of
-        that step's derivative where H is positive, and the Neumann series of (I - neumann_lr H)^j
-        lacks the factor neumann_lr that would make it approach H^-1.
+        that step's derivative where H is positive, and the Neumann series of (I - NEUMANN_LR H)^j
+        lacks the factor NEUMANN_LR that would make it approach H^-1.
         """
         direct, vector = grad(outer, (meta, theta), retain_graph=True)
         (gradient,) = grad(inner, theta, create_graph=True)
         series = vector
         power = vector
-        for _ in range(self.params.neumann_steps):
+        for _ in range(NEUMANN_STEPS):
             curved = grad(gradient, theta, power, retain_graph=True)[0]  # H power
-            power = power - self.params.neumann_lr * curved
+            power = power - NEUMANN_LR * curved
             series = series + power
         (implicit,) = grad(gradient, meta, series)
         bn = self.nets.bn_size

@@ -98,7 +98,7 @@ def layer_statistics(
     sums = dict[nn.Module, Tensor]()
 
     def add(layer: nn.Module, args: tuple[Tensor]) -> None:
-        x = args[0].float()  # in bfloat16 the moments would be rounded
+        x = args[0]
         dims = all_but_channels(x) if layer in norms else None
         variance, mean = (m.double() for m in torch.var_mean(x, dims, correction=0))
         part = torch.stack([mean, variance + mean.square()]) * (len(x) / len(indices))

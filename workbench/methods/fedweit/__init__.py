@@ -10,7 +10,7 @@ from torch import Tensor
 from stamp_core.client.batches import Batch
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.client.scoring import accuracies, predict, score, tests_of_tasks
-from stamp_core.config.decode import require, require_at_least, require_fraction
+from stamp_core.config.limits import Fraction, NonNegative, Positive
 from stamp_core.config.schema import Training
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Log, Message, Reply, State
 from stamp_core.models.flat import FlatSGD
@@ -30,24 +30,17 @@ from workbench.methods.fedweit.decomposed import (
 class FedWeITParams(FedAvgParams):
     """How weights are decomposed, what is sent of them, and what holds those of past tasks."""
 
-    lr: float | None = None  # of all parts, which move the weights together; null: the setting's
-    adaptive: float | None = 1 / 3  # A starts at this share of B; null: nothing is decomposed
-    sparsity: float = 0.3  # share of each tensor's channels that is not uploaded
-    lambda1: float = 1e-3  # weight of |A|; elements of A up to this size are neither sent nor used
-    lambda2: float = 100.0  # weight of half the squared change of the weights of past tasks
-    weight_decay: float = 1e-4  # of m and A; of B in a client's first task
+    lr: Positive | None = None  # of all parts, which move the weights together; null: the setting's
+    adaptive: NonNegative | None = 1 / 3  # A starts at this share of B; null: nothing is decomposed
+    sparsity: Fraction = 0.3  # share of each tensor's channels that is not uploaded
+    # weight of |A|; elements of A up to this size are neither sent nor used
+    lambda1: NonNegative = 1e-3
+    # weight of half the squared change of the weights of past tasks
+    lambda2: NonNegative = 100.0
+    weight_decay: NonNegative = 1e-4  # of m and A; of B in a client's first task
     # Biases, normalisation and head: averaged as by FedAvg, or each task's own, which no client
     # sends, as published. Then there is no global model.
     head: Literal["shared", "task"] = "shared"
-
-    def __post_init__(self) -> None:
-        """Validate weights and shares: a sparsity of 1 would leave no channel to compare with."""
-        super().__post_init__()
-        require(self, "lr", self.lr is None or self.lr > 0, "above 0")
-        require_fraction(self, "sparsity")
-        require_at_least(self, 0, "lambda1", "lambda2", "weight_decay")
-        if self.adaptive is not None:
-            require_at_least(self, 0, "adaptive")
 
 
 class LearntTask(TypedDict):

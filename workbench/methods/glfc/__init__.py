@@ -11,7 +11,8 @@ from torch import Tensor
 from stamp_core.client.batches import Batch
 from stamp_core.client.by_class import class_means, first_per_class
 from stamp_core.client.runtime import ClientRuntime
-from stamp_core.config.decode import invalid, require_above, require_at_least
+from stamp_core.config.decode import invalid
+from stamp_core.config.limits import NonNegative, NonNegativeInt, Positive
 from stamp_core.coresets.selection.base import Candidates
 from stamp_core.coresets.selection.herding import choose
 from stamp_core.methods.base.method import ClientRound, Message, State
@@ -30,20 +31,18 @@ class GLFCParams(ProxyParams):
 
     loss: Literal["binary", "cross_entropy"] = "binary"  # of labels; the second is FedAvg's
     columns: Literal["known", "all"] = "known"  # of binary losses: classes reported so far, or all
-    scale: float = 1.0  # of the loss; published: a local learning rate of 2, so 2 / training.lr
+    # of the loss; published: a local learning rate of 2, so 2 / training.lr
+    scale: Positive = 1.0
     # Groups of classes in each of which an image's weight has the mean 1: past classes and current
     # ones, or those of each past task and the current ones (LGA, with weights in distillation too).
     groups: Literal["none", "old_new", "tasks"] = "old_new"
-    new_weight: float = 0.5  # of the loss of labels, where there is an old model; LGA: 1
-    exemplars: int = 2000  # of all classes together, M
+    new_weight: Positive = 0.5  # of the loss of labels, where there is an old model; LGA: 1
+    exemplars: NonNegativeInt = 2000  # of all classes together, M
     signal: Literal["entropy", "oracle"] = "entropy"  # of a new task; oracle: it is always known
-    threshold: float = 1.2  # of the entropy's increase
+    threshold: NonNegative = 1.2  # of the entropy's increase
 
     def __post_init__(self) -> None:
-        """Validate the numbers, and that cross-entropy is FedAvg's."""
-        super().__post_init__()
-        require_above(self, 0, "scale", "new_weight")
-        require_at_least(self, 0, "exemplars", "threshold")
+        """Validate that cross-entropy is FedAvg's."""
         if self.loss == "cross_entropy" and (self.groups != "none" or self.old_weight):
             raise invalid("loss", self.loss, "'binary' unless groups is none and old_weight 0")
 

@@ -6,7 +6,7 @@ from typing import Any, Literal, TypedDict
 import torch
 from torch import Tensor
 
-from stamp_core.config.decode import require_at_least
+from stamp_core.config.limits import NonNegative, NonNegativeInt
 from stamp_core.methods.base.method import FedAvgParams, Log, Message, Reply, State
 from workbench.methods.base.task_server import TaskServer, pack_bits
 from workbench.methods.glfc.gradients import GradientEncoder, reconstruct
@@ -20,18 +20,13 @@ NOT_FINITE = "proxy: a gradient is not finite"
 class ProxyParams(FedAvgParams):
     """How the old model is chosen; with an `old_weight` of 0 nothing of this is done."""
 
-    old_weight: float = 0.5  # of the loss that uses the old model; LGA: 1
+    old_weight: NonNegative = 0.5  # of the loss that uses the old model; LGA: 1
     proxy: Literal["dlg", "none"] = "dlg"  # none: the old model is a task's last, not its best
-    proxy_init: int = 0  # rounds of a task in which the latest model counts as the best; LGA: 6
-    perturb_steps: int = 50  # of SGD on a prototype before its gradient is taken
-    perturb_lr: float = 0.2  # a tenth of the published learning rate of 2
-    recon_steps: int = 5000  # of L-BFGS; published: 250 of 20 inner steps each
-
-    def __post_init__(self) -> None:
-        """Validate the numbers."""
-        super().__post_init__()
-        counts = ("proxy_init", "perturb_steps", "recon_steps")
-        require_at_least(self, 0, "old_weight", "perturb_lr", *counts)
+    # rounds of a task in which the latest model counts as the best; LGA: 6
+    proxy_init: NonNegativeInt = 0
+    perturb_steps: NonNegativeInt = 50  # of SGD on a prototype before its gradient is taken
+    perturb_lr: NonNegative = 0.2  # a tenth of the published learning rate of 2
+    recon_steps: NonNegativeInt = 5000  # of L-BFGS; published: 250 of 20 inner steps each
 
 
 class Monitor(TypedDict):

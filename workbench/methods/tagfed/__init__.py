@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.client.scoring import accuracies, indices_of_tests
-from stamp_core.config.decode import invalid, require_above, require_at_least
+from stamp_core.config.decode import invalid
+from stamp_core.config.limits import NonNegative, Positive, Share, UnitInterval
 from stamp_core.core.seeding import address, generator
 from stamp_core.data.plan import Plan, Task
 from stamp_core.methods.base.method import (
@@ -46,6 +47,8 @@ from workbench.methods.tagfed.packed import (
 
 HIDDEN = 64  # units of the server's tails
 BATCH = 128  # features in a step of their training
+EPOCHS = 20  # of it, in each round
+TEMPERATURE = 5.0  # of distillation
 
 
 @dataclass(frozen=True)
@@ -56,21 +59,13 @@ class TagFedParams(FedAvgParams):
     # task returns other logits, as published. "weights": the task's weights, which are averaged.
     exchange: Literal["features", "weights"] = "features"
     trace: Literal["task", "none"] = "task"  # "none": all tasks count as the same one
-    keep: float = 0.1  # share of the encoder's weights that each task keeps
-    mask_lr: float = 1e-4  # of Adam; masks of earlier weights learn in the first round of a task
-    kd: float = 0.1  # share of distillation in the losses of clients and of the server's tails
-    temperature: float = 5.0
-    tail_epochs: int = 20
-    tail_lr: float = 0.2
+    keep: Share = 0.1  # share of the encoder's weights that each task keeps
+    mask_lr: NonNegative = 1e-4  # of Adam on masks of earlier weights, in a task's first round
+    kd: UnitInterval = 0.1  # share of distillation in the losses of clients and of tails
+    tail_lr: Positive = 0.2  # of SGD on the server's tails
 
     def __post_init__(self) -> None:
-        """Validate the shares, and the server learning rate, which needs a model of all clients."""
-        super().__post_init__()
-        require_above(self, 0, "keep", "temperature", "tail_lr")
-        require_at_least(self, 0, "mask_lr", "kd", "tail_epochs")
-        for name in ("keep", "kd"):
-            if getattr(self, name) > 1:
-                raise invalid(name, getattr(self, name), "at most 1")
+        """Validate the server learning rate, which needs a model of all clients."""
         if self.server_lr != 1 and not self.averages_all:
             right = "1 unless exchange is 'weights' and trace 'none'"
             raise invalid("server_lr", self.server_lr, right)
@@ -187,7 +182,7 @@ class TagFed(Method):
         """SGD of a tail on what the clients of a group have sent, distilled from their logits."""
         names = ("features", "logits", "labels")
         features, logits, labels = (torch.cat([m[name] for m in messages]) for name in names)
-        for _ in range(self.params.tail_epochs):
+        for _ in range(EPOCHS):
             order = torch.randperm(len(labels), generator=draw)
             for batch in order.split(BATCH):
                 tail.gradients.zero_()
@@ -197,7 +192,7 @@ class TagFed(Method):
 
     def mixed_loss(self, outputs: Tensor, labels: Tensor, teacher: Tensor) -> Tensor:
         """Cross-entropy and distillation, as shares of 1."""
-        distilled = softened_divergence(outputs, teacher, self.params.temperature)
+        distilled = softened_divergence(outputs, teacher, TEMPERATURE)
         return torch.lerp(F.cross_entropy(outputs, labels), distilled, self.params.kd)
 
     def init_client(self, client: int, server: State) -> PackedState:

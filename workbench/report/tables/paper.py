@@ -11,8 +11,9 @@ import numpy as np
 import pandas as pd
 import torch
 
-from stamp_core.config.params import PAPER, read_params, read_setting
+from stamp_core.config.params import parameter_file, read_params, read_setting, read_yaml
 from stamp_core.config.schema import Network, Setting
+from stamp_core.core.paths import ROOT
 from stamp_core.data.loading import source_options
 from stamp_core.models.encoders import Shape
 from stamp_core.models.networks import build_network
@@ -88,7 +89,7 @@ def _comparison(
     Methods are the paper's, then ours; of the components the paper's alone.
     """
     frame = _paper_frame(records)
-    grid = read_params(PAPER)["grid"]["method"]
+    grid = read_yaml(parameter_file(ROOT, "params/paper.yaml"))["grid"]["method"]
     table = []
     for data, setting in printed.settings(label).items():
         paper = printed.rows(label, data)
@@ -150,7 +151,7 @@ def _cost_cells(paper: pd.Series, runs: pd.DataFrame) -> dict[str, str]:
 
 def training_details(params: Mapping[str, Any] | None = None) -> pd.DataFrame:
     """One row an attribute, one column a data set of tab:training-details: the paper's and ours."""
-    params = params or read_params(PAPER)
+    params = params or read_params()
     columns: dict[str, dict[str, str]] = {}
     for data, name in printed.settings("tab:training-details").items():
         setting = read_setting(name, params)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from stamp_core.config.decode import require_above, require_at_least
+from stamp_core.config.limits import NonNegative, Positive, PositiveInt
 from stamp_core.models.flat import split_like
 from stamp_core.models.networks import Classifier
 from workbench.adam import Adam
@@ -24,15 +24,9 @@ DECAYS = (3 / 8, 5 / 8, 7 / 8)  # shares of the iterations after which the step 
 class Attack:
     """How images are optimised."""
 
-    iterations: int = 300
-    lr: float = 0.1  # of normalised images
-    variation: float = 1e-2  # weight of total variation
-
-    def __post_init__(self) -> None:
-        """Validate the numbers."""
-        require_at_least(self, 1, "iterations")
-        require_at_least(self, 0, "variation")
-        require_above(self, 0, "lr")
+    iterations: PositiveInt = 300
+    lr: Positive = 0.1  # of normalised images
+    variation: NonNegative = 1e-2  # weight of total variation
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,129 @@
+"""Profiles: files that say what runs. They share the settings and the presets of methods.
+
+params.yaml says what runs by default; quick.yaml, paper.yaml, cifar100.yaml, protocols.yaml,
+privacy.yaml and studies.yaml in params/ are other profiles of the same form.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from stamp_core.config.decode import ParameterError, invalid, unknown_name
+from stamp_core.config.params import (
+    CHOSEN,
+    FILES,
+    Params,
+    parameter_file,
+    parse_seeds,
+    read_params,
+    read_yaml,
+    require_name,
+    with_values,
+)
+from stamp_core.core.paths import PARAMS
+
+GRIDS = ("grid", "more_seeds")  # blocks that are trained
+REQUIRED = ("grid", "ablation", "sweeps")  # blocks of a profile
+OWN_PAGES = ("tour",)  # blocks that a page of their own shows
+BLOCKS = {*REQUIRED, *GRIDS, *OWN_PAGES, CHOSEN}
+AXES = ("setting", "method", "seeds")  # of a grid
+DEFAULT, QUICK, PAPER = "default", "quick", "paper"
+# with a pipeline each, and values of their own
+OWN = CIFAR100, PROTOCOLS, PRIVACY, STUDIES = "cifar100", "protocols", "privacy", "studies"
+PROFILES = {DEFAULT: "params.yaml"} | {name: f"params/{name}.yaml" for name in (QUICK, PAPER, *OWN)}
+PAGES = ("grid", "comparison", "ablation", *OWN_PAGES)  # parts of a profile's grid
+
+
+def read_profile(profile: str = DEFAULT, root: Path = PARAMS.parent) -> dict[str, Any]:
+    """The blocks of a profile with all settings and methods, as plain values.
+
+    The key "file" names the profile's file, for messages. Values of presets that the profile has
+    chosen for all settings are in "methods", those for one setting alone in "chosen".
+    """
+    if profile not in PROFILES:
+        raise unknown_name("profile", profile, PROFILES)
+    file = PROFILES[profile]
+    params = {**_read_blocks(file, root), **read_params(root), "file": file}
+    chosen = params.pop(CHOSEN, {})
+    for name in [name for name in chosen if name not in params["settings"]]:
+        params = with_values(params, "methods", name, chosen.pop(name))
+    return {**params, CHOSEN: chosen} if chosen else params
+
+
+def _read_blocks(file: str, root: Path) -> dict[str, Any]:
+    """The blocks of a profile's file, each of which is known and a block of keys."""
+    blocks = read_yaml(parameter_file(root, file))
+    for key in blocks:
+        if key in FILES:
+            raise ParameterError(f"{file}: {key} belongs into {FILES[key]}")
+        if key not in BLOCKS:
+            raise unknown_name(f"{file}:", key, BLOCKS)
+    for key in (*REQUIRED, *blocks):
+        if not isinstance(blocks.get(key), dict):
+            raise invalid(f"{file}: {key}", blocks.get(key), "a block of keys")
+    for name in blocks["sweeps"]:  # names of folders, and words of DVC's commands
+        require_name(f"{file}: sweeps.", name)
+    return blocks
+
+
+def check_names(params: Params) -> None:
+    """Validate that names and seeds of grids are single words of a command.
+
+    `read_profile` has validated the names of settings, methods and sweeps.
+    """
+    for grid in (*OWN_PAGES, *GRIDS):
+        axes = _check_axes(params, grid, AXES) if grid in params else {}
+        for axis, words in axes.items():
+            for word in words:
+                if axis == "seeds":
+                    parse_seeds(word)
+                else:
+                    require_name(f"{params['file']}: {grid}.{axis}", word)
+
+
+def expand_grid(page: str, params: Params) -> Iterator[tuple[str, str, str]]:
+    """Setting, method and range of seeds of every experiment of a page.
+
+    "grid" is all that is trained, "comparison" that without the variants of the ablation,
+    "ablation" its baselines and variants, "tour" the block of this name.
+    "comparison.digits" is one setting of a page.
+    """
+    page, _, only = page.partition(".")
+    if page not in PAGES:
+        raise unknown_name("page", page, PAGES)
+    blocks = [page] if page in OWN_PAGES else [name for name in GRIDS if name in params]
+    grids = [_check_axes(params, name, AXES) for name in blocks]
+    settings = dict.fromkeys(setting for grid in grids for setting in grid["setting"])
+    if only and only not in settings:
+        raise unknown_name(f"{params['file']}: {page}.setting", only, settings)
+    ablation = _check_axes(params, "ablation", ("baselines", "method"))
+    for grid in grids:
+        methods = _methods_shown(page, grid["method"], ablation)
+        for run in itertools.product(grid["setting"], methods, map(str, grid["seeds"])):
+            if run[0] == (only or run[0]):
+                yield run
+
+
+def _methods_shown(page: str, methods: list[str], ablation: Mapping[str, list[str]]) -> list[str]:
+    """Those of a grid's methods that a page shows."""
+    variants = [method for method in methods if method in ablation["method"]]
+    if page == "comparison":
+        return [method for method in methods if method not in variants]
+    if page == "ablation":  # baselines alone show no part of STAMP
+        shown = {*ablation["baselines"], *variants} if variants else ()
+        return [method for method in methods if method in shown]
+    return methods
+
+
+def _check_axes(params: Params, name: str, axes: tuple[str, ...]) -> dict[str, list[str]]:
+    """The block `name`, checked: a list of names for each axis."""
+    where, block = f"{params['file']}: {name}", params.get(name) or {}
+    for key in block:
+        if key not in axes:
+            raise unknown_name(f"{where}:", key, axes)
+    for axis in axes:
+        values = block.get(axis)
+        if not isinstance(values, list) or not all(isinstance(v, str | int) for v in values):
+            raise invalid(f"{where}.{axis}", values, "a list of names")
+    return dict(block)
