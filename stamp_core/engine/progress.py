@@ -75,16 +75,16 @@ class Progress:
             if self.bar is not None:
                 self.bar.update()
 
-    def experience(self, seed: int, place: str, accuracy: float) -> None:
-        """Show a seed's accuracy after an experience; its `place` in the sequence is like "3/5"."""
+    def experience(self, seed: int, experience: int, count: int, accuracy: float) -> None:
+        """Show a seed's accuracy after one of `count` experiences."""
         with self.lock:
             self.accuracies[seed] = accuracy
             if self.bar is not None:
                 mean = sum(self.accuracies.values()) / len(self.accuracies)
                 self.bar.set_postfix_str(f"accuracy {mean:.1%}")
             elif self.form == "lines":
-                line = f"{self.name}  seed {seed}  experience {place}  accuracy {accuracy:6.1%}"
-                print(f"{line}  {self.times()}", flush=True)
+                line = f"{self.name}  seed {seed}  experience {experience + 1}/{count}"
+                print(f"{line}  accuracy {accuracy:6.1%}  {self.times()}", flush=True)
 
     def times(self) -> str:
         """The seconds since the start, and about how many are left for all seeds."""

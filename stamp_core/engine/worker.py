@@ -4,10 +4,10 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from stamp_core.engine.privacy import protect_upload
 from stamp_core.engine.trees import Stored
 from stamp_core.methods.base.method import LocalModel, Message, Reply, State
 
-_T = TypeVar("_T")
 StateOrRef = State | Stored  # a client's state, or its name in a store
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "ALLOC_FAILED")  # in torch's errors
 
@@ -60,15 +59,6 @@ class Worker:
         self.plans = plans
         self.stores = {seed: state_store(resume, experiment.name, seed) for seed in plans if resume}
         self.lock = threading.Lock()
-
-    def run(self, call: "Call[_T]") -> _T:
-        """The result of a call; an error for lack of memory names the parameter to lower."""
-        try:
-            return call(self)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise MemoryError(memory_advice(self.runtime.setting)) from error
 
     def initial_states(self, seed: int) -> tuple[State, list[StateOrRef], int, int]:
         """The first states of the server and of every client, and the bytes sent down and up."""
@@ -170,7 +160,15 @@ def require_on_cpu(message: Message) -> None:
             raise TypeError(f"message.{name} is on {tensor.device}; it must be on the CPU: .cpu()")
 
 
-Call = Callable[[Worker], _T]  # partial(Worker.evaluate, seed=0, ...): checked by mypy
+@contextmanager
+def explain_memory_errors(setting: Setting) -> Iterator[None]:
+    """A context in which an error for lack of memory names the parameter to lower."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryError(memory_advice(setting)) from error
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +83,7 @@ def test_trees_come_through_to_another_process_unchanged() -> None:
         "one": torch.tensor(True),
         "rest": ["text", 1, 0.5, None, torch.tensor(float("nan"), dtype=torch.float64)],
     }
-    packed = executor._dumps(tree)
+    packed = executor.dumps(tree)
     assert len(packed) < 2000
     back = executor.pickle.loads(packed)
     small.assert_equal_trees(back, tree)
@@ -119,12 +118,12 @@ def test_a_killed_worker_ends_the_run_with_a_reason(
     """As the kernel would when memory runs out; the finished rounds are kept."""
     experiment, map_, once = REPLAY, ProcessExecutor.map, threading.Lock()
 
-    def deadly(self: ProcessExecutor, calls: Any) -> list[Any]:
+    def deadly(self: ProcessExecutor, work: Any, each: Any) -> list[Any]:
         files = tmp_path.glob("*/run.safetensors")
         both_began = [read_tree(file)[0]["next"] > 0 for file in files] == [True, True]
         if both_began and once.acquire(blocking=False):
             self.pool.submit(signal.raise_signal, signal.SIGKILL)
-        return map_(self, calls)
+        return map_(self, work, each)
 
     def train() -> None:
         try:
@@ -296,19 +295,19 @@ def test_workers_keep_states_on_disk_and_pass_on_where_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same results as in memory; a client's own model does not cross to its process."""
-    experiment, dumps = whole("local"), executor._dumps
+    experiment, dumps = whole("local"), executor.dumps
     records, carried = {}, dict[Path | None, int]()
     for resume in (None, tmp_path):
         carried[resume] = 0
 
         def measured(item: object, resume: Path | None = resume) -> bytes:
             packed = dumps(item)
-            if isinstance(item, partial) and item.func is worker.Worker.train_client:
-                own = len(packed) - tree_bytes(item.keywords["message"])
+            if isinstance(item, tuple) and item[0] is worker.Worker.train_client:
+                own = len(packed) - tree_bytes(item[1][2])  # the message
                 carried[resume] = max(carried[resume], own)
             return packed
 
-        monkeypatch.setattr(executor, "_dumps", measured)
+        monkeypatch.setattr(executor, "dumps", measured)
         records[resume] = engine.train(experiment, plans(experiment, 0), 2, "cpu", resume)[0]
     assert carried[tmp_path] < 2000 < carried[None]
     small.assert_same(records[None], records[tmp_path])
