@@ -63,6 +63,11 @@ class Experiment:
         """The images of the setting."""
         return load_dataset(self.setting.data)
 
+    def plans(self, seeds: str) -> dict[int, Plan]:
+        """The plan of each seed of a range such as "0to2": who learns what when."""
+        dataset = self.dataset()
+        return {seed: make_plan(self.setting.split, dataset, seed) for seed in parse_seeds(seeds)}
+
     def resolved(self) -> dict[str, Any]:
         """All parameters of the experiment as plain values."""
         options = to_plain(source_options(self.setting.data))

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class Logger(Protocol):
-    """What a training tells while it runs; stamp_core/results/loggers.py has some.
+    """What a training tells while it runs; workbench/workflow/loggers.py has some.
 
     Calls come one at a time, in the process that called `train`. A training that resumes begins
     with the rounds that were trained before, so that a logger is always told all of them. An error

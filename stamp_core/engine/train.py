@@ -298,7 +298,7 @@ class Run:
         """The record of the finished run."""
         runtime = self.worker.runtime
         state = self.state
-        graphs = self.method.graph_safe and runtime.graphs.usable(self.training.batch_size)
+        graphs = self.method.graph_safe and runtime.graphs and runtime.graphs.graphs
         about = {
             **self.experiment.resolved(),
             "group": self.experiment.kind.group,

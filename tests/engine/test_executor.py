@@ -254,10 +254,9 @@ def test_what_is_lowered_is_never_below_what_there_can_be(
 
 UNGUARDED = """
 from stamp_core import load_experiment, train
-from workbench import load_plans
 
 experiment = load_experiment("tiny", "fedavg")
-train(experiment, load_plans(experiment.setting, experiment.dataset(), "0"), workers=2)
+train(experiment, experiment.plans("0"), workers=2)
 """
 
 

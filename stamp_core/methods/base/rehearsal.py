@@ -1,7 +1,7 @@
 """Rehearsal: a client keeps exemplars of its classes and mixes them into local training."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NotRequired, TypedDict
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stamp_core.client.batches import Batch, StepContext, append_exemplars
 from stamp_core.client.by_class import class_means, first_per_class, sample_balanced
-from stamp_core.client.runtime import ClientRuntime
+from stamp_core.client.runtime import BatchReader, ClientRuntime
 from stamp_core.config.decode import invalid, require_at_least
 from stamp_core.core.devices import storage_device
 from stamp_core.core.seeding import generator
@@ -129,8 +129,8 @@ class Rehearsal(Method):
         A client without a part in the task trains on its exemplars alone.
         """
         if not client_round.classes:
-            exemplars = self.exemplars_on_device(client_round)
-            past = self.past_indices(client_round)
+            memory, past = client_round.state["memory"], self.past_indices(client_round)
+            exemplars = memory["images"], memory["labels"]
             return self.runtime.epochs(client_round.round_id, *exemplars, past)
         new = super().batches(client_round, context)
         return map(append_exemplars, new, self.exemplar_batches(client_round))
@@ -144,15 +144,13 @@ class Rehearsal(Method):
         """The exemplars of other tasks for each batch of the task; none without any."""
         memory: Memory = client_round.state["memory"]
         past = self.past_indices(client_round)
+        labels, device = memory["labels"][past], self.runtime.device
+        soft = memory["soft"][past].to(device) if self.params.memory.soft else None
+        tasks = memory["tasks"][past].to(device)
+        read = BatchReader(self.runtime, memory["images"], memory["labels"], past, soft, tasks)
         draw = client_round.round_id.generator("replay")
         sizes = self.runtime.batch_sizes(len(client_round.indices))
-        labels = memory["labels"][past]
-        samples = self.runtime.draw((self.draw_exemplars(labels, n, draw) for n in sizes), draw)
-        read = self.runtime.batch_reader(*self.exemplars_on_device(client_round), past)
-        soft, tasks = (memory[name][past].to(self.runtime.device) for name in ("soft", "tasks"))
-        for drawn in samples:
-            logits = soft[drawn.index] if self.params.memory.soft else None
-            yield replace(read(drawn), soft=logits, tasks=tasks[drawn.index])
+        return read.batches((self.draw_exemplars(labels, n, draw) for n in sizes), draw)
 
     def draw_exemplars(self, labels: Tensor, new: int, draw: torch.Generator) -> Tensor:
         """Places of the exemplars that a batch with so many new images gets.  # [m]
