@@ -13,7 +13,7 @@ from torch import Tensor
 from stamp_core.client.batches import Batch, StepContext, apply_changes, draw_batches
 from stamp_core.client.by_class import averaging_matrix, first_per_class
 from stamp_core.client.graphs import Step, new_step_graphs
-from stamp_core.client.pixels import check_masks
+from stamp_core.config.decode import invalid
 from stamp_core.config.schema import Setting
 from stamp_core.core.devices import set_deterministic, storage_device, weights_format
 from stamp_core.core.seeding import generator
@@ -300,6 +300,23 @@ class BatchReader:
                 moved = apply_changes(chosen.to(runtime.device), drawn.mirrored, drawn.shifts)
                 images, targets = runtime.normalise(moved), runtime.targets(moved, targets)
             yield Batch(images, targets, 0, soft, tasks)
+
+
+def check_masks(setting: Setting, dataset: ImageDataset) -> None:
+    """Refuse a network that does not fit the data set, and tasks that do not fit its masks."""
+    kind, split = setting.network.kind, setting.split
+    if (kind == "fcn") != dataset.masks:
+        right = "'fcn', as the data have masks" if dataset.masks else "another: no masks are there"
+        raise invalid("network.kind", kind, right)
+    if not dataset.masks:
+        return
+    found = (split.kind, split.classes_per_task, split.cycles)
+    if found != ("classes", 1, 1):
+        right = "('classes', 1, 1), as a mask for training shows one class alone"
+        raise invalid("split: kind, classes_per_task, cycles", found, right)
+    for name in ("features", "memory"):  # no page shows maps of features or masks
+        if value := getattr(setting.diagnostics, name):
+            raise invalid(f"diagnostics.{name}", value, "0, as the data have masks")
 
 
 def evaluation_batch_size(shape: Shape, micro_batch_size: int | None) -> int:

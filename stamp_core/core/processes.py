@@ -6,8 +6,9 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 FORMS = ("bar", "lines", "none")  # of progress
 
@@ -24,6 +25,18 @@ def progress_form() -> str:
     interactive = "ipykernel" in sys.modules or sys.stdout.isatty()
     interactive &= importlib.util.find_spec("tqdm") is not None
     return "bar" if interactive and "DVC_STAGE" not in os.environ else "lines"
+
+
+@contextmanager
+def progress_bar(form: str, **options: Any) -> Iterator[Callable[[int], object]]:
+    """A context with what moves a bar on; without tqdm and to no effect in the other forms."""
+    if form != "bar":
+        yield int
+        return
+    from tqdm.auto import tqdm
+
+    with tqdm(**options) as bar:
+        yield bar.update
 
 
 def follow_parent() -> None:

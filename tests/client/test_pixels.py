@@ -12,9 +12,13 @@ import torch.nn.functional as F
 from small import plan, run, tiny
 from torch import Tensor
 
-from stamp_core.client.pixels import count_pixels, intersection_over_union, predict_pixels
 from stamp_core.client.runtime import ClientRuntime, RoundId
-from stamp_core.client.scoring import mask_scores
+from stamp_core.client.scoring import (
+    count_pixels,
+    intersection_over_union,
+    mask_scores,
+    predict_pixels,
+)
 from stamp_core.config.decode import ParameterError
 from stamp_core.engine.experiment import Experiment
 
