@@ -1,7 +1,6 @@
 """Images with masks: what they need, how masks move and are hidden, and scores by hand."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -176,18 +175,6 @@ def test_methods_with_a_memory_learn_from_its_masks(past: str) -> None:
             state = {**arrived.state, "memory": {**memory, "images": images}}
             replies.append(worker.train_client(arrived.round_id, state, arrived.message).reply)
         assert not torch.equal(*(reply.message["parameters"] for reply in replies))
-
-
-@pytest.mark.parametrize("kind", ["replay", "fbl"])
-def test_a_run_on_scenes_that_is_stopped_ends_like_an_unbroken_one(
-    kind: str, tmp_path: Path
-) -> None:
-    """Stopped after four of six rounds: memories with masks and old models come from the disk."""
-    experiment = scenes(kind, memory=small.kept(3))
-    unbroken = run(experiment)
-    with small.stopped_after(4):
-        run(experiment, resume=tmp_path)
-    small.assert_same(run(experiment, resume=tmp_path), unbroken)
 
 
 # --- refusals

@@ -1,7 +1,6 @@
 """The number of processes changes no bit, and whoever is killed leaves nothing hanging."""
 
 import concurrent.futures
-import importlib
 import os
 import signal
 import subprocess
@@ -281,13 +280,6 @@ def test_a_killed_fork_server_is_named_as_a_killed_worker_is(
     monkeypatch.setattr(concurrent.futures.ProcessPoolExecutor, "submit", broken)
     with pytest.raises(RuntimeError, match="a worker process ended"):
         engine.train(REPLAY, plans(REPLAY, 0), 2, "cpu")
-
-
-def test_without_flower_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "flwr", None)
-    monkeypatch.delitem(sys.modules, "federation", raising=False)
-    with pytest.raises(RuntimeError, match=r"run `make \.venv-flower/\.ready`"):
-        importlib.import_module("federation")
 
 
 def test_workers_keep_states_on_disk_and_pass_on_where_they_are(
