@@ -207,10 +207,6 @@ def test_equal_states_are_one_file_and_a_store_knows_its_own(tmp_path: Path) -> 
 # --- what is refused
 
 
-def test_no_folder_is_no_checkpoint(tmp_path: Path) -> None:
-    assert loaded(tmp_path / "nothing") is None
-
-
 def test_the_rest_of_a_run_killed_before_its_first_checkpoint_goes(tmp_path: Path) -> None:
     one = mine(tmp_path)
     one.store.put({"a": 1})
@@ -441,6 +437,19 @@ def test_a_changed_record_is_damaged(tmp_path: Path, name: str) -> None:
             records.load_record(tmp_path / "0")
         path.write_bytes(whole)
     assert records.load_record(tmp_path / "0").run == ("s", "m", 3)
+
+
+def test_a_record_of_another_form_is_refused_with_the_cure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "FORM", 1)
+        some_record().save(tmp_path / "0")
+    text = (
+        r"^the record in .*0 is of form 1, not 2: .* \(make repro\), or check out the version that"
+    )
+    with pytest.raises(records.RecordFormError, match=text):
+        records.load_record(tmp_path / "0")
 
 
 @pytest.mark.parametrize("before", [True, False])
