@@ -150,7 +150,8 @@ def test_the_ledger_knows_first_due_and_missed_rounds(
     be missed in the first."""
     plan_ = plan(tiny(split={"cycles": 2}))
     state = {"experiences": experiences}
-    client_round = ClientRound(RoundId(0, 0, 4, 0, last), plan_, state, {}, torch.arange(3))
+    worker = small.worker(tiny(), plan_)
+    client_round = worker.method.client_round(RoundId(0, 0, 4, 0, last), plan_, state, {})
     assert is_first(client_round) == first
     options = Training(rounds=2, epochs=1, batch_size=4, lr=0.1, **training)
     assert is_due(client_round, options) == (last or (first and bool(training)))

@@ -76,46 +76,22 @@ class Log:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
 
-@dataclass(frozen=True)
-class ClientRound:
+@dataclass(frozen=True, kw_only=True)
+class ClientRound(RoundId):
     """The input of one client's work in one round; only its log is written to."""
 
-    round_id: RoundId
     plan: Plan
+    task: int  # of the experience; a later cycle repeats it
+    classes: tuple[int, ...]  # of the task; none where the client has no part in it
     state: State  # never changed in place: `update_state` returns the new one
     message: Message
     indices: Tensor  # int64 [n], of the training images of the task
     log: Log = field(default_factory=Log)
 
     @property
-    def seed(self) -> int:
-        """The seed of the run."""
-        return self.round_id.seed
-
-    @property
-    def client(self) -> int:
-        """The number of the client."""
-        return self.round_id.client
-
-    @property
-    def experience(self) -> int:
-        """The place in the client's sequence, through all cycles."""
-        return self.round_id.experience
-
-    @property
-    def task(self) -> int:
-        """The task of the experience; a later cycle repeats it."""
-        return self.round_id.experience % self.plan.tasks
-
-    @property
-    def classes(self) -> tuple[int, ...]:
-        """The classes of the task; none where the client has no part in it."""
-        return self.plan.clients[self.client][self.task].classes
-
-    @property
-    def last(self) -> bool:
-        """Whether this is the last round of the experience."""
-        return self.round_id.last
+    def round_id(self) -> RoundId:
+        """Its address alone."""
+        return RoundId(self.seed, self.client, self.experience, self.round, self.last)
 
 
 class LocalModel(NamedTuple):
@@ -255,8 +231,15 @@ class Method:
     ) -> ClientRound:
         """The input of a client round, or of an evaluation of the client's model."""
         task = round_id.experience % plan.tasks
-        indices = self.train_indices(plan, round_id.client, task)
-        return ClientRound(round_id, plan, state, message, indices)
+        return ClientRound(
+            **vars(round_id),
+            plan=plan,
+            task=task,
+            classes=plan.clients[round_id.client][task].classes,
+            state=state,
+            message=message,
+            indices=self.train_indices(plan, round_id.client, task),
+        )
 
     def train_indices(self, plan: Plan, client: int, task: int) -> Tensor:
         """Indices of the training images of a client's task.  # [n]"""
@@ -296,7 +279,7 @@ class Method:
 
     def batches(self, client_round: ClientRound, context: Any) -> Iterator[Batch]:
         """The batches of local training; a method with a memory adds its exemplars here."""
-        return self.runtime.batches(client_round.round_id, client_round.indices)
+        return self.runtime.batches(client_round, client_round.indices)
 
     def sample_count(self, client_round: ClientRound, context: Any) -> int:
         """How many images local training is on: the weight of the client's model in the mean."""
@@ -343,8 +326,8 @@ class Method:
     def personal_scores(self, client_round: ClientRound) -> Tensor:
         """Scores of the client's personal model.  # [scorings, 1, T]"""
         self.load_personal_model(client_round)
-        address = client_round.round_id
-        return score(self.runtime, client_round.plan, [address.client], address.experience)
+        clients = [client_round.client]
+        return score(self.runtime, client_round.plan, clients, client_round.experience)
 
     def memory_samples(self, server: State, client: State, count: int) -> dict[str, Tensor]:
         """Up to `count` images per class of what is remembered ("images", "labels")."""

@@ -131,7 +131,7 @@ class Rehearsal(Method):
         if not client_round.classes:
             memory, past = client_round.state["memory"], self.past_indices(client_round)
             exemplars = memory["images"], memory["labels"]
-            return self.runtime.epochs(client_round.round_id, *exemplars, past)
+            return self.runtime.epochs(client_round, *exemplars, past)
         new = super().batches(client_round, context)
         return map(append_exemplars, new, self.exemplar_batches(client_round))
 
@@ -148,7 +148,7 @@ class Rehearsal(Method):
         soft = memory["soft"][past].to(device) if self.params.memory.soft else None
         tasks = memory["tasks"][past].to(device)
         read = BatchReader(self.runtime, memory["images"], memory["labels"], past, soft, tasks)
-        draw = client_round.round_id.generator("replay")
+        draw = client_round.generator("replay")
         sizes = self.runtime.batch_sizes(len(client_round.indices))
         return read.batches((self.draw_exemplars(labels, n, draw) for n in sizes), draw)
 
