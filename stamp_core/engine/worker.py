@@ -83,14 +83,18 @@ class Worker:
         loaded = self.load_state(seed, state)
         client_round = self.method.client_round(round_id, self.plans[seed], loaded, message)
         self.runtime.start_round(round_id.round)
-        reset_device_peak(self.runtime.device)
+        gpu = self.runtime.device.type != "cpu"
+        if gpu:
+            reset_device_peak(self.runtime.device)
         start = time.perf_counter()
         reply = self.method.train_client(client_round)
-        require_on_cpu(reply.message)
+        for name, tensor in reply.message.items():
+            if tensor.device.type != "cpu":  # in another process there is no such tensor
+                raise TypeError(f"message.{name} is on {tensor.device}; it must be on the CPU")
         if (privacy := self.runtime.setting.privacy) is not None:
             reply = protect_upload(self.method, privacy, client_round, reply)
         seconds = time.perf_counter() - start
-        peak = device_peak(self.runtime.device)
+        peak = device_peak(self.runtime.device) if gpu else 0
         scores, angles = self.diagnose(round_id, reply.local) if reply.local else (None, {})
         kept = self.keep_state(seed, reply.state, seconds > FSYNC_MIN_SECONDS)
         own = {} if isinstance(kept, Stored) else reply.state
@@ -151,13 +155,6 @@ class Worker:
         self.runtime.load_received(message, loaded)
         clients = [round_id.client]
         return score(self.runtime, plan, clients, round_id.experience, nearest_mean)
-
-
-def require_on_cpu(message: Message) -> None:
-    """Refuse a message that is on a device: in another process there is no such tensor."""
-    for name, tensor in message.items():
-        if tensor.device.type != "cpu":
-            raise TypeError(f"message.{name} is on {tensor.device}; it must be on the CPU: .cpu()")
 
 
 @contextmanager

@@ -445,9 +445,7 @@ def test_a_record_of_another_form_is_refused_with_the_cure(
     with monkeypatch.context() as patch:
         patch.setattr(records, "FORM", 1)
         some_record().save(tmp_path / "0")
-    text = (
-        r"^the record in .*0 is of form 1, not 2: .* \(make repro\)"
-    )
+    text = r"^the record in .*0 is of form 1, not 2: .* \(make repro\)"
     with pytest.raises(records.RecordFormError, match=text):
         records.load_record(tmp_path / "0")
 
