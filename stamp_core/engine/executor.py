@@ -28,7 +28,23 @@ _T = TypeVar("_T")
 _Args = TypeVarTuple("_Args")
 
 
-class SerialExecutor:
+class Executor(Protocol):
+    """Where clients run."""
+
+    workers: int  # processes that work side by side
+
+    def map(self, work: Callable[[Worker, *_Args], _T], each: Iterable[tuple[*_Args]]) -> list[_T]:
+        """The results of `work(worker, *arguments)` for each of the arguments, in order.
+
+        `work` is a method of Worker; of client rounds there may be only those that were finished.
+        """
+        ...
+
+    def close(self) -> None:
+        """End what was started."""
+
+
+class SerialExecutor(Executor):
     """Works in this process, one call after the other."""
 
     workers = 1
@@ -40,9 +56,6 @@ class SerialExecutor:
         """The results of `work(worker, *arguments)` for each of the arguments, in order."""
         with explain_memory_errors(self.worker.runtime.setting):
             return list(starmap(partial(work, self.worker), each))
-
-    def close(self) -> None:
-        """Do nothing: there are no worker processes."""
 
 
 class ProcessExecutor:
@@ -74,23 +87,6 @@ class ProcessExecutor:
     def close(self) -> None:
         """End the worker processes."""
         self.pool.shutdown(wait=True, cancel_futures=True)
-
-
-class Executor(Protocol):
-    """Where clients run."""
-
-    workers: int  # processes that work side by side
-
-    def map(self, work: Callable[[Worker, *_Args], _T], each: Iterable[tuple[*_Args]]) -> list[_T]:
-        """The results of `work(worker, *arguments)` for each of the arguments, in order.
-
-        `work` is a method of Worker; of client rounds there may be only those that were finished.
-        """
-        ...
-
-    def close(self) -> None:
-        """End what was started."""
-        ...
 
 
 def start_executor(

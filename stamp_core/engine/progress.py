@@ -3,8 +3,10 @@
 import math
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
+
+LOGGING = threading.Lock()  # of loggers: seeds that are trained side by side take turns
 
 
 class Logger(Protocol):
@@ -20,26 +22,6 @@ class Logger(Protocol):
 
     def on_experience(self, seed: int, experience: int, values: Mapping[str, float]) -> None:
         """Take the accuracies after an experience: of the tasks learnt so far, and of each task."""
-
-
-class Loggers:
-    """Some loggers as one; seeds that are trained side by side take turns."""
-
-    def __init__(self, loggers: Iterable[Logger]) -> None:
-        self.loggers = list(loggers)
-        self.lock = threading.Lock()
-
-    def on_round(self, seed: int, round: int, values: Mapping[str, float]) -> None:
-        """Tell all of them the numbers of a round."""
-        with self.lock:
-            for each in self.loggers:
-                each.on_round(seed, round, values)
-
-    def on_experience(self, seed: int, experience: int, values: Mapping[str, float]) -> None:
-        """Tell all of them the accuracies after an experience."""
-        with self.lock:
-            for each in self.loggers:
-                each.on_experience(seed, experience, values)
 
 
 class Progress:

@@ -30,7 +30,7 @@ from stamp_core.engine.executor import Executor, SerialExecutor, resolve_workers
 from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.history import round_angles, round_entry, state_bytes
 from stamp_core.engine.privacy import refused
-from stamp_core.engine.progress import Logger, Loggers, Progress, scalars
+from stamp_core.engine.progress import LOGGING, Logger, Progress, scalars
 from stamp_core.engine.server import Server
 from stamp_core.engine.worker import ClientResult, Worker
 from stamp_core.methods.base.method import DivergedError, Log, Reply
@@ -70,7 +70,7 @@ def train(
             done = sum(run.state["next"] for run in runs)
             rounds = sum(run.rounds for run in runs)
             with Progress(form, experiment.name, rounds, done) as progress:
-                finish = partial(Run.finish, progress=progress, loggers=Loggers(loggers))
+                finish = partial(Run.finish, progress=progress, loggers=list(loggers))
                 serial = isinstance(executor, SerialExecutor)
                 ends = list(map(finish, runs)) if serial else map_side_by_side(finish, runs)
                 return sort_ends(dict(zip(plans, ends, strict=True)))
@@ -171,7 +171,7 @@ class Run:
         progress = {"next": 0, "history": [], "features": [], "memory": [], "setup": setup}
         return {"server": server, "clients": clients, "scores": scores, **progress}
 
-    def finish(self, progress: Progress, loggers: Logger) -> Record | Exception:
+    def finish(self, progress: Progress, loggers: Sequence[Logger]) -> Record | Exception:
         """Train from the current state to the end; the record of the whole run, or its error.
 
         So a run that fails does not end those of other seeds.
@@ -187,23 +187,32 @@ class Run:
                 progress.round()
                 self.log(self.state["next"] - 1, loggers)
                 if round_ == self.training.rounds - 1:
-                    count = self.plan.experiences
-                    progress.experience(self.seed, experience, count, self.accuracy(experience))
+                    accuracy = self.accuracies(experience)["accuracy"]
+                    progress.experience(self.seed, experience, self.plan.experiences, accuracy)
             return self.record()
         except Exception as error:
             return error
 
-    def log(self, index: int, loggers: Logger) -> None:
+    def log(self, index: int, loggers: Iterable[Logger]) -> None:
         """Tell loggers of a round that is in the state, and of the experience that it ends."""
         values = scalars(self.state["history"][index])
         del values["round"]  # within its experience
-        loggers.on_round(self.seed, index, values)
         experience, round_ = divmod(index, self.training.rounds)
-        if round_ == self.training.rounds - 1:
-            tasks = enumerate(self.task_accuracies(experience), start=1)
-            each = {f"task_accuracy/{task}": accuracy for task, accuracy in tasks}
-            accuracies = {"accuracy": self.accuracy(experience), **each}
-            loggers.on_experience(self.seed, experience, accuracies)
+        with LOGGING:
+            for each in loggers:
+                each.on_round(self.seed, index, values)
+                if round_ == self.training.rounds - 1:
+                    each.on_experience(self.seed, experience, self.accuracies(experience))
+
+    def accuracies(self, experience: int) -> dict[str, float]:
+        """Accuracy of each task after an experience, and the mean over those learnt so far.
+
+        Of the first model that the method has.
+        """
+        tasks = self.evaluator.task_accuracies(self.state["scores"], experience)
+        learnt = tasks[: experience + 1]
+        each = {f"task_accuracy/{task}": accuracy for task, accuracy in enumerate(tasks, start=1)}
+        return {"accuracy": sum(learnt) / len(learnt), **each}
 
     def train_round(self, experience: int, round_: int) -> None:
         """One round: broadcast, train clients, aggregate, evaluate, record, save."""
@@ -272,15 +281,6 @@ class Run:
             right = f"false for {self.experiment.method}, as a round has one client"
             raise invalid("training.secure_sums", True, right)
         return asked, replying
-
-    def task_accuracies(self, experience: int) -> list[float]:
-        """Accuracy of each task after an experience, of the first model that the method has."""
-        return self.evaluator.task_accuracies(self.state["scores"], experience)
-
-    def accuracy(self, experience: int) -> float:
-        """Mean accuracy over the tasks learnt so far, of the first model that the method has."""
-        learnt = self.task_accuracies(experience)[: experience + 1]
-        return sum(learnt) / len(learnt)
 
     def save(self, evaluated: bool, flush: bool) -> None:
         """Write the checkpoint; if that fails, as on a full disk, warn and continue training."""
