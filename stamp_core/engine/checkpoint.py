@@ -54,12 +54,12 @@ class Checkpoint:
 
         States that are kept take the place of the clients' states.
         """
+        if evaluated:
+            self.results = None
         clients = state["clients"]
         for client, kept in enumerate(clients):
             if not isinstance(kept, Stored):
                 clients[client] = self.store.put(kept, flush)
-        if evaluated:
-            self.results = None
         self.results = self.results or self.store.put({n: state[n] for n in RESULTS}, flush)
         stored: list[Stored] = [self.results, *clients]
         names = {"stored": [list(astuple(kept)) for kept in stored]}

@@ -9,8 +9,6 @@ import pickle
 import signal
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
-from itertools import starmap
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, TypeVarTuple
 
@@ -42,9 +40,10 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """End what was started."""
+        ...
 
 
-class SerialExecutor(Executor):
+class SerialExecutor:
     """Works in this process, one call after the other."""
 
     workers = 1
@@ -55,7 +54,13 @@ class SerialExecutor(Executor):
     def map(self, work: Callable[[Worker, *_Args], _T], each: Iterable[tuple[*_Args]]) -> list[_T]:
         """The results of `work(worker, *arguments)` for each of the arguments, in order."""
         with explain_memory_errors(self.worker.runtime.setting):
-            return list(starmap(partial(work, self.worker), each))
+            results = list[_T]()
+            for arguments in each:
+                results.append(work(self.worker, *arguments))
+            return results
+
+    def close(self) -> None:
+        """Do nothing: there are no worker processes."""
 
 
 class ProcessExecutor:

@@ -227,8 +227,8 @@ class Run:
         with log.clock("server"):
             replies = self.aggregate(results, experience, round_, log)
         with log.clock("evaluation"):
-            angles = [result.angles for result in results]
-            angles = round_angles(before, state["server"], replies, angles)
+            temporal = [result.angles for result in results]
+            angles = round_angles(before, state["server"], replies, temporal)
             del replies  # they may fill the device
             if last:
                 self.evaluator.evaluate(state, experience, results)

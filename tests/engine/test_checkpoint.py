@@ -460,7 +460,6 @@ def test_a_record_whose_writing_failed_is_not_there(
         patch.setattr(Path, "write_text", full)  # run.json, after the arrays
         some_record().save(tmp_path / "0")
     assert [path.name for path in tmp_path.iterdir()] == (["0"] if before else [])
-    (tmp_path / "0.99.part").mkdir()  # of a process that was killed
     some_record().save(tmp_path / "0")
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
     assert records.load_record(tmp_path / "0").run == ("s", "m", 3)

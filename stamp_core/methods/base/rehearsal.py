@@ -132,7 +132,7 @@ class Rehearsal(Method):
             memory, past = client_round.state["memory"], self.past_indices(client_round)
             exemplars = memory["images"], memory["labels"]
             return self.runtime.epochs(client_round, *exemplars, past)
-        new = super().batches(client_round, context)
+        new = self.runtime.batches(client_round, client_round.indices)
         return map(append_exemplars, new, self.exemplar_batches(client_round))
 
     def sample_count(self, client_round: ClientRound, context: Any) -> int:
@@ -145,7 +145,7 @@ class Rehearsal(Method):
         memory: Memory = client_round.state["memory"]
         past = self.past_indices(client_round)
         labels, device = memory["labels"][past], self.runtime.device
-        soft = memory["soft"][past].to(device) if self.params.memory.soft else None
+        soft = memory["soft"][past].to(device) if memory["soft"].shape[1] else None
         tasks = memory["tasks"][past].to(device)
         read = BatchReader(self.runtime, memory["images"], memory["labels"], past, soft, tasks)
         draw = client_round.generator("replay")
