@@ -15,8 +15,15 @@ from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.runtime import ClientRuntime, RoundId
 from stamp_core.config.schema import Training
 from stamp_core.core.seeding import generator
-from stamp_core.methods.base.ledger import is_due, is_first, latest, recorded
-from stamp_core.methods.base.method import ClientRound, FedAvgParams, LocalModel, Log, Method
+from stamp_core.methods.base.ledger import is_first, latest, recorded
+from stamp_core.methods.base.method import (
+    ClientRound,
+    FedAvgParams,
+    LocalModel,
+    Log,
+    Method,
+    is_due,
+)
 from stamp_core.models.flat import FlatModel
 
 EXTRA = 3 * 2 + 2  # numbers of the extra network

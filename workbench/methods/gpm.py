@@ -10,8 +10,8 @@ from torch import Tensor
 from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import require_at_least
-from stamp_core.methods.base.ledger import is_due, recorded
-from stamp_core.methods.base.method import ClientRound, FedAvgParams, Group, Method, State
+from stamp_core.methods.base.ledger import recorded
+from stamp_core.methods.base.method import ClientRound, FedAvgParams, Group, Method, State, is_due
 from workbench.methods.base import subspaces
 from workbench.methods.base.subspaces import Bases
 

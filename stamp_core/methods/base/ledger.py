@@ -1,4 +1,4 @@
-"""First, last and missed rounds of a task, from the experiences that a client's state lists.
+"""First and last rounds of a task, from the experiences that a client's state lists.
 
 A state that needs it keeps "experiences", sorted: those in which the client has completed a round
 or, with a memory, those whose tasks are in it.
@@ -7,28 +7,12 @@ or, with a memory, those whose tasks are in it.
 from collections.abc import Mapping
 from typing import Any
 
-from stamp_core.config.schema import Training
 from stamp_core.methods.base.method import ClientRound
 
 
 def is_first(client_round: ClientRound) -> bool:
     """Whether the client has completed no round of this experience yet."""
     return client_round.experience not in client_round.state["experiences"]
-
-
-def is_due(client_round: ClientRound, training: Training) -> bool:
-    """Whether a client adds the task to its memory after this round.
-
-    That is the last round of an experience. Where clients may miss it, they do so in their first
-    round as well.
-    """
-    return client_round.last or (may_miss_rounds(training) and is_first(client_round))
-
-
-def may_miss_rounds(training: Training) -> bool:
-    """Whether clients may miss a round, the last one of an experience among them."""
-    some = training.participation < 1 or training.clients_per_round is not None
-    return some or training.dropout > 0
 
 
 def latest(state: Mapping[str, Any]) -> int:

@@ -94,6 +94,22 @@ class ClientRound(RoundId):
         return RoundId(self.seed, self.client, self.experience, self.round, self.last)
 
 
+def is_due(client_round: ClientRound, training: Training) -> bool:
+    """Whether a client adds the task to its memory after this round.
+
+    That is the last round of an experience. Where clients may miss it, they do so in their first
+    round as well.
+    """
+    first = client_round.experience not in client_round.state["experiences"]
+    return client_round.last or (may_miss_rounds(training) and first)
+
+
+def may_miss_rounds(training: Training) -> bool:
+    """Whether clients may miss a round, the last one of an experience among them."""
+    some = training.participation < 1 or training.clients_per_round is not None
+    return some or training.dropout > 0
+
+
 class LocalModel(NamedTuple):
     """A model after local training, on the device."""
 

@@ -30,8 +30,8 @@ from stamp_core.coresets.selection.base import (
     propose_exemplars,
     proposes,
 )
-from stamp_core.methods.base.ledger import is_due, is_first, recorded
-from stamp_core.methods.base.method import ClientRound, FedAvgParams, Group, Method, State
+from stamp_core.methods.base.ledger import is_first, recorded
+from stamp_core.methods.base.method import ClientRound, FedAvgParams, Group, Method, State, is_due
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,15 @@ from stamp_core.client.batches import Batch, append_exemplars
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_above, require_at_least, require_fraction
 from stamp_core.core.seeding import generator
-from stamp_core.methods.base.ledger import may_miss_rounds
-from stamp_core.methods.base.method import ClientRound, FedAvgParams, Log, Message, Reply, State
+from stamp_core.methods.base.method import (
+    ClientRound,
+    FedAvgParams,
+    Log,
+    Message,
+    Reply,
+    State,
+    may_miss_rounds,
+)
 from workbench.methods.base.generators import draw_inputs
 from workbench.methods.base.pool import Pool
 from workbench.methods.base.task_server import (

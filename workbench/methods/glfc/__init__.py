@@ -14,8 +14,8 @@ from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_above, require_at_least
 from stamp_core.coresets.selection.base import Candidates
 from stamp_core.coresets.selection.herding import choose
-from stamp_core.methods.base.ledger import is_due, is_first, recorded
-from stamp_core.methods.base.method import ClientRound, Message, State
+from stamp_core.methods.base.ledger import is_first, recorded
+from stamp_core.methods.base.method import ClientRound, Message, State, is_due
 from stamp_core.models.flat import FlatModel
 from workbench.methods.base.exemplar_lists import ExemplarLists, empty_lists
 from workbench.methods.base.task_server import TaskContext, unpack_bits
