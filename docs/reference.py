@@ -57,7 +57,7 @@ def _members(node: ast.ClassDef) -> Iterator[str]:
             yield f"- `{ast.unparse(each)}`"
         if isinstance(each, ast.FunctionDef) and not each.name.startswith("_"):
             first = _text(each).partition("\n")[0]
-            yield f"- `{_heading(each)}`: {first}"
+            yield f"- `{_heading(each)}`: {first}" if first else f"- `{_heading(each)}`"
 
 
 def _heading(node: Documented) -> str:

@@ -30,7 +30,7 @@ from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.trees import flatten, read_tree
 from stamp_core.engine.worker import Worker
 from stamp_core.methods.base import registry
-from stamp_core.methods.base.method import ClientRound
+from stamp_core.methods.base.method import ClientRound, Method
 from stamp_core.models import networks as models
 from stamp_core.models.networks import Classifier
 from stamp_core.results.records import Record
@@ -69,7 +69,7 @@ PARTS: dict[str, Some] = {
     "glfc": {"exemplars": 12, "perturb_steps": 2, "recon_steps": 3},
     "lander": {**SYNTHESIS, "anchor_features": 6},
     "refed": {"cache": 10, "steps": 2},
-    "srfdil": {"cache": 10, "steps": 2, "gan_steps": 2, "selected": 0.75},
+    "srfdil": {"cache": 10, "steps": 2, "gan_steps": 2},
     "fedweit": {"lambda1": 0.0},  # the size of a message must not depend on rounding
     "pfeddil": {"models": 2, "migration": 0.1, "threshold": 1.1},
     "stamp": {
@@ -265,6 +265,12 @@ def arrived(worker: Worker, plan: Plan, experience: int, client: int = 0) -> Cli
         state = worker.train_client(round_id, state, sent).reply.state
     round_id = RoundId(plan.seed, client, experience, 0, last=True)
     return worker.method.client_round(round_id, plan, state, sent)
+
+
+def started(method: Method, client_round: ClientRound) -> Any:
+    """The context of a client round that has begun: the received model is loaded."""
+    method.receive(client_round)
+    return method.start(client_round)
 
 
 def network(experiment: Experiment, parameters: Tensor) -> Classifier:

@@ -31,7 +31,7 @@ def protect_upload(
     if clipped:  # else the model stays as it is, to the last bit
         trained = update.mul_(privacy.clip / norm).add_(received)
     if privacy.noise == "local":
-        draw = client_round.round_id.generator(PURPOSE)
+        draw = client_round.generator(PURPOSE)
         trained = add_noise(method.runtime, privacy, trained, 1, draw)
     reply.log.numbers |= {"clipped uploads": float(clipped), "norm before clipping": norm}
     return replace(reply, message={"parameters": trained})

@@ -253,7 +253,7 @@ class Run:
         state = self.state
         replies = [result.reply for result in results]
         with self.worker.lock:  # one seed at a time uses this process's live model
-            handed = self.server.gather(state["server"], replies, log)
+            handed = self.server.gather(replies, log)
             address = (experience, round_)
             state["server"] = self.server.aggregate(state["server"], handed, address, log)
         for result in results:

@@ -30,9 +30,8 @@ class FedAvgTuned(Method):
     group = "control"
 
     def load_personal_model(self, client_round: ClientRound) -> None:
-        """Load the global model and fine-tune it as in local training."""
         self.receive(client_round)
         indices = client_round.indices
         steps = self.params.ft_epochs * math.ceil(len(indices) / self.runtime.training.batch_size)
-        batches = self.runtime.endless_batches(client_round.round_id, indices, "personal")
+        batches = self.runtime.endless_batches(client_round, indices, "personal")
         self.runtime.fit(islice(batches, steps))

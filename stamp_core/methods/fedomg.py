@@ -3,22 +3,8 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from stamp_core.client.batches import StepContext
-from stamp_core.methods.base.method import (
-    ClientRound,
-    FedAvgParams,
-    Log,
-    Message,
-    Method,
-    Reply,
-    State,
-)
-from stamp_core.methods.base.server_matching import (
-    PROJECTION,
-    SpatialParams,
-    match_server,
-    with_projection,
-)
+from stamp_core.methods.base.method import FedAvgParams
+from stamp_core.methods.base.server_matching import ServerMatching, SpatialParams
 
 
 @dataclass(frozen=True)
@@ -28,22 +14,8 @@ class FedOMGParams(FedAvgParams):
     spatial: SpatialParams | None = field(default_factory=SpatialParams)
 
 
-class FedOMG(Method):
+class FedOMG(ServerMatching):
     """FedAvg whose server moves along the matched update of all clients."""
 
     Params: ClassVar = FedOMGParams
     fedavg_equivalent: ClassVar = {"spatial": None}
-    in_clear: ClassVar = (PROJECTION,)
-
-    def upload(self, client_round: ClientRound, context: StepContext) -> Message:
-        """The trained model, with the projection of its update where those are matched."""
-        return with_projection(self, client_round, super().upload(client_round, context))
-
-    def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
-        """The server's model moved along the matched update; buffers are averaged."""
-        averaged = super().aggregate(server, replies, log)
-        return match_server(self, averaged, server, replies, log)
-
-    def averaged_vectors(self) -> tuple[str, ...]:
-        """The buffers alone where the parameters are matched."""
-        return super().averaged_vectors() if self.params.spatial is None else self.shared_buffers()

@@ -44,7 +44,6 @@ class Joint(Method):
 
     @classmethod
     def adapt(cls, training: Training, params: JointParams) -> Training:
-        """The setting's training with the learner's own batch and step."""
         size, lr = params.batch_size, params.lr
         return replace(training, batch_size=size or training.batch_size, lr=lr or training.lr)
 

@@ -15,26 +15,20 @@ class Local(Method):
     group: ClassVar = "control"
 
     def init_client(self, client: int, server: State) -> State:
-        """The initial weights, the same for all clients."""
         return {name: server[name].clone() for name in ("parameters", "buffers")}
 
     def broadcast(self, server: State, client: int) -> Message:
-        """Nothing."""
         return {}
 
     def receive(self, client_round: ClientRound) -> None:
-        """Load the client's own model."""
         self.model.load(client_round.state["parameters"], client_round.state["buffers"])
 
     def update_state(self, client_round: ClientRound, context: StepContext) -> State:
-        """The client's own model after training."""
         vectors = {"parameters": self.model.parameters, "buffers": self.model.buffers}
         return {name: vector.cpu().clone() for name, vector in vectors.items()}
 
     def upload(self, client_round: ClientRound, context: StepContext) -> Message:
-        """Nothing."""
         return {}
 
     def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
-        """The unchanged server."""
         return server

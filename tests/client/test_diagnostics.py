@@ -69,7 +69,7 @@ def trained(experiment: Any, plan_: Plan, experience: int) -> tuple[Worker, Roun
     worker = small.worker(experiment, plan_)
     client_round = small.arrived(worker, plan_, experience)
     worker.method.train_client(client_round)
-    return worker, client_round.round_id
+    return worker, client_round
 
 
 def mean_cosine(vectors: list[Tensor]) -> float:

@@ -139,7 +139,7 @@ def test_a_step_is_one_on_the_mean_cross_entropy_of_pixels() -> None:
     logits = net(worker.runtime.normalise(images)).permute(0, 2, 3, 1)
     loss = F.cross_entropy(logits.flatten(0, 2), images[:, -1].long().flatten())
     expected = client_round.message["parameters"] - 0.1 * small.slope(net, loss)
-    reply = worker.train_client(client_round.round_id, {}, client_round.message).reply
+    reply = worker.train_client(client_round, {}, client_round.message).reply
     torch.testing.assert_close(reply.message["parameters"], expected, rtol=0, atol=1e-6)
 
 
@@ -173,7 +173,7 @@ def test_methods_with_a_memory_learn_from_its_masks(past: str) -> None:
             images = memory["images"].clone()
             images[:, -1] = value
             state = {**arrived.state, "memory": {**memory, "images": images}}
-            replies.append(worker.train_client(arrived.round_id, state, arrived.message).reply)
+            replies.append(worker.train_client(arrived, state, arrived.message).reply)
         assert not torch.equal(*(reply.message["parameters"] for reply in replies))
 
 

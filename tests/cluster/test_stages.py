@@ -21,11 +21,11 @@ import small
 from processes import gone, wait_until
 from project import Project
 from ray.cluster_utils import Cluster
+from workbench.workflow.submit import wait_for_job
 
 from stamp_core.results.records import load_record
 from workbench.workflow.clusters import Cluster as AnyCluster
 from workbench.workflow.clusters import ClusterError, RayCluster, SlurmCluster
-from workbench.workflow.submit import wait_for_job
 
 PAPER = "pipelines/paper/dvc.yaml:"
 SPLIT = f"{PAPER}split@tiny-0"

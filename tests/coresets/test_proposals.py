@@ -137,7 +137,7 @@ def test_what_a_rule_is_given() -> None:
     """The second task's images, the model after training, the first task's exemplars."""
     experiment = replaying("recording", exemplars_per_class=4)
     worker, client_round = arrived(experiment, 1)
-    args = client_round.round_id, client_round.state, client_round.message
+    args = client_round, client_round.state, client_round.message
     reply = worker.train_client(*args).reply
     first, task = GIVEN
     dataset = experiment.dataset()
@@ -270,7 +270,7 @@ def test_balanced_batches_have_as_many_exemplars_of_each_class() -> None:
     worker, client_round = arrived(experiment, 4)
     memory, sums = client_round.state["memory"], set()
     stored = worker.runtime.normalise(memory["images"]).flatten(1)
-    context = worker.method.start(client_round)
+    context = small.started(worker.method, client_round)
     for batch in worker.method.batches(client_round, context):
         if len(batch) == 32:
             images, old = batch.images[16:], batch.targets[16:]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stamp_core.matching.gram import Difference
-from workbench.methods.base.quadratic import (
+from workbench.methods.base.gradient_projection import (
     NOT_FINITE,
     NOT_SOLVED,
     RESIDUAL,

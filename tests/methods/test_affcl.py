@@ -314,7 +314,7 @@ def test_statistics_of_normalisation_are_updated_once_a_batch(policy: str) -> No
     assert torch.equal(reply.state["last"]["buffers"], received)
     plain = small.worker(tiny(**options), client_round.plan)
     fedavg = plain.method.client_round(
-        client_round.round_id, client_round.plan, client_round.state, client_round.message
+        client_round, client_round.plan, client_round.state, client_round.message
     )
     plain.method.train_client(fedavg)
     torch.testing.assert_close(found, plain.runtime.model.buffers, rtol=0, atol=1e-6)

@@ -1,4 +1,4 @@
-"""What a client round passes on: extra networks, the model that is scored, images, the ledger."""
+"""What a client round passes on: extra networks, the model that is scored, images, what is due."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,17 +13,8 @@ from torch import Tensor, nn
 
 from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.runtime import ClientRuntime, RoundId
-from stamp_core.config.schema import Training
 from stamp_core.core.seeding import generator
-from stamp_core.methods.base.ledger import is_first, latest, recorded
-from stamp_core.methods.base.method import (
-    ClientRound,
-    FedAvgParams,
-    LocalModel,
-    Log,
-    Method,
-    is_due,
-)
+from stamp_core.methods.base.method import ClientRound, FedAvgParams, LocalModel, Log, Method
 from stamp_core.models.flat import FlatModel
 
 EXTRA = 3 * 2 + 2  # numbers of the extra network
@@ -48,7 +39,6 @@ class Extra(Method):
         return torch.randn(EXTRA, generator=generator(seed, name))
 
     def start(self, client_round: ClientRound) -> ExtraContext:
-        self.receive(client_round)
         return ExtraContext(torch.tensor(1.0 + client_round.client))
 
     def correct_gradient(self, batch: Batch, context: ExtraContext) -> None:
@@ -150,18 +140,17 @@ def test_the_history_counts_the_images_that_are_encoded_for_a_gradient(
 @pytest.mark.parametrize(
     ("experiences", "first"), [([], True), ([1], True), ([1, 4], False)], ids=str
 )
-def test_the_ledger_knows_first_due_and_missed_rounds(
+def test_first_due_and_missed_rounds_are_known(
     experiences: list[int], first: bool, last: bool, training: dict[str, float]
 ) -> None:
     """In experience 4 of two cycles of three tasks: it is due in the last round, and where that may
     be missed in the first."""
-    plan_ = plan(tiny(split={"cycles": 2}))
+    experiment = tiny(split={"cycles": 2}, training=training)
     state = {"experiences": experiences}
-    worker = small.worker(tiny(), plan_)
-    client_round = worker.method.client_round(RoundId(0, 0, 4, 0, last), plan_, state, {})
-    assert is_first(client_round) == first
-    options = Training(rounds=2, epochs=1, batch_size=4, lr=0.1, **training)
-    assert is_due(client_round, options) == (last or (first and bool(training)))
-    assert latest(state) == max([-1, *experiences])
-    assert recorded(client_round) == ([4] if not experiences else [1, 4])
+    method = small.worker(experiment).method
+    client_round = method.client_round(RoundId(0, 0, 4, 0, last), plan(experiment), state, {})
+    assert client_round.first == first
+    assert method.is_due(client_round) == (last or (first and bool(training)))
+    assert client_round.latest == max([-1, *experiences])
+    assert client_round.recorded == sorted({*experiences, 4})
     assert state == {"experiences": experiences} and client_round.task == 1

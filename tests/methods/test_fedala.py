@@ -154,7 +154,7 @@ def test_the_first_time_ends_when_ten_losses_hardly_differ(
     rest = iter(losses)
     monkeypatch.setattr(FedALA, "epoch", lambda *args: next(rest))
     method, client_round = away(tiny("fedala", max_epochs=most), settled=False)
-    context = method.start(client_round)
+    context = small.started(method, client_round)
     log = client_round.log
     assert log.numbers["mixing epochs"] == epochs and log.events == events and context.settled
     assert log.seconds["mixing"] > 0
@@ -164,7 +164,7 @@ def test_a_client_without_images_learns_no_weights_and_its_first_time_is_still_t
     experiment = tiny("fedala")
     plan = small.with_train(small.plan(experiment), {(0, 1): ()})
     method, client_round = away(experiment, False, plan)
-    context = method.start(client_round)
+    context = small.started(method, client_round)
     assert torch.equal(context.weights, torch.ones(HEAD)) and not context.settled
     assert client_round.log.numbers == {} and client_round.log.events == []
 
@@ -186,7 +186,7 @@ def test_the_first_step_of_the_weights_does_not_depend_on_the_local_learning_rat
         difference = 1e-3 * scale * torch.randn(HEAD, generator=generator("difference"))
         client_round.state["own"] = client_round.message["parameters"][-HEAD:] + difference
         client_round.state["weights"] = torch.full((HEAD,), 0.5)
-        steps.append(method.start(client_round).weights - 0.5)
+        steps.append(small.started(method, client_round).weights - 0.5)
     assert float(steps[0].abs().max()) > 1e-5
     torch.testing.assert_close(steps[1], steps[0], rtol=0.02, atol=1e-6)
 
@@ -196,7 +196,7 @@ def test_learning_the_weights_changes_no_running_statistics(policy: str) -> None
     experiment = tiny("fedala", network=BATCH_NORM, training={"buffers": policy}, tensors=4)
     method, client_round = away(experiment, settled=False)
     method.runtime.model.module.train()  # as the training of another client leaves it
-    method.start(client_round)
+    small.started(method, client_round)
     assert torch.equal(method.runtime.model.buffers, method.runtime.untrained)
     assert "mixing epochs" in client_round.log.numbers
 

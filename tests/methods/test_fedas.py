@@ -126,7 +126,7 @@ def test_alignment_and_trace_change_no_running_statistics(policy: str) -> None:
     received = client_round.state.get("buffers", client_round.message.get("buffers"))
     received = worker.runtime.untrained if received is None else received
     worker.runtime.model.module.train()
-    method.start(client_round)
+    small.started(method, client_round)
     assert torch.equal(worker.runtime.model.buffers, received)
     model = worker.runtime.model
     base = client_round.message["base"]

@@ -223,9 +223,9 @@ def test_channels_of_several_tensors_by_hand() -> None:
     """Of a 3 x 2 x 2, 3, 2 x 3 and 5 x 2 tensor the first and the third are decomposed."""
     channels = Channels([(3, 2, 2), (3,), (2, 3), (5, 2)], [True, False, True, False])
     numbers = torch.arange(31.0)
-    weights = channels.gather(numbers)
+    weights = channels.pick(numbers)
     assert weights.tolist() == [*range(12), *range(15, 21)]
-    assert torch.equal(channels.join(weights, channels.gather(numbers, False)), numbers)
+    assert torch.equal(channels.join(weights, channels.pick(numbers, False)), numbers)
     assert channels.expand(torch.arange(5)).bincount().tolist() == [4, 4, 4, 3, 3]
     assert channels.largest(torch.tensor([1.0, 3, 2, 5, 4]), 0.4).tolist() == [0, 1, 0, 1, 0]
     assert not channels.largest(torch.ones(5), 0.3).any()  # none is above the threshold
@@ -242,11 +242,11 @@ def test_each_decomposed_tensor_has_an_attention_of_its_own() -> None:
     known = knowledge.split([12, 6], 1)
     foreign = torch.cat([row @ each for row, each in zip(attention, known, strict=True)])
     expected = base * channels.expand(mask.sigmoid()) + adaptive + foreign
-    gradients = torch.autograd.grad(expected @ channels.gather(slopes), parts)
+    gradients = torch.autograd.grad(expected @ channels.pick(slopes), parts)
     decomposed = Decomposed(channels, [part.detach() for part in parts], knowledge)
     live = torch.zeros(21, dtype=torch.float64)
     decomposed.compose(live)
-    torch.testing.assert_close(channels.gather(live), expected.detach())
+    torch.testing.assert_close(channels.pick(live), expected.detach())
     torch.testing.assert_close(decomposed.foreign(), foreign.detach())
     decomposed.backward(slopes)
     for found, gradient in zip(decomposed.gradients, gradients, strict=True):

@@ -132,7 +132,7 @@ def test_only_the_first_pass_at_the_weights_themselves_updates_running_statistic
     arrived = small.arrived(worker, small.plan(experiment), 0)
     buffers = worker.method.train_client(arrived).message["buffers"]
     net = small.network(experiment, arrived.message["parameters"]).train()
-    half = torch.randperm(40, generator=arrived.round_id.generator("order"))[:20]
+    half = torch.randperm(40, generator=arrived.generator("order"))[:20]
     images = experiment.dataset().x_train[arrived.indices[half]]
     net(small.normalised(experiment, images))
     found = [buffer for buffer in net.buffers() if buffer.is_floating_point()]

@@ -14,8 +14,7 @@ from reference import CONFIGURATIONS, Array, Numbers, RehearsalReference, State,
 from small import BATCH_NORM, P, kept, plan, run, tiny
 
 from workbench.methods.agem import remove_conflict
-from workbench.methods.base.projection import exemplar_gradient
-from workbench.methods.base.quadratic import project_gradient
+from workbench.methods.base.gradient_projection import exemplar_gradient, project_gradient
 
 BOTH = pytest.mark.parametrize("kind", ["agem", "gem"])
 
@@ -127,7 +126,7 @@ def test_without_a_conflict_or_with_an_unusable_gradient_it_is_fedavg_bit_for_bi
         finite = math.isfinite(factor)
         return runtime.model.gradients * factor if finite else torch.full((P,), factor)
 
-    monkeypatch.setattr(f"stamp_core.methods.{kind}.exemplar_gradient", fake)
+    monkeypatch.setattr(f"workbench.methods.{kind}.exemplar_gradient", fake)
     params = {"margin": 0.5} if kind == "gem" else {}
     record = run(tiny(kind, **params))
     small.assert_same_weights(record, run(tiny()))

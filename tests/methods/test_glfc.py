@@ -219,7 +219,7 @@ def glfc_worker(**options: Any) -> tuple[Any, Any]:
 def test_weights_stay_finite_where_an_image_has_no_gap(groups: str) -> None:
     """In float32 1 - p is 0 for large logits; the mean weight is 1 nevertheless."""
     worker, plan_ = glfc_worker(groups=groups)
-    context = worker.method.start(small.arrived(worker, plan_, 2))
+    context = small.started(worker.method, small.arrived(worker, plan_, 2))
     labels = context.known["current"].nonzero().flatten().repeat(3)
     for logits in (torch.full((len(labels), 10), 200.0), torch.randn(len(labels), 10)):
         weights = worker.method.compensation(logits, labels, context)
@@ -238,7 +238,7 @@ def test_the_old_model_has_the_statistics_of_the_policy(policy: str) -> None:
     if policy == "shared":
         sent["old buffers"] = client_round.message["buffers"] + 1
     client_round.message.update({f"announced {name}": value for name, value in sent.items()})
-    method.start(client_round)
+    small.started(method, client_round)
     own = {"local": client_round.state.get("buffers"), "frozen": worker.runtime.untrained}
     assert torch.equal(method.teacher.buffers, own.get(policy, sent.get("old buffers")))
 
@@ -248,7 +248,7 @@ def test_prototypes_are_images_nearest_to_the_mean_of_their_class_and_lose_their
         worker, plan_ = glfc_worker(perturb_steps=steps, perturb_lr=lr)
         client_round = small.arrived(worker, plan_, 0)
         method = worker.method
-        context = method.start(client_round)
+        context = small.started(method, client_round)
         images, labels = worker.runtime.train_images(client_round.indices)
         features = F.normalize(worker.runtime.outputs(images, method.classifier.encode))
         pixels, classes = method.perturbed_prototypes(client_round, context.columns)

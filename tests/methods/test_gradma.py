@@ -146,7 +146,7 @@ def test_gradients_at_other_points_are_of_the_same_function() -> None:
     client_round = small.arrived(worker, plan(experiment), 0)
     method = worker.method
     assert isinstance(method, GradMA)
-    context = method.start(client_round)
+    context = small.started(method, client_round)
     batch = next(method.batches(client_round, context))
     worker.runtime.start_step(len(batch))
     method.loss(batch, context).backward()

@@ -1,4 +1,4 @@
-"""LANDER's anchors: from a file, sent once, kept exactly. Training is in `test_inversion.py`."""
+"""LANDER's anchors: from a file, sent once, kept exactly. Training is in `test_data_free.py`."""
 
 from pathlib import Path
 from typing import Any

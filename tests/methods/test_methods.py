@@ -17,7 +17,8 @@ from stamp_core.client.runtime import RoundId
 from stamp_core.config.schema import Network, Split
 from stamp_core.data.plan import Plan, Task
 from stamp_core.engine.experiment import Experiment
-from stamp_core.engine.trees import Store
+from stamp_core.engine.privacy import share_mean, with_model
+from stamp_core.engine.trees import Store, flatten, tree_digest
 from stamp_core.engine.worker import ClientResult, Worker
 from stamp_core.methods.base import registry
 from stamp_core.methods.base.method import ClientRound, Log, State
@@ -121,9 +122,31 @@ def test_clients_without_a_part_in_a_task_do_no_harm(kind: str) -> None:
     record = run(experiment)
     assert all(np.isfinite(value).all() for value in record.weights.values())
     assert all(entry["loss"] is None or np.isfinite(entry["loss"]) for entry in record.history)
-    if kind not in ("joint", "srfdil"):  # which select on their own
+    if kind != "joint":  # which selects on its own
         counts = [entry["participants"] for entry in record.history]
         assert counts == [2, 2, 3, 3, 4, 4]
+
+
+@pytest.mark.parametrize("neutral", [False, True], ids=["whole", "as FedAvg"])
+@pytest.mark.parametrize("kind", EVERY)
+def test_a_server_averages_if_its_method_says_so(kind: str, neutral: bool) -> None:
+    """With the mean of all models in the place of each its next state is the same.
+
+    Methods that upload anything else are refused where it matters.
+    """
+    experiment = tiny(kind, split=FEW, **equivalent(kind) or {}) if neutral else whole(kind)
+    worker = small.worker(experiment, plan(experiment))
+    method, (server, states, *_) = worker.method, worker.initial_states(0)
+    messages = [method.broadcast(server, client) for client in range(3)]
+    ids = [RoundId(0, client, 0, 0, last=True) for client in range(3)]
+    rounds = zip(ids, states[:3], messages, strict=True)
+    replies = [worker.train_client(*each).reply for each in rounds]
+    if all(reply.message.keys() == {"parameters"} for reply in replies):
+        own = [with_model(reply, reply.message["parameters"]) for reply in replies]
+        mean = share_mean(worker.runtime, own)
+        nexts = [method.aggregate(server, each, Log()) for each in (own, mean)]
+        one, other = (tree_digest(*flatten(state)) for state in nexts)
+        assert method.averages == (one == other)
 
 
 class Trained(NamedTuple):
@@ -180,7 +203,7 @@ def test_a_client_round_is_a_function_of_its_arguments(
         small.assert_equal_trees(each.given, each.before)
         torch.manual_seed(each.client_round.client)
         drawn = torch.get_rng_state()
-        again = worker.train_client(each.client_round.round_id, *each.before)
+        again = worker.train_client(each.client_round, *each.before)
         assert torch.equal(torch.get_rng_state(), drawn), "drawn from the global generator"
         small.assert_equal_trees(again.reply.state, reply.state)
         small.assert_equal_trees(again.reply.message, reply.message)

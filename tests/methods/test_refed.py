@@ -158,7 +158,7 @@ def test_scoring_changes_neither_the_live_model_nor_the_statistics(policy: str) 
     before = [vector.clone() for vector in vectors]
     experiment = tiny("refed", split=FEW, network=BATCH_NORM, training=training)
     whole = plan(experiment)
-    method.importance(small.arrived(small.worker(experiment, whole), whole, 1), samples)
+    method.scores(small.arrived(small.worker(experiment, whole), whole, 1), samples)
     small.assert_equal_trees(vectors, before)
 
 

@@ -47,8 +47,8 @@ def test_batches_end_with_exemplars_of_other_tasks(ratio: float) -> None:
         images = as_bytes(worker.runtime.normalise(memory["images"][past]))
         labels = zip(memory["labels"][past].tolist(), memory["tasks"][past].tolist(), strict=True)
         known = dict(zip(images, labels, strict=True))
-        new = worker.runtime.batches(client_round.round_id, client_round.indices)
-        mixed = worker.method.batches(client_round, worker.method.start(client_round))
+        new = worker.runtime.batches(client_round, client_round.indices)
+        mixed = worker.method.batches(client_round, small.started(worker.method, client_round))
         for plain, batch in zip(new, mixed, strict=True):
             count = min(round(ratio * len(plain)), len(known))
             assert (batch.new, batch.exemplars, batch.soft) == (len(plain), count, None)

@@ -49,9 +49,9 @@ def compare_rounds(patch: pytest.MonkeyPatch) -> None:
     """In every round the server's state must be what single uploads give, bit for bit."""
     gather, aggregate, plain = Server.gather, Server.aggregate, list[list[Reply]]()
 
-    def gathered(server: Server, state: State, replies: list[Reply], log: Log) -> list[Reply]:
+    def gathered(server: Server, replies: list[Reply], log: Log) -> list[Reply]:
         plain.append(replies)
-        return gather(server, state, replies, log)
+        return gather(server, replies, log)
 
     def aggregated(server: Server, state: State, replies: list[Reply], *rest: Any) -> State:
         found = aggregate(server, state, replies, *rest)
@@ -118,11 +118,6 @@ def test_a_round_for_which_one_client_is_selected_is_refused(
 ) -> None:
     with pytest.raises(ParameterError, match=f"false for {kind}, as a round has one client"):
         run(tiny(kind, split=FEW, training={**training, **SECURE["training"]}))
-
-
-def test_importances_by_which_clients_are_drawn_are_single_uploads() -> None:
-    with pytest.raises(ParameterError, match="false for srfdil, whose server reads single"):
-        run(whole("srfdil", split=FEW, **SECURE))
 
 
 @pytest.mark.parametrize(

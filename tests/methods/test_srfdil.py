@@ -1,4 +1,4 @@
-"""SR-FDIL: whole runs against NumPy and plain torch, with the networks of features and the draw."""
+"""SR-FDIL: whole runs against NumPy and plain torch, with the networks of features."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,12 +9,12 @@ import reference
 import small
 import torch
 from reference import CONFIGURATIONS, Array, Numbers, Reply, State, Visit
-from small import BATCH_NORM, BN_B, P, plan, run, tiny
+from small import BATCH_NORM, BN_B, P, run, tiny
 from test_refed import FEW, ReFedReference
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from stamp_core.core.seeding import address, generator
+from stamp_core.core.seeding import address
 
 SMALL: dict[str, Any] = {"cache": 10, "steps": 2, "gan_steps": 2}
 GENERATOR, DISCRIMINATOR = 4_832, 2_817  # parameters for 32 features and 10 classes
@@ -24,7 +24,7 @@ class SRFDILReference(ReFedReference):
     """Re-Fed's cache by ranks of importance and of an averaged discriminator of features."""
 
     def start(self) -> None:
-        """The networks with their initial weights, in float64; no importance is known."""
+        """The networks with their initial weights, in float64."""
         super().start()
         torch.manual_seed(address(self.plan.seed, "generator"))
         self.generator = nn.Sequential(nn.Linear(42, 64), nn.ReLU(), nn.Linear(64, 32)).double()
@@ -35,45 +35,12 @@ class SRFDILReference(ReFedReference):
             nn.init.zeros_(parameter)
         nets = {"generator": self.generator, "discriminator": self.judge}
         self.nets = {name: (net, vector(net)) for name, net in nets.items()}
-        self.known = np.full((len(self.plan.clients), 2), np.nan)
-        self.rounds = 0
-        self.largest: list[float] = []
-
-    def chosen(self, clients: list[int]) -> list[int]:
-        """Clients that the server draws without replacement, by their chances."""
-        if self.params.selected == 1:
-            return clients
-        shares = torch.tensor(self.chances())
-        self.largest.append(float(shares.max()))
-        draw = generator(self.plan.seed, self.rounds, "selection")
-        count = int(np.ceil(self.params.selected * len(shares) - 1e-9))
-        self.rounds += 1
-        drawn = set(torch.multinomial(shares, count, generator=draw).tolist())
-        return [client for client in clients if client in drawn]
-
-    def chances(self) -> Array:
-        """Weighted shares in the sums of cached and of new samples, where a sum is not 0."""
-        reported = ~np.isnan(self.known[:, 0])
-        if not reported.any():
-            return np.ones(len(self.known)) / len(self.known)
-        known = np.where(reported[:, None], self.known, self.known[reported].mean(0))
-        weights = np.array([self.params.old, 1 - self.params.old]) * (known.sum(0) > 0)
-        shares = known / np.maximum(known.sum(0), 1e-300)
-        return np.asarray((shares * weights).sum(1) / weights.sum()).clip(1e-12)
 
     def local(self, visit: Visit, state: State) -> Reply:
         """The cache is chosen and the networks are trained at the received model."""
         for net, received in self.nets.values():
             vector_to_parameters(received.clone(), net.parameters())
-        first = state["last"] != visit.experience
         reply = super().local(visit, state)
-        if first and self.params.selected < 1:
-            rows = self.joined(visit.indices, visit.task, state)[0]
-            new = len(visit.indices)
-            found = self.importance(self.x[rows], self.y[rows])
-            self.known[visit.client] = [
-                part.sum() / max(1, len(part)) for part in (found[new:], found[:new])
-            ]
         if len(state["cache"]):
             self.fit(visit, state["cache"])
         return replace(reply, sent={name: vector(net) for name, (net, _) in self.nets.items()})
@@ -139,15 +106,12 @@ def vector(net: nn.Module) -> Tensor:
     [
         # with longer steps of the GANs rounding grows until ranks differ on some kinds of CPU
         {"cache": 12, "gan_steps": 6, "gan_lr": 0.002, "correlation": 0.3, "balance": "none"},
-        {"cache": 16, "steps": 2, "gan_steps": 5, "gan_lr": 0.002, "selected": 0.6, "old": 0.3},
+        {"cache": 16, "steps": 2, "gan_steps": 5, "gan_lr": 0.002},
     ],
-    ids=["all clients", "drawn clients"],
+    ids=str,
 )
 def test_whole_runs_are_those_of_the_reference(params: dict[str, Any], configuration: str) -> None:
-    record, naive = reference.compare("srfdil", configuration, SRFDILReference, **params)
-    assert isinstance(naive, SRFDILReference)
-    for row, largest in zip(record.history, naive.largest[1:], strict=False):
-        assert row["notes"]["chance, largest share"] == pytest.approx(largest, abs=1e-4)
+    reference.compare("srfdil", configuration, SRFDILReference, **params)
 
 
 @pytest.mark.parametrize("balance", ["none", "class"])
@@ -170,21 +134,7 @@ def test_the_networks_leave_statistics_and_local_training_alone(policy: str) -> 
     assert record.history[-1]["disk"] == 40 * (64 + 16) + 4 * BN_B * (policy == "local")
 
 
-def test_only_drawn_clients_train_and_report_their_importance() -> None:
-    """Half of four; two floats each, and what the server has drawn limits who was chosen."""
-    experiment = tiny("srfdil", split=FEW, **SMALL, selected=0.5)
-    up = 4 * (P + GENERATOR + DISCRIMINATOR) + 8
-    for row in run(experiment).history:
-        assert (row["participants"], row["completed"]) == (2, 2)
-        assert row["bytes"] == {"down": 2 * (up - 8), "up": 2 * up}
-    method = small.worker(experiment, plan(experiment)).method
-    assert method.participants([0, 1, 3], {"drawn": [1, 2]}) == [1]
-
-
-def test_clients_with_more_importance_are_drawn_more_often() -> None:
-    """Client 2 has two thirds of it: six deviations on either side are 0.16."""
-    method: Any = small.worker(tiny("srfdil", split=FEW, **SMALL, selected=0.25)).method
-    importance = torch.tensor([[1.0, 1.0], [1.0, 1.0], [6.0, 6.0], [1.0, 1.0]])
-    drawn = [method.draw_clients(importance, 0, round_) for round_ in range(300)]
-    assert drawn == [method.draw_clients(importance, 0, round_) for round_ in range(300)]
-    assert 0.5 < sum(each == [2] for each in drawn) / 300 < 0.83
+def test_the_networks_travel_both_ways() -> None:
+    size = 4 * 4 * (P + GENERATOR + DISCRIMINATOR)  # of four clients
+    for row in run(tiny("srfdil", split=FEW, **SMALL)).history:
+        assert row["bytes"] == {"down": size, "up": size}

@@ -288,7 +288,7 @@ def sent(kind: str, norm: str, options: dict[str, Any], **params: Any) -> Tensor
     plan_ = plan(experiment)
     worker = small.worker(experiment, plan_)
     arrived = small.arrived(worker, plan_, 1)
-    reply = worker.train_client(arrived.round_id, arrived.state, arrived.message).reply
+    reply = worker.train_client(arrived, arrived.state, arrived.message).reply
     return small.flat([value.float() for _, value in small.tensors(reply.message)])
 
 

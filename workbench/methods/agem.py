@@ -12,8 +12,7 @@ from stamp_core.client.batches import Batch
 from stamp_core.config.decode import require_at_least
 from stamp_core.methods.base.method import ClientRound, Log
 from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalContext, RehearsalParams
-from workbench.methods.base.projection import exemplar_gradient, log_projection
-from workbench.methods.base.quadratic import NOT_FINITE
+from workbench.methods.base.gradient_projection import NOT_FINITE, exemplar_gradient, log_projection
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,6 @@ class AGemParams(RehearsalParams):
 
 @dataclass
 class AGemContext(RehearsalContext):
-    """What the steps read besides their batches, and what they leave."""
-
     images: Tensor  # of the memory
     labels: Tensor
     samples: Iterator[Tensor]  # indices of exemplars of other tasks, for each step
@@ -46,8 +43,6 @@ class AGem(Rehearsal):
     Params: ClassVar = AGemParams
 
     def start(self, client_round: ClientRound) -> AGemContext:
-        """Load the received model; all samples are drawn before training."""
-        self.receive(client_round)
         images, labels = self.exemplars_on_device(client_round)
         samples = self.samples(client_round, images.device)
         anchors = self.anchors_on_device(client_round)
@@ -59,23 +54,19 @@ class AGem(Rehearsal):
         steps = self.runtime.batch_sizes(len(client_round.indices))
         if not steps or not len(past):
             return iter(())
-        draw = client_round.round_id.generator("reference")
+        draw = client_round.generator("reference")
         orders = [torch.randperm(len(past), generator=draw)[: self.params.reference] for _ in steps]
         return iter(past[torch.stack(orders)].to(device))
 
-    def train(self, client_round: ClientRound, context: AGemContext) -> list[Tensor]:
-        """Local SGD; what the corrections did is read after it."""
-        losses = super().train(client_round, context)
+    def finish(self, client_round: ClientRound, context: AGemContext) -> None:
         if context.products:
             found = torch.stack(context.products).cpu()
             finite = found.isfinite()
             corrected = float((finite & (found < 0)).double().mean())
             failures = [NOT_FINITE] * int((~finite).sum())
             log_projection(client_round.log, "agem", corrected, failures)
-        return losses
 
     def correct_gradient(self, batch: Batch, context: AGemContext) -> None:
-        """Remove the conflict with the gradient on a sample of exemplars of other tasks."""
         sample = next(context.samples, None)
         if sample is None:
             return

@@ -56,9 +56,7 @@ class FBLParams(RehearsalParams):
             raise invalid(name, getattr(self, name), "absent: `weights` has its place")
 
 
-class FBLState(TypedDict):
-    """What a client remembers besides its memory."""
-
+class FBLState(TypedDict):  # besides the memory
     old: dict[str, Tensor]  # the model that was received when the task began; {}: none
     experience: int  # in which the client has trained last
     epochs: int  # of local training on the task so far
@@ -77,8 +75,6 @@ class Past:
 
 @dataclass
 class FBLContext(RehearsalContext):
-    """What the steps read besides their batches, and the next state."""
-
     state: FBLState
     past: Past | None  # None: no old model
 
@@ -106,15 +102,11 @@ class FBL(Rehearsal):
             self.teacher = FlatModel(runtime.network(seed=0).to(runtime.device).eval())
 
     def init_client(self, client: int, server: State) -> State:
-        """No old model and no entropy yet."""
         own = FBLState(old={}, experience=-1, epochs=0, entropy=-1.0)
         return {**super().init_client(client, server), **own}
 
-    # --- before training
-
     def start(self, client_round: ClientRound) -> FBLContext:
-        """Load the received model, and keep it as the teacher if the task is new."""
-        self.receive(client_round)
+        """The received model becomes the teacher if the task is new."""
         before: FBLState = client_round.state
         experience = client_round.experience
         new = before["experience"] != experience
@@ -142,12 +134,11 @@ class FBL(Rehearsal):
 
     def log_entropy(self, client_round: ClientRound, new: bool) -> float:
         """The received model's mean entropy; log it, and if it would have told a new task."""
-        state: FBLState = client_round.state
         images = self.runtime.dataset.x_train[client_round.indices]
         p = samples(self.runtime.outputs(images)).softmax(1)
         entropy = float(torch.special.entr(p).sum(1).mean())  # in nats, as published
         told = "monitor: hits" if new else "monitor: false alarms"
-        jumped = float(entropy - state["entropy"] > JUMP)
+        jumped = float(entropy - client_round.state["entropy"] > JUMP)
         client_round.log.numbers |= {"entropy": entropy, told: jumped}
         return entropy
 
@@ -220,8 +211,6 @@ class FBL(Rehearsal):
         teacher = logits[:, columns].softmax(1)
         return entropies(teacher).cpu(), columns[teacher.argmax(1)].cpu()
 
-    # --- training
-
     def loss(self, batch: Batch, context: FBLContext) -> Tensor:
         """Weighted cross-entropy of labels and pseudo labels, and the relations of classes."""
         past = context.past
@@ -281,10 +270,7 @@ class FBL(Rehearsal):
         targets: Tensor = spread + new * (1 - self.params.leak) * (members - spread)
         return targets
 
-    # --- after training
-
     def update_state(self, client_round: ClientRound, context: FBLContext) -> State:
-        """The state with the memory and the old model."""
         return {**super().update_state(client_round, context), **context.state}
 
 

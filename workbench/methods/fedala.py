@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypedDict
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor
 from stamp_core.client.batches import StepContext
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_above, require_at_least
-from stamp_core.methods.base.ledger import is_first, recorded
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Method, State
 from stamp_core.models.flat import flatten_like
 
@@ -45,19 +44,8 @@ class FedALAParams(FedAvgParams):
             raise invalid("share", self.share, "above 0 and at most 1")
 
 
-class FedALAState(TypedDict):
-    """What a client remembers."""
-
-    own: Tensor  # [M], the last tensors after training
-    weights: Tensor  # [M], W
-    settled: bool  # whether W was learnt once
-    experiences: list[int]
-
-
 @dataclass
 class FedALAContext(StepContext):
-    """What local aggregation leaves for the end of the round."""
-
     weights: Tensor  # [M]
     settled: bool
 
@@ -82,19 +70,21 @@ class FedALA(Method):
         self.tensors = tensors[-params.tensors :]
         self.size = sum(tensor.numel() for tensor in self.tensors)  # M
 
-    def init_client(self, client: int, server: State) -> FedALAState:
-        """The initial model as the own one, and W = 1: all is taken from the server."""
-        own = server["parameters"][-self.size :].clone()
+    def init_client(self, client: int, server: State) -> State:
+        """The initial model as the own one, and W = 1: all is taken from the server.
+
+        "settled" says whether W was learnt once.
+        """
+        own = server["parameters"][-self.size :].clone()  # [M], the last tensors after training
         weights = torch.ones_like(own)
         return {"own": own, "weights": weights, "settled": False, "experiences": []}
 
     def start(self, client_round: ClientRound) -> FedALAContext:
-        """Load the received model, its last tensors aggregated with the own ones."""
-        self.receive(client_round)
-        state: FedALAState = client_round.state
+        """The last tensors of the received model are aggregated with the own ones."""
+        state = client_round.state
         weights = state["weights"].to(self.runtime.device, copy=True)
         context = FedALAContext(weights, state["settled"])
-        if self.params.refresh == "task" and is_first(client_round):
+        if self.params.refresh == "task" and client_round.first:
             context.weights.fill_(1)
             context.settled = False
         own = state["own"].to(self.runtime.device)
@@ -141,7 +131,7 @@ class FedALA(Method):
     def window(self, client_round: ClientRound) -> Tensor:
         """The training images of the current task on which W is learnt.  # [n]"""
         indices = client_round.indices
-        draw = client_round.round_id.generator("window")
+        draw = client_round.generator("window")
         if self.params.window == "random":
             indices = indices[torch.randperm(len(indices), generator=draw)]
         count = min(len(indices), max(1, math.floor(self.params.share * len(indices))))
@@ -149,17 +139,16 @@ class FedALA(Method):
         return indices[start : start + count]
 
     def update_state(self, client_round: ClientRound, context: FedALAContext) -> State:
-        """The last tensors after training, and W."""
         return {
             **super().update_state(client_round, context),
             "own": self.model.parameters[-self.size :].cpu().clone(),
             "weights": context.weights.cpu(),
             "settled": context.settled,
-            "experiences": recorded(client_round),
+            "experiences": client_round.recorded,
         }
 
     def load_personal_model(self, client_round: ClientRound) -> None:
-        """Load the received model after local aggregation."""
+        self.receive(client_round)
         self.start(client_round)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NotRequired, TypedDict
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +12,8 @@ from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.by_class import class_means
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import require_above, require_at_least
-from stamp_core.methods.base.ledger import recorded
 from stamp_core.methods.base.method import (
     ClientRound,
-    DivergedError,
     FedAvgParams,
     Log,
     Message,
@@ -44,15 +42,6 @@ class FedASParams(FedAvgParams):
         require_at_least(self, 1, "align_batch_size")
 
 
-class FedASState(TypedDict):
-    """What a client remembers: its own model, as far as its next round uses it."""
-
-    experiences: list[int]
-    base: NotRequired[Tensor]  # the parameters of its encoder, if it aligns
-    base_buffers: NotRequired[Tensor]
-    head: NotRequired[Tensor]  # unless heads are shared
-
-
 class FedAS(Method):
     """FedAvg of encoders; each client aligns the received one with its own before training.
 
@@ -72,10 +61,7 @@ class FedAS(Method):
         if params.head != "local":
             self.models = ("global", "personal", "local")
 
-    # --- the server
-
     def broadcast(self, server: State, client: int) -> Message:
-        """The encoder, and the head where it is shared."""
         message = super().broadcast(server, client)
         return message if self.params.head == "shared" else self.without_head(message)
 
@@ -107,35 +93,28 @@ class FedAS(Method):
         log.numbers["trace, largest share"] = float(traces.max() / traces.sum())
         return [float(trace) for trace in traces]
 
-    # --- a client
-
     def init_client(self, client: int, server: State) -> State:
-        """The parts of the initial model that will be used."""
         return {**self.own_parts(server["parameters"], server["buffers"]), "experiences": []}
 
     def own_parts(self, parameters: Tensor, buffers: Tensor) -> dict[str, Tensor]:
         """The parts of its own model that a client keeps for its next round."""
         parts = dict[str, Tensor]()
         if self.params.align:
-            parts["base"] = parameters[self.base]
-            parts["base_buffers"] = buffers
+            parts |= {"base": parameters[self.base], "base_buffers": buffers}
         if self.params.head != "shared":
             parts["head"] = parameters[self.head]
         return {name: part.cpu().clone() for name, part in parts.items()}
 
     def start(self, client_round: ClientRound) -> StepContext:
-        """Load the received encoder, aligned, with the client's head."""
+        """Align the received encoder."""
         if self.params.align and len(client_round.indices):
             with client_round.log.clock("alignment"):
                 prototypes = self.prototypes(client_round)
-                self.receive(client_round)
+                self.receive(client_round)  # again: prototypes are those of the own encoder
                 self.align(client_round, prototypes)
-        else:
-            self.receive(client_round)
         return StepContext()
 
     def receive(self, client_round: ClientRound) -> None:
-        """Load the received encoder as it is, with the client's head unless heads are shared."""
         message = client_round.message
         if self.params.head != "shared":
             message = with_head(message, client_round.state["head"])
@@ -144,10 +123,9 @@ class FedAS(Method):
     def prototypes(self, client_round: ClientRound) -> Tensor:
         """Mean features of the classes present, by the client's own encoder.  # [classes, F]"""
         runtime = self.runtime
-        state: FedASState = client_round.state
         indices = client_round.indices
-        self.model.parameters[self.base] = state["base"]
-        self.model.buffers.copy_(state["base_buffers"])
+        self.model.parameters[self.base] = client_round.state["base"]
+        self.model.buffers.copy_(client_round.state["base_buffers"])
         features = runtime.outputs(runtime.train_images(indices)[0], self.classifier.encode)
         means, present = class_means(features, runtime.dataset.y_train[indices])
         table = torch.zeros(runtime.classes, means.shape[1])
@@ -164,9 +142,7 @@ class FedAS(Method):
             _, classes, counts = batch.targets.unique(return_inverse=True, return_counts=True)
             (errors / counts[classes]).sum().backward()  # the sum of the means of the classes
             model.parameters.add_(model.gradients, alpha=-lr)  # the head's gradients are zero
-        if not model.parameters.isfinite().all():
-            cause = f"align_lr (now {lr:g})"
-            raise DivergedError(client_round.round_id, self.runtime.setting, cause)
+        self.require_finite(model.parameters, client_round, f"align_lr (now {lr:g})")
 
     def shuffled(self, client_round: ClientRound, purpose: str, size: int) -> Iterator[Batch]:
         """The client's images in random order; the live model is put into evaluation mode.
@@ -175,17 +151,15 @@ class FedAS(Method):
         """
         self.model.module.eval()
         indices = client_round.indices
-        order = torch.randperm(len(indices), generator=client_round.round_id.generator(purpose))
+        order = torch.randperm(len(indices), generator=client_round.generator(purpose))
         return self.runtime.plain_batches(indices[order], size)
 
     def update_state(self, client_round: ClientRound, context: StepContext) -> State:
-        """The parts of the trained model that the client's next round uses."""
         state = super().update_state(client_round, context)
         parts = self.own_parts(self.model.parameters, self.model.buffers)
-        return {**state, **parts, "experiences": recorded(client_round)}
+        return {**state, **parts, "experiences": client_round.recorded}
 
     def upload(self, client_round: ClientRound, context: StepContext) -> Message:
-        """The encoder, the head where the server averages it, and the Fisher trace."""
         message = super().upload(client_round, context)
         if self.params.head == "local":
             message = self.without_head(message)
@@ -215,11 +189,9 @@ class FedAS(Method):
 
         Without alignment for a client that was never selected: its head is untrained.
         """
-        state: FedASState = client_round.state
-        if state["experiences"]:
+        self.receive(client_round)
+        if client_round.state["experiences"]:
             self.start(client_round)
-        else:
-            self.receive(client_round)
 
 
 def with_head(message: Message, head: Tensor) -> Message:

@@ -1,7 +1,7 @@
 """FedDBE (Zhang et al., 2023): a personal feature offset and mean regularisation."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NotRequired, TypedDict
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,6 @@ from stamp_core.methods.base.method import (
     Reply,
     State,
 )
-from stamp_core.methods.base.secure_sums import seal_replies
 
 WARM_UP = -1  # the round of the warm-up: its random draws are its own
 
@@ -45,24 +44,8 @@ class FedDBEParams(FedAvgParams):
             raise invalid("momentum", self.momentum, "at most 1")
 
 
-class FedDBEState(TypedDict):
-    """What a client remembers."""
-
-    offset: NotRequired[Tensor]  # [F]
-    shared: NotRequired[Tensor]  # [F], the latest global mean
-
-
-class FedDBEServer(TypedDict):
-    """What the server remembers besides FedAvg's model, once the global mean was renewed."""
-
-    mean: NotRequired[Tensor]  # [F]
-    informed: NotRequired[list[int]]  # the clients that have replied since
-
-
 @dataclass
 class FedDBEContext(StepContext):
-    """What the steps read besides their batches, and what they leave."""
-
     offset: Tensor | None  # [F], with a gradient
     shared: Tensor | None  # [F]
     mean: Tensor | None = None  # [F], the running mean of the features
@@ -71,7 +54,8 @@ class FedDBEContext(StepContext):
 class FedDBE(Method):
     """FedAvg whose clients train head(encoder(x) + offset) with an offset of their own (F numbers).
 
-    The regulariser keeps each client's running mean of the features near the global mean.
+    The regulariser keeps each client's running mean of the features near the global mean, which a
+    client remembers as "shared" and the server as "mean", with the clients "informed" since.
     """
 
     Params: ClassVar = FedDBEParams
@@ -80,12 +64,11 @@ class FedDBE(Method):
     group = "personalised"
 
     def initial_states(self, plan: Plan) -> InitialStates:
-        """The initial states, with the global mean from a warm-up where it is used."""
         initial = super().initial_states(plan)
         if not self.params.feddbe_kappa:
             return initial
         replies = [self.warm_up(plan, u, initial.server) for u in range(len(plan.clients))]
-        replies = [reply for reply in seal_replies(self, replies, Log()) if reply.samples]
+        replies = [reply for reply in self.seal(replies, Log()) if reply.samples]
         if not replies:
             return initial
         mean = self.average("mean", replies)
@@ -102,16 +85,14 @@ class FedDBE(Method):
         message = super().broadcast(server, client)
         return self.train_client(self.client_round(round_id, plan, {}, message))
 
-    # --- the server
-
-    def broadcast(self, server: FedDBEServer, client: int) -> Message:
+    def broadcast(self, server: State, client: int) -> Message:
         """The model, and a renewed mean until the client has replied."""
         message = super().broadcast(server, client)
         if "mean" in server and client not in server["informed"]:
             message["mean"] = server["mean"]
         return message
 
-    def aggregate(self, server: FedDBEServer, replies: list[Reply], log: Log) -> State:
+    def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
         """The averages of the models and, after the last round of a task, of the means."""
         averaged = super().aggregate(server, replies, log)
         senders = [reply for reply in replies if "mean" in reply.message]
@@ -122,27 +103,19 @@ class FedDBE(Method):
         informed = sorted({*server["informed"], *(reply.client for reply in replies)})
         return {**averaged, "informed": informed}
 
-    # --- a client
-
-    def init_client(self, client: int, server: State) -> FedDBEState:
-        """An offset of zero."""
-        weight, _ = self.classifier.head.parameters()  # [classes, F]
-        return {"offset": torch.zeros(weight.shape[1])} if self.params.trained else {}
+    def init_client(self, client: int, server: State) -> State:
+        return {"offset": torch.zeros(self.classifier.features)} if self.params.trained else {}
 
     def start(self, client_round: ClientRound) -> FedDBEContext:
-        """Load the received model; the offset and the global mean are on the device."""
-        self.receive(client_round)
-        state: FedDBEState = client_round.state
         device = self.runtime.device
-        offset = state.get("offset")
-        shared = client_round.message.get("mean", state.get("shared"))
+        offset = client_round.state.get("offset")
+        shared = client_round.message.get("mean", client_round.state.get("shared"))
         return FedDBEContext(
             None if offset is None else offset.to(device, copy=True).requires_grad_(),
             None if shared is None else shared.to(device),
         )
 
     def loss(self, batch: Batch, context: FedDBEContext) -> Tensor:
-        """Cross-entropy with the offset, and the mean regularisation."""
         features = self.classifier.encode(batch.images)
         moved = features if context.offset is None else features + context.offset
         loss = F.cross_entropy(self.classifier.head(moved), batch.targets)
@@ -171,7 +144,6 @@ class FedDBE(Method):
             offset.grad = None
 
     def update_state(self, client_round: ClientRound, context: FedDBEContext) -> State:
-        """The trained offset and the latest global mean."""
         found = {"shared": context.shared, "offset": context.offset}
         state = {k: v.detach().cpu().clone() for k, v in found.items() if v is not None}
         return {**super().update_state(client_round, context), **state}
@@ -180,23 +152,18 @@ class FedDBE(Method):
         """The model and, in the warm-up or where it is renewed after a task, the running mean."""
         message = super().upload(client_round, context)
         renewed = self.params.refresh == "task" and client_round.last
-        wanted = renewed or client_round.round_id.round == WARM_UP
+        wanted = renewed or client_round.round == WARM_UP
         if wanted and context.mean is not None:
             message["mean"] = context.mean.cpu()
         return message
 
-    # --- the personal model
-
     def local_model(self, context: FedDBEContext) -> LocalModel:
-        """The trained model with the offset."""
         self.add_offset(context.offset)
         return super().local_model(context)
 
     def load_personal_model(self, client_round: ClientRound) -> None:
-        """Load the received model with the client's offset."""
         self.receive(client_round)
-        state: FedDBEState = client_round.state
-        self.add_offset(state.get("offset"))
+        self.add_offset(client_round.state.get("offset"))
 
     @torch.no_grad()
     def add_offset(self, offset: Tensor | None) -> None:

@@ -25,8 +25,6 @@ class FedProxParams(FedAvgParams):
 
 @dataclass
 class FedProxContext(StepContext):
-    """What the steps read besides their batches."""
-
     received: Tensor  # [P]
 
 
@@ -44,12 +42,9 @@ class FedProx(Method):
             raise invalid("mu", params.mu, f"below 2 / training.lr = {2 / lr:g}")
 
     def start(self, client_round: ClientRound) -> FedProxContext:
-        """Load the received model, from which the proximal term is measured."""
-        self.receive(client_round)
         return FedProxContext(client_round.message["parameters"].to(self.runtime.device))
 
     def correct_gradient(self, batch: Batch, context: FedProxContext) -> None:
-        """Add the proximal term's gradient, mu times the displacement from the received model."""
         if self.params.mu:
             displacement = self.model.parameters - context.received
             self.model.gradients.add_(displacement, alpha=self.params.mu)

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from itertools import islice
-from typing import ClassVar, NotRequired, TypedDict
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,8 +11,7 @@ from torch import Tensor
 from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_above, require_at_least, require_fraction
-from stamp_core.methods.base.ledger import is_first, latest, recorded
-from stamp_core.methods.base.method import ClientRound, DivergedError, FedAvgParams, Method, State
+from stamp_core.methods.base.method import ClientRound, FedAvgParams, Method, State
 
 UNVERIFIED = "importance: the constants could not be verified against the paper"
 MISSED = "importance: the last round of a task was missed, the task has no importance"
@@ -43,15 +42,6 @@ class FedSSIParams(FedAvgParams):
         return (1 - self.lam) / (2 * self.lam)
 
 
-class FedSSIState(TypedDict):
-    """What a client remembers."""
-
-    experiences: list[int]
-    measured: bool  # whether it has completed the last round of the latest of them
-    omega: NotRequired[Tensor]  # Ω [P], the importance of past tasks
-    anchor: NotRequired[Tensor]  # [P], the first received model of the current task
-
-
 @dataclass
 class FedSSIContext(StepContext):
     """What the steps read besides their batches: nothing before there is an importance."""
@@ -75,26 +65,25 @@ class FedSSI(Method):
             least = f"above {lr / (4 + lr):.4g}, so that training.lr x (1 - lam) / (2 lam)"
             raise invalid("lam", params.lam, f"{least} is below 2")
 
-    def init_client(self, client: int, server: State) -> FedSSIState:
-        """No importance yet, and none missed."""
+    def init_client(self, client: int, server: State) -> State:
+        """No importance Ω yet, and none missed; with one the "anchor" of the task [P]."""
         return {"experiences": [], "measured": True}
 
     def start(self, client_round: ClientRound) -> FedSSIContext:
-        """Load the received model; the first one of a task is the anchor of the penalty."""
-        self.receive(client_round)
-        state: FedSSIState = client_round.state
-        if is_first(client_round):
+        """The first received model of a task is the anchor of the penalty."""
+        state = client_round.state
+        if client_round.first:
             self.log_start(client_round, state)
         if "omega" not in state:
             return FedSSIContext(None, None)
-        first = is_first(client_round)
+        first = client_round.first
         anchor = client_round.message["parameters"] if first else state["anchor"]
         device = self.runtime.device
         return FedSSIContext(state["omega"].to(device), anchor.to(device, copy=True))
 
-    def log_start(self, client_round: ClientRound, state: FedSSIState) -> None:
+    def log_start(self, client_round: ClientRound, state: State) -> None:
         """Log what was not measured since the last round, and a penalty that overshoots."""
-        missed = client_round.experience - 1 - latest(state) + (not state["measured"])
+        missed = client_round.experience - 1 - client_round.latest + (not state["measured"])
         client_round.log.events += [MISSED] * missed
         strength = self.runtime.lr * self.params.fedssi_alpha
         if "omega" in state and strength * state["omega"].max() > 1:
@@ -111,7 +100,7 @@ class FedSSI(Method):
         """The anchor and, after the last round of a task, Ω with the importance of the task."""
         log = client_round.log
         state = super().update_state(client_round, context)
-        state = {**state, "experiences": recorded(client_round), "measured": client_round.last}
+        state = {**state, "experiences": client_round.recorded, "measured": client_round.last}
         if context.anchor is not None:
             state["anchor"] = context.anchor.cpu()
         if client_round.last and len(client_round.indices):  # the last access to the task's images
@@ -135,8 +124,7 @@ class FedSSI(Method):
         displacement = self.model.parameters - start
         self.model.load(*trained)
         omega: Tensor = integral.clamp(min=0) / (displacement.square() + self.params.epsilon)
-        if not omega.isfinite().all():
-            raise DivergedError(client_round.round_id, self.runtime.setting)
+        self.require_finite(omega, client_round)
         return omega.cpu()
 
     def train_surrogate(
@@ -152,7 +140,7 @@ class FedSSI(Method):
         integral = torch.zeros_like(start)
         indices = client_round.indices
         steps = math.ceil(len(indices) / training.batch_size)
-        batches = self.runtime.endless_batches(client_round.round_id, indices, "surrogate")
+        batches = self.runtime.endless_batches(client_round, indices, "surrogate")
         for batch in islice(batches, steps):
             self.runtime.start_step(len(batch))
             self.loss(batch, context).backward()

@@ -1,7 +1,7 @@
 """FS-DGPM (Deng et al., 2021): gradient projection with replay at weights moved up the loss."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypedDict
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -45,18 +45,8 @@ class FsDgpmParams(RehearsalParams):
             require_above(self, 0, "clip")
 
 
-class FsDgpmState(TypedDict):
-    """What a client remembers besides its memory."""
-
-    protected: int  # the experience for which the bases were made; -1: none
-    bases: Bases  # [d, k] of each layer
-    lambdas: Tensor  # [columns of all layers]
-
-
 @dataclass
 class FsDgpmContext(RehearsalContext):
-    """What the steps read besides their batches, and what they leave."""
-
     bases: Bases  # of other tasks, on the device
     lambdas: Tensor  # [columns of all layers], of the latest step
     removed: list[Tensor]  # the protected share of each step's length
@@ -85,17 +75,13 @@ class FsDgpm(Rehearsal):
         self.look_ahead = LookAhead(runtime)
 
     def init_client(self, client: int, server: State) -> State:
-        """An empty memory and bases without columns."""
         bases = subspaces.empty_bases(self.layers)
-        own: FsDgpmState = {"protected": -1, "bases": bases, "lambdas": torch.ones(0)}
-        return {**super().init_client(client, server), **own}
-
-    # --- the bases
+        own = {"bases": bases, "lambdas": torch.ones(0)}  # λ of the columns of all layers
+        # "protected": the experience for which the bases were made; -1: none
+        return {**super().init_client(client, server), "protected": -1, **own}
 
     def start(self, client_round: ClientRound) -> FsDgpmContext:
-        """Load the received model; in the first round of a task, make the bases for it."""
-        self.receive(client_round)
-        state: FsDgpmState = client_round.state
+        state = client_round.state
         device = self.runtime.device
         if state["protected"] == client_round.experience:
             bases = {name: basis.to(device) for name, basis in state["bases"].items()}
@@ -113,29 +99,23 @@ class FsDgpm(Rehearsal):
         past = self.past_indices(client_round)
         if not len(past):
             return empty
-        order = torch.randperm(len(past), generator=client_round.round_id.generator("basis"))
+        order = torch.randperm(len(past), generator=client_round.generator("basis"))
         images = memory["images"][past[order[: self.params.images]]]
         later = len(memory["tasks"][past].unique()) - 1
         epsilon = self.params.epsilon + later * self.params.increment
         return subspaces.grown_bases(self.runtime, self.layers, empty, images, epsilon)
 
-    def train(self, client_round: ClientRound, context: FsDgpmContext) -> list[Tensor]:
-        """Local SGD, with the removed shares and the mean of λ in the log."""
-        losses = super().train(client_round, context)
+    def finish(self, client_round: ClientRound, context: FsDgpmContext) -> None:
         if context.removed:
             client_round.log.numbers["removed"] = float(torch.stack(context.removed).mean())
             client_round.log.numbers["lambda"] = float(context.lambdas.mean())
-        return losses
 
     def update_state(self, client_round: ClientRound, context: FsDgpmContext) -> State:
-        """The state with the memory, and the bases of the task with their λ."""
         bases = {name: basis.cpu() for name, basis in context.bases.items()}
         client_round.log.numbers |= subspaces.filled(self.layers, bases)
         lambdas = context.lambdas.detach().cpu()
-        own = FsDgpmState(protected=client_round.experience, bases=bases, lambdas=lambdas)
+        own = {"protected": client_round.experience, "bases": bases, "lambdas": lambdas}
         return {**super().update_state(client_round, context), **own}
-
-    # --- a step
 
     def loss(self, batch: Batch, context: FsDgpmContext) -> Tensor:
         """The mean of the losses of new images and exemplars at the weights after each inner step.
@@ -174,7 +154,6 @@ class FsDgpm(Rehearsal):
         return subspaces.component(vector, self.layers, bases, others, weights)
 
     def correct_gradient(self, batch: Batch, context: FsDgpmContext) -> None:
-        """Clip the gradient, step λ, and take the protected part from the gradient."""
         gradients = self.model.gradients
         self.clip(gradients)
         if not len(context.lambdas):

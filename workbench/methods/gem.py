@@ -7,11 +7,13 @@ from torch import Tensor
 
 from stamp_core.client.batches import Batch
 from stamp_core.config.decode import require_at_least
-from stamp_core.coresets.memory import Memory, past_tasks, task_indices
 from stamp_core.methods.base.method import ClientRound, Log
 from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalContext, RehearsalParams
-from workbench.methods.base.projection import Corrections, exemplar_gradient
-from workbench.methods.base.quadratic import project_gradient
+from workbench.methods.base.gradient_projection import (
+    Corrections,
+    exemplar_gradient,
+    project_gradient,
+)
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,6 @@ class GemParams(RehearsalParams):
 
 @dataclass
 class GemContext(RehearsalContext):
-    """What the steps read besides their batches, and what they leave."""
-
     past: list[tuple[Tensor, Tensor]]  # exemplars of each past task
     corrections: Corrections
     log: Log
@@ -50,26 +50,19 @@ class Gem(Rehearsal):
     Params: ClassVar = GemParams
 
     def start(self, client_round: ClientRound) -> GemContext:
-        """Load the received model; the exemplars of each past task are normalised only once."""
-        self.receive(client_round)
-        memory: Memory = client_round.state["memory"]
+        """The exemplars of each past task are normalised only once."""
         images, labels = self.exemplars_on_device(client_round)
-        tasks = [task_indices(memory, task) for task in past_tasks(memory, client_round.task)]
         past = [
             (self.runtime.normalise(images[own]), labels[own].to(self.runtime.device))
-            for own in (task.to(images.device) for task in tasks)
+            for own in self.past_exemplars(client_round).values()
         ]
         anchors = self.anchors_on_device(client_round)
         return GemContext(anchors, past, Corrections(), client_round.log)
 
-    def train(self, client_round: ClientRound, context: GemContext) -> list[Tensor]:
-        """Local SGD, with the share of corrected steps in the log."""
-        losses = super().train(client_round, context)
+    def finish(self, client_round: ClientRound, context: GemContext) -> None:
         context.corrections.log(client_round.log, "gem")
-        return losses
 
     def correct_gradient(self, batch: Batch, context: GemContext) -> None:
-        """Add the smallest change that removes all conflicts with the gradients of past tasks."""
         if not context.past:
             return
         gradients, params = self.model.gradients, self.params

@@ -1,7 +1,7 @@
 """GPM (Saha et al., 2021): no step in the subspace of layers' inputs in past tasks."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypedDict
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -10,8 +10,7 @@ from torch import Tensor
 from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import require_at_least
-from stamp_core.methods.base.ledger import recorded
-from stamp_core.methods.base.method import ClientRound, FedAvgParams, Group, Method, State, is_due
+from stamp_core.methods.base.method import ClientRound, FedAvgParams, Group, Method, State
 from workbench.methods.base import subspaces
 from workbench.methods.base.subspaces import Bases
 
@@ -23,8 +22,6 @@ class GpmParams(FedAvgParams):
     epsilon: float = 0.95  # share of the squares of a layer's inputs that its basis must hold
     increment: float = 0.003  # added to it for every task learnt before
     images: int = 125  # of a task, from which the bases are made
-    # Each gradient, or the whole update after free training.
-    project: Literal["step", "update"] = "step"
     # Log which share of the global update lies in the protected subspaces: the client keeps the
     # received model for that.
     drift: bool = False
@@ -36,19 +33,8 @@ class GpmParams(FedAvgParams):
         require_at_least(self, 1, "images")
 
 
-class GpmState(TypedDict):
-    """What a client remembers."""
-
-    bases: Bases  # [d, k] of each layer
-    tasks: dict[str, Tensor]  # int32 [k], the task of each column
-    experiences: list[int]  # those whose inputs are in the bases
-    received: dict[str, Tensor]  # to measure drift: the last received model, by its experience
-
-
 @dataclass
 class GpmContext(StepContext):
-    """What the steps read besides their batches, and what they leave."""
-
     bases: Bases  # of other tasks, on the device
     removed: list[Tensor]  # the protected share of each step's length
 
@@ -71,56 +57,39 @@ class Gpm(Method):
         for layer in self.layers.values():
             layer.write(self.normalisation, torch.zeros(layer.shape))
 
-    def init_client(self, client: int, server: State) -> GpmState:
-        """Bases without columns."""
+    def init_client(self, client: int, server: State) -> State:
         bases = subspaces.empty_bases(self.layers)
-        tasks = {name: torch.zeros(0, dtype=torch.int32) for name in bases}
+        tasks = {name: torch.zeros(0, dtype=torch.int32) for name in bases}  # of each column
+        # "received": to measure drift, the last received model, by its experience
         return {"bases": bases, "tasks": tasks, "experiences": [], "received": {}}
 
-    # --- training
-
     def start(self, client_round: ClientRound) -> GpmContext:
-        """Load the received model."""
-        self.receive(client_round)
         return GpmContext(self.other_columns(client_round), [])
 
     def other_columns(self, client_round: ClientRound) -> Bases:
         """The bases without the columns of the current task, on the device."""
-        state: GpmState = client_round.state
+        state = client_round.state
         bases = {n: m[:, state["tasks"][n] != client_round.task] for n, m in state["bases"].items()}
         return {name: basis.contiguous().to(self.runtime.device) for name, basis in bases.items()}
 
-    def train(self, client_round: ClientRound, context: GpmContext) -> list[Tensor]:
-        """Local SGD, of which every step or the whole update is projected."""
-        if not subspaces.has_columns(context.bases):
-            return super().train(client_round, context)
-        self.log_drift(client_round, context.bases)
-        start = self.model.parameters.clone()
-        losses = super().train(client_round, context)
-        if self.params.project == "update":
-            end = self.model.parameters
-            end.sub_(self.protected_part(end - start, context))
+    def finish(self, client_round: ClientRound, context: GpmContext) -> None:
+        if subspaces.has_columns(context.bases):
+            self.log_drift(client_round, context.bases)
         if context.removed:
             client_round.log.numbers["removed"] = float(torch.stack(context.removed).mean())
-        return losses
 
     def correct_gradient(self, batch: Batch, context: GpmContext) -> None:
         """Take the protected part from the gradient, and from what weight decay will add to it."""
-        if self.params.project == "step" and subspaces.has_columns(context.bases):
+        if subspaces.has_columns(context.bases):
             step = subspaces.descent_direction(self.runtime)
-            self.model.gradients.sub_(self.protected_part(step, context))
-
-    def protected_part(self, step: Tensor, context: GpmContext) -> Tensor:
-        """The protected part of a step, whose share of the length is noted.  # [P]"""
-        fixed = step.where(self.normalisation, 0.0)
-        inside = subspaces.component(step, self.layers, context.bases, fixed)
-        context.removed.append(inside.norm() / step.norm())
-        return inside
+            fixed = step.where(self.normalisation, 0.0)
+            inside = subspaces.component(step, self.layers, context.bases, fixed)
+            context.removed.append(inside.norm() / step.norm())
+            self.model.gradients.sub_(inside)
 
     def log_drift(self, client_round: ClientRound, bases: Bases) -> None:
         """Log the protected share of the global update since a round with the same bases."""
-        state: GpmState = client_round.state
-        before = state["received"].get(str(client_round.experience))
+        before = client_round.state["received"].get(str(client_round.experience))
         if before is None:
             return
         move = (client_round.message["parameters"] - before).to(self.runtime.device)
@@ -129,15 +98,12 @@ class Gpm(Method):
         whole = torch.cat([part.flatten() for part in parts.values()])
         client_round.log.numbers["drift"] = float(inside.norm() / whole.norm())
 
-    # --- the bases
-
     def update_state(self, client_round: ClientRound, context: GpmContext) -> State:
-        """The state with the task's inputs in the bases, made after training in the last round."""
         state = super().update_state(client_round, context)
         if self.params.drift:
             received = client_round.message["parameters"].clone()
             state = {**state, "received": {str(client_round.experience): received}}
-        if len(client_round.indices) and is_due(client_round, self.runtime.training):
+        if len(client_round.indices) and self.is_due(client_round):
             with client_round.log.clock("basis"):
                 state = {**state, **self.remember(client_round, context)}
         client_round.log.numbers |= subspaces.filled(self.layers, state["bases"])
@@ -145,9 +111,9 @@ class Gpm(Method):
 
     def remember(self, client_round: ClientRound, context: GpmContext) -> State:
         """The bases with the task's inputs at the trained model; its former ones are replaced."""
-        state: GpmState = client_round.state
+        state = client_round.state
         task = client_round.task
-        draw = client_round.round_id.generator("basis")
+        draw = client_round.generator("basis")
         order = torch.randperm(len(client_round.indices), generator=draw)[: self.params.images]
         images = self.runtime.dataset.x_train[client_round.indices[order]]
         learnt = {each % client_round.plan.tasks for each in state["experiences"]} - {task}
@@ -158,4 +124,4 @@ class Gpm(Method):
             others = state["tasks"][name][state["tasks"][name] != task]
             tasks[name] = F.pad(others, (0, basis.shape[1] - len(others)), value=task)
         bases = {name: basis.cpu() for name, basis in grown.items()}
-        return {"bases": bases, "tasks": tasks, "experiences": recorded(client_round)}
+        return {"bases": bases, "tasks": tasks, "experiences": client_round.recorded}

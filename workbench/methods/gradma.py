@@ -1,18 +1,18 @@
 """GradMA (Luo et al., 2023): updates of clients and server are corrected by gradient memories."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypedDict
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from stamp_core.client.batches import Batch, StepContext
+from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import require_at_least, require_fraction
 from stamp_core.matching.gram import Difference, Vector
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Log, Method, Reply, State
 from stamp_core.models.flat import flatten_like, weighted_average
-from workbench.methods.base.projection import Corrections, log_projection
-from workbench.methods.base.quadratic import project_gradient
+from workbench.methods.base.gradient_projection import Corrections, log_projection, project_gradient
 
 
 @dataclass(frozen=True)
@@ -36,19 +36,8 @@ class GradMAParams(FedAvgParams):
         require_fraction(self, "beta1", "beta2")
 
 
-class GradMAServer(TypedDict):
-    """What the server remembers besides FedAvg's model, if it corrects."""
-
-    parameters: Tensor  # [P]
-    momentum: Tensor  # [P]
-    memory: dict[str, Tensor]  # the update of each client that is remembered
-    counts: dict[str, int]  # how often each of them took part since
-
-
 @dataclass
 class GradMAContext(StepContext):
-    """What the steps read besides their batches, and what they leave."""
-
     received: Tensor  # [P]
     previous: Tensor  # [P], the iterate before
     corrections: Corrections
@@ -61,31 +50,31 @@ class GradMA(Method):
     Params: ClassVar = GradMAParams
     fedavg_equivalent: ClassVar = {"worker": False, "server": False}
 
+    def __init__(self, params: GradMAParams, runtime: ClientRuntime) -> None:
+        super().__init__(params, runtime)
+        self.averages = not params.server
+
     def block_sizes(self) -> list[int] | None:
         """The sizes of the blocks that are corrected separately."""
         tensors = self.model.module.parameters()
         return None if self.params.scope == "model" else [p.numel() for p in tensors]
 
-    # --- the server
-
     def init_server(self, seed: int) -> State:
-        """The initial weights with no momentum and no remembered update."""
         server = super().init_server(seed)
-        if not self.params.server:
-            return server
-        momentum = torch.zeros_like(server["parameters"])
-        return {**server, "momentum": momentum, "memory": {}, "counts": {}}
+        if self.params.server:
+            server["momentum"] = torch.zeros_like(server["parameters"])
+            server["memory"] = {}  # the update of each client that is remembered
+            server["counts"] = {}  # how often each of them took part since
+        return server
 
-    def gather(self, replies: list[Reply]) -> list[Reply]:
+    def to_device(self, replies: list[Reply]) -> list[Reply]:
         """The replies as they are: the updates that the server remembers are on the CPU."""
         return replies
 
     def averaged_vectors(self) -> tuple[str, ...]:
-        """The buffers alone where the parameters move along the momentum."""
         return self.shared_buffers() if self.params.server else super().averaged_vectors()
 
     def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
-        """The server's model moved along the corrected momentum; buffers are averaged."""
         averaged = super().aggregate(server, replies, log)
         replies = [reply for reply in replies if reply.samples]
         if not self.params.server or not replies:
@@ -111,7 +100,7 @@ class GradMA(Method):
         }
 
     def remember(
-        self, server: GradMAServer, updates: dict[str, Tensor], log: Log
+        self, server: State, updates: dict[str, Tensor], log: Log
     ) -> tuple[dict[str, Tensor], dict[str, int]]:
         """The remembered updates with this round's, and how often each client took part since."""
         memory, counts = dict(server["memory"]), dict(server["counts"])
@@ -127,19 +116,13 @@ class GradMA(Method):
             counts[client] = counts.get(client, 0) + 1
         return memory, counts
 
-    # --- a client
-
     def start(self, client_round: ClientRound) -> GradMAContext:
-        """Load the received model, which is also a point where gradients are taken."""
-        self.receive(client_round)
+        """The received model is also a point where gradients are taken."""
         received = client_round.message["parameters"].to(self.runtime.device)
         return GradMAContext(received, received, Corrections(), client_round.log)
 
-    def train(self, client_round: ClientRound, context: GradMAContext) -> list[Tensor]:
-        """Local SGD, with the share of corrected steps in the log."""
-        losses = super().train(client_round, context)
+    def finish(self, client_round: ClientRound, context: GradMAContext) -> None:
         context.corrections.log(client_round.log, "gradma")
-        return losses
 
     def correct_gradient(self, batch: Batch, context: GradMAContext) -> None:
         """Remove conflicts of the step with three vectors: the gradients at the previous iterate

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NotRequired, TypedDict
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -20,13 +20,8 @@ from stamp_core.core.seeding import generator
 from stamp_core.methods.base.method import ClientRound, Log, Message, Reply, State
 from stamp_core.models.encoders import Shape
 from stamp_core.models.flat import FlatAdam, FlatModel, FlatSGD
+from workbench.methods.base.data_free import DataFree, DataFreeContext, DataFreeParams
 from workbench.methods.base.generators import BETAS, ImageGenerator, build_seeded
-from workbench.methods.base.inversion import (
-    Inversion,
-    InversionContext,
-    InversionParams,
-    InversionServer,
-)
 from workbench.methods.base.synthesis import MappedClassifier, Outputs, Source, Synthesis
 
 # Random anchors are as far from each other as the published ones of CIFAR-100: the mean square of
@@ -36,7 +31,7 @@ CHUNK = 10  # consecutive images of a batch that share a noisy layer
 
 
 @dataclass(frozen=True)
-class LanderParams(InversionParams):
+class LanderParams(DataFreeParams):
     """How images are synthesised and used; the defaults are those published for CIFAR-100."""
 
     kd: float = 0.4  # w_pre before it is balanced by the numbers of classes
@@ -154,51 +149,32 @@ class AnchoredSynthesis(Synthesis):
         self.anchors = anchors[self.classes].float().to(runtime.device)  # [K, A]
 
     def draw_targets(self, count: int) -> Tensor:
-        """Labels as places in `classes`: all in turn, and for the rest random ones.  # [N]"""
+        """Labels as indices of `classes`: all in turn, and for the rest random ones.  # [N]"""
         cycles, rest = divmod(count, len(self.classes))
         drawn = torch.randint(len(self.classes), (rest,), generator=self.draw)
         return torch.cat([torch.arange(len(self.classes)).repeat(cycles), drawn])
 
     def start_round(self, targets: Tensor) -> tuple[Tensor, list[FlatAdam]]:
-        """The anchors of the labels, and a new optimiser after the noisy layers are drawn."""
         self.layers.redraw(self.draw)
         adam = FlatAdam(self.generator, self.params.generator_lr, betas=BETAS)
         return self.anchors[targets], [adam]
 
     def teacher_loss(self, teacher: Outputs, targets: Tensor) -> Tensor:
-        """The loss on the labels and, for mapped features, on their anchors."""
         hinge = anchor_hinge(teacher[1], self.anchors[targets], self.params.radius)
         return super().teacher_loss(teacher, targets) + self.anchor_weight * hinge
 
     def student_loss(self, student: Outputs, teacher: Outputs) -> Tensor:
-        """The student's divergence from the teacher, also in mapped features."""
         distance = F.mse_loss(student[1], teacher[1])
         return super().student_loss(student, teacher) + self.anchor_weight * distance
 
 
-class LanderServer(InversionServer):
-    """What the server remembers."""
-
-    map: Tensor  # the weights of the linear map
-    anchors: Tensor  # float16 [L, A]
-    holders: list[int]  # clients that have the anchors
-
-
-class LanderState(TypedDict):
-    """What a client remembers besides what was announced."""
-
-    anchors: NotRequired[Tensor]  # float16 [L, A]
-
-
 @dataclass
-class LanderContext(InversionContext):
-    """What the steps read besides their batches."""
-
+class LanderContext(DataFreeContext):
     anchors: Tensor  # [L, A]
     map_sgd: FlatSGD  # of the linear map
 
 
-class Lander(Inversion):
+class Lander(DataFree):
     """FedAvg with anchors per class, near which a linear map brings features and images.
 
     The map is trained, sent and averaged with the model. Clients receive the anchors once.
@@ -216,49 +192,38 @@ class Lander(Inversion):
         self.network = MappedClassifier(self.classifier, self.map.module)
 
     def feature_map(self, *seed: int | str) -> nn.Module:
-        """A linear map from features to the space of the anchors."""
         width = self.params.anchor_features if self.file is None else self.file.shape[1]
-        head: Any = self.classifier.head
-        return build_seeded(partial(nn.Linear, head.in_features, width), *seed)
+        return build_seeded(partial(nn.Linear, self.classifier.features, width), *seed)
 
     def initial_weights(self, name: str, seed: int) -> Tensor:
-        """The initial weights of the map."""
         return FlatModel(self.feature_map(seed, name)).parameters
 
-    # --- the server
-
     def init_server(self, seed: int) -> State:
-        """The model, the map and the anchors, which no client has yet."""
-        table = self.file
-        if table is None:
-            table = draw_anchors(self.runtime.classes, self.params.anchor_features, seed)
-        return {**super().init_server(seed), "anchors": table, "holders": []}
+        server: State = super().init_server(seed)
+        server["anchors"] = self.file  # float16 [L, A]
+        if self.file is None:
+            sizes = self.runtime.classes, self.params.anchor_features
+            server["anchors"] = draw_anchors(*sizes, seed)
+        server["holders"] = list[int]()  # clients that have the anchors
+        return server
 
-    def broadcast(self, server: LanderServer, client: int) -> Message:
-        """The model and the map; the anchors, until the client has replied once."""
+    def broadcast(self, server: State, client: int) -> Message:
         message = super().broadcast(server, client)
         held = client in server["holders"]
         return message if held else {**message, "anchors": server["anchors"]}
 
-    def aggregate(self, server: LanderServer, replies: list[Reply], log: Log) -> State:
-        """The mean of the models and of the maps, and which clients have the anchors."""
+    def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
         holders = sorted({*server["holders"], *(reply.client for reply in replies)})
         return super().aggregate({**server, "holders": holders}, replies, log)
 
-    def synthesis(self, source: Source, server: LanderServer, log: Log) -> Synthesis:
-        """Synthesis from anchors."""
+    def synthesis(self, source: Source, server: State, log: Log) -> Synthesis:
         return AnchoredSynthesis(self.runtime, self.params, source, server["anchors"], log)
 
-    # --- a client
-
     def start(self, client_round: ClientRound) -> LanderContext:
-        """Load the received model and map; the anchors are on the device."""
         shared = vars(super().start(client_round))
-        state: LanderState = client_round.state
-        held = state["anchors"] if "anchors" in state else client_round.message["anchors"]
-        anchors = held.to(self.runtime.device, torch.float32)
-        sgd = self.runtime.new_sgd(self.map)
-        return LanderContext(**shared, anchors=anchors, map_sgd=sgd)
+        held = client_round.state if "anchors" in client_round.state else client_round.message
+        anchors = held["anchors"].to(self.runtime.device, torch.float32)
+        return LanderContext(**shared, anchors=anchors, map_sgd=self.runtime.new_sgd(self.map))
 
     def loss_weights(self, past: int, new: int) -> tuple[float, float]:
         """The weights balanced by the numbers of classes in distillation and in the task."""
@@ -267,7 +232,6 @@ class Lander(Inversion):
         return self.params.ce * ((1 + 1 / alpha) / beta), self.params.kd * (alpha * beta)
 
     def new_loss(self, outputs: Outputs, labels: Tensor, context: LanderContext) -> Tensor:
-        """Cross-entropy and, for mapped features, the distance from the anchors."""
         loss = super().new_loss(outputs, labels, context)
         if not self.params.anchor_weight:
             return loss
@@ -275,7 +239,6 @@ class Lander(Inversion):
         return loss + float(self.params.anchor_weight) * hinge
 
     def distillation_loss(self, student: Outputs, teacher: Outputs, classes: Tensor) -> Tensor:
-        """Distillation over past classes, and the distance of the mapped features."""
         loss = super().distillation_loss(student, teacher, classes)
         return loss + F.mse_loss(student[1], teacher[1])
 
@@ -285,6 +248,5 @@ class Lander(Inversion):
         self.map.gradients.zero_()
 
     def update_state(self, client_round: ClientRound, context: LanderContext) -> State:
-        """The client's state with the anchors."""
         anchors = context.anchors.cpu().half()
         return {**super().update_state(client_round, context), "anchors": anchors}

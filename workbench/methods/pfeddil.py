@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NotRequired, TypedDict
+from typing import ClassVar, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.client.scoring import accuracies, indices_of_tests
 from stamp_core.config.decode import invalid, require_at_least
-from stamp_core.methods.base.ledger import is_first, recorded
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Method, State
 from stamp_core.models.flat import FlatModel
 
@@ -49,19 +48,8 @@ class PersonalModel(TypedDict):
     tasks: dict[str, Tensor]  # [2, F] each, the moments of the features of its tasks
 
 
-class PFedDILState(TypedDict):
-    """What a client remembers."""
-
-    models: list[PersonalModel]
-    current: int  # the place of the model in training
-    experiences: list[int]
-    target: NotRequired[Tensor]  # [P], during an experience with a pull
-
-
 @dataclass
 class PFedDILContext(StepContext):
-    """What the steps read besides their batches, and the place of the model in training."""
-
     current: int
     target: Tensor | None  # [P], the models' sum in their proportions
 
@@ -89,19 +77,16 @@ class PFedDIL(Method):
             right = f"below {1 / lr:g}, so that training.lr x 2 migration is below 2"
             raise invalid("migration", params.migration, right)
 
-    def init_client(self, client: int, server: State) -> PFedDILState:
-        """No model."""
-        return {"models": [], "current": 0, "experiences": []}
-
-    # --- the choice of a model
+    def init_client(self, client: int, server: State) -> State:
+        return {"models": [], "current": 0, "experiences": []}  # "current": in training
 
     def start(self, client_round: ClientRound) -> PFedDILContext:
-        """Load the received model, or what the training of a new task starts from."""
-        state: PFedDILState = client_round.state
-        models = state["models"]
+        """Load what the training of a new task starts from, if not the received model."""
+        state = client_round.state
+        models: list[PersonalModel] = state["models"]
         current = state["current"]
         target = state.get("target")
-        starts = is_first(client_round) and len(client_round.indices) > 0
+        starts = client_round.first and len(client_round.indices) > 0
         if starts:
             near = self.mean_shares(models, client_round.indices)
             current = nearest_model(near, self.params.threshold, self.params.models)
@@ -148,8 +133,6 @@ class PFedDIL(Method):
             vectors = torch.stack([model["parameters"] for model in models])
             numbers["distance of models"] = float(torch.pdist(vectors).mean())
 
-    # --- training
-
     def correct_gradient(self, batch: Batch, context: PFedDILContext) -> None:
         """Add the gradient of c sum_i rho_i |w - w_i|^2, which is 2 c (w - sum_i rho_i w_i)."""
         if context.target is not None:
@@ -157,7 +140,6 @@ class PFedDIL(Method):
             self.model.gradients.add_(away, alpha=2 * self.params.migration)
 
     def update_state(self, client_round: ClientRound, context: PFedDILContext) -> State:
-        """The state with the trained model, whose auxiliary classifier has seen the task."""
         state = super().update_state(client_round, context)
         if not len(client_round.indices):
             return state
@@ -172,14 +154,12 @@ class PFedDIL(Method):
             "tasks": {**tasks, str(client_round.task): known},
         }
         models[current : current + 1] = [model]
-        experiences = recorded(client_round)
+        experiences = client_round.recorded
         new = {**state, "models": models, "current": current, "experiences": experiences}
         new.pop("target", None)
         if context.target is not None and not client_round.last:
             new["target"] = context.target.cpu()
         return new
-
-    # --- evaluation
 
     def features(self, model: PersonalModel, images: Tensor) -> Tensor:
         """Features of images by a model, which stays in the live model.  # [n, F]"""
@@ -188,14 +168,13 @@ class PFedDIL(Method):
 
     def personal_scores(self, client_round: ClientRound) -> Tensor:
         """Scores of its models' vote, or of the received one without any.  # [scorings, 1, T]"""
-        state: PFedDILState = client_round.state
-        if not state["models"]:
+        if not client_round.state["models"]:
             return super().personal_scores(client_round)
         runtime = self.runtime
         address = client_round.plan, [client_round.client]
         needed = indices_of_tests(runtime, *address)
         votes = torch.empty(len(runtime.dataset.y_test), runtime.classes)
-        votes[needed] = self.vote(state["models"], runtime.dataset.x_test[needed])
+        votes[needed] = self.vote(client_round.state["models"], runtime.dataset.x_test[needed])
         return accuracies(runtime, *address, client_round.experience, votes)
 
     def vote(self, models: list[PersonalModel], images: Tensor) -> Tensor:
@@ -212,7 +191,7 @@ class PFedDIL(Method):
 
 
 def nearest_model(near: Tensor, threshold: float, limit: int) -> int:
-    """The place of the nearest model, or the next free one if it is not near enough."""
+    """The index of the nearest model, or the next free one if it is not near enough."""
     if len(near) and (float(near.max()) > threshold or len(near) == limit):
         return int(near.argmax())
     return len(near)

@@ -11,13 +11,13 @@ from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_above
 from stamp_core.methods.base.method import Log
 from stamp_core.models.flat import FlatAdam, FlatModel
+from workbench.methods.base.data_free import DataFree, DataFreeParams
 from workbench.methods.base.generators import BETAS, ImageGenerator, build_seeded
-from workbench.methods.base.inversion import Inversion, InversionParams
 from workbench.methods.base.synthesis import Source, Synthesis
 
 
 @dataclass(frozen=True)
-class TargetParams(InversionParams):
+class TargetParams(DataFreeParams):
     """How images are synthesised and used; the defaults are those published for CIFAR-100."""
 
     latent_lr: float = 0.01  # of Adam on the generator's inputs
@@ -49,7 +49,6 @@ class MetaSynthesis(Synthesis):
         self.meta_adam = FlatAdam(self.meta, lr, betas=BETAS)
 
     def start_round(self, targets: Tensor) -> tuple[Tensor, list[FlatAdam]]:
-        """New noise, which is trained too, and a copy of the meta-generator."""
         self.generator.load(self.meta.parameters)
         self.meta.gradients.zero_()
         noise = torch.randn(len(targets), self.params.latent, generator=self.draw)
@@ -58,21 +57,18 @@ class MetaSynthesis(Synthesis):
         return latent.tensors[0], [adam, FlatAdam(latent, self.params.latent_lr, betas=BETAS)]
 
     def after_backward(self) -> None:
-        """Add the gradient of a step to that of the meta-generator."""
         self.meta.gradients.add_(self.generator.gradients)
 
     def end_round(self) -> None:
-        """One step of the meta-generator."""
         super().end_round()
         self.meta_adam.step()
 
 
-class Target(Inversion):
+class Target(DataFree):
     """FedAvg with distillation from the last model on images synthesised from it."""
 
     Params: ClassVar = TargetParams
     fedavg_equivalent: ClassVar = {"kd": 0.0, "ce_classes": "all"}
 
     def synthesis(self, source: Source, server: Any, log: Log) -> Synthesis:
-        """Synthesis by a meta-generator."""
         return MetaSynthesis(self.runtime, self.params, source, log)

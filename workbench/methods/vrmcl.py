@@ -41,8 +41,6 @@ class VrMclParams(RehearsalParams):
 
 @dataclass
 class VrMclContext(RehearsalContext):
-    """What the steps read besides their batches, and what they leave."""
-
     theta: Tensor | None = None  # θ', the weights before the last step  # [P]
     d: Tensor | None = None  # d', its direction  # [P]
     cosines: list[Tensor] = field(default_factory=list)  # of each d and h
@@ -65,24 +63,19 @@ class VrMcl(Rehearsal):
         self.look_ahead = LookAhead(runtime)
 
     def start(self, client_round: ClientRound) -> VrMclContext:
-        """Load the received model."""
-        self.receive(client_round)
         return VrMclContext(self.anchors_on_device(client_round))
 
-    def train(self, client_round: ClientRound, context: VrMclContext) -> list[Tensor]:
-        """Local SGD, with what variance reduction does to its directions in the log."""
-        losses = super().train(client_round, context)
+    def finish(self, client_round: ClientRound, context: VrMclContext) -> None:
         log = client_round.log
         if context.cosines:
             log.numbers["cosine"] = float(torch.stack(context.cosines).mean())
             log.numbers["length"] = float(torch.stack(context.ratios).mean())
         first_order = self.params.inner_steps and not self.params.second_order
-        if losses and first_order and self.params.inner_lr >= self.runtime.training.lr:
+        trained = self.sample_count(client_round, context) > 0
+        if trained and first_order and self.params.inner_lr >= self.runtime.training.lr:
             log.events.append(LONG)
-        return losses
 
     def step(self, batch: Batch, context: VrMclContext) -> Tensor:
-        """One SGD step along d; the loss before it."""
         loss, h = self.meta_gradient(batch, context, self.model.parameters, update_norms=True)
         self.model.gradients.copy_(self.direction(batch, context, h))
         self.runtime.sgd.step()

@@ -11,13 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stamp_core.client.batches import Batch, StepContext
+from stamp_core.client.by_class import first_per_class
 from stamp_core.client.runtime import ClientRuntime, RoundId
 from stamp_core.client.scoring import score
 from stamp_core.config.decode import invalid, require_above
-from stamp_core.config.schema import Setting, Training
+from stamp_core.config.schema import Training
 from stamp_core.core.devices import has_room
 from stamp_core.data.plan import Plan
 from stamp_core.models.flat import FlatModel
+from stamp_core.models.sealed import Sealed
 from stamp_core.results.records import tree_bytes
 
 # What a client or the server remembers: a dict of tensors and plain values, nested as needed. A
@@ -28,19 +30,7 @@ Message = dict[str, Tensor]  # what is sent; its bytes are counted from these te
 
 
 class DivergedError(ArithmeticError):
-    """Training has produced weights that are not finite."""
-
-    def __init__(self, round_id: RoundId, setting: Setting, cause: str = "") -> None:
-        super().__init__(round_id, setting, cause)  # a worker process pickles these alone
-
-    def __str__(self) -> str:
-        """Where it happened and which parameter to lower: the cause, or the learning rate."""
-        round_id, setting, cause = self.args
-        lr = f"params/settings.yaml: {setting.name}.training.lr (now {setting.training.lr:g})"
-        return (
-            f"client {round_id.client}, experience {round_id.experience}, round {round_id.round}: "
-            f"the weights are no longer finite; lower {cause or lr}"
-        )
+    """Training has produced values that are not finite."""
 
 
 @dataclass(frozen=True)
@@ -78,36 +68,41 @@ class Log:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientRound(RoundId):
-    """The input of one client's work in one round; only its log is written to."""
+    """The address and the input of one client's work in one round; only its log is written to."""
 
     plan: Plan
-    task: int  # of the experience; a later cycle repeats it
-    classes: tuple[int, ...]  # of the task; none where the client has no part in it
     state: State  # never changed in place: `update_state` returns the new one
     message: Message
     indices: Tensor  # int64 [n], of the training images of the task
     log: Log = field(default_factory=Log)
 
     @property
-    def round_id(self) -> RoundId:
-        """Its address alone."""
-        return RoundId(self.seed, self.client, self.experience, self.round, self.last)
+    def task(self) -> int:
+        """The task of the experience; a later cycle repeats it."""
+        return self.experience % self.plan.tasks
 
+    @property
+    def classes(self) -> tuple[int, ...]:
+        """The classes of the task; none where the client has no part in it."""
+        return self.plan.clients[self.client][self.task].classes
 
-def is_due(client_round: ClientRound, training: Training) -> bool:
-    """Whether a client adds the task to its memory after this round.
+    # A method that needs the rest keeps "experiences" in the state, sorted: those in which the
+    # client has completed a round or, with a memory, those whose tasks are in it.
 
-    That is the last round of an experience. Where clients may miss it, they do so in their first
-    round as well.
-    """
-    first = client_round.experience not in client_round.state["experiences"]
-    return client_round.last or (may_miss_rounds(training) and first)
+    @property
+    def first(self) -> bool:
+        """Whether the client has completed no round of this experience yet."""
+        return self.experience not in self.state["experiences"]
 
+    @property
+    def latest(self) -> int:
+        """The experience in which the client last completed a round; -1 before the first."""
+        return max(self.state["experiences"], default=-1)
 
-def may_miss_rounds(training: Training) -> bool:
-    """Whether clients may miss a round, the last one of an experience among them."""
-    some = training.participation < 1 or training.clients_per_round is not None
-    return some or training.dropout > 0
+    @property
+    def recorded(self) -> list[int]:
+        """The experiences with this one."""
+        return sorted({*self.state["experiences"], self.experience})
 
 
 class LocalModel(NamedTuple):
@@ -155,6 +150,7 @@ class Method:
     fedavg_equivalent: ClassVar[Mapping[str, Any] | None] = {}
     group: ClassVar[Group] = "federated"
     masks: ClassVar[bool] = False  # whether it can learn masks of images instead of labels
+    averages: bool = True  # whether the server uses only the mean of the clients' models
     in_clear: ClassVar[tuple[str, ...]] = ()  # vectors of a message that secure sums do not hide
     # Whether a step depends only on its batch, the live model and the tensors of its context, so
     # that a GPU may capture it. A class that overrides one of `step_parts` has to say so again.
@@ -209,7 +205,25 @@ class Method:
         """The message from the server to a client."""
         return {name: server[name] for name in (*self.shared_vectors(), *self.extra_networks)}
 
-    def gather(self, replies: list[Reply]) -> list[Reply]:
+    def seal(self, replies: list[Reply], log: Log) -> list[Reply]:
+        """What the server is handed: with `training.secure_sums` replies with sealed vectors.
+
+        One client alone has no sum that hides it: then no reply is handed over, and the round
+        leaves the server as it is.
+        """
+        if not self.runtime.training.secure_sums:
+            return replies
+        if sum(reply.samples > 0 for reply in replies) < 2:
+            log.events.append("secure sums: fewer than two clients have trained")
+            return []
+        return [replace(reply, message=self.sealed(reply)) for reply in replies]
+
+    def sealed(self, reply: Reply) -> Any:
+        """The message with sealed vectors; to a server that only averages they are tensors."""
+        vectors = reply.message.items()
+        return {n: v if n in self.in_clear else Sealed(v, reply.client) for n, v in vectors}
+
+    def to_device(self, replies: list[Reply]) -> list[Reply]:
         """The replies with the models' vectors on the device, where there is room for all."""
         names = self.shared_vectors()
         device = self.runtime.device
@@ -247,28 +261,24 @@ class Method:
     ) -> ClientRound:
         """The input of a client round, or of an evaluation of the client's model."""
         task = round_id.experience % plan.tasks
-        return ClientRound(
-            **vars(round_id),
-            plan=plan,
-            task=task,
-            classes=plan.clients[round_id.client][task].classes,
-            state=state,
-            message=message,
-            indices=self.train_indices(plan, round_id.client, task),
-        )
+        indices = self.train_indices(plan, round_id.client, task)
+        address = round_id.seed, round_id.client, round_id.experience, round_id.round, round_id.last
+        return ClientRound(*address, plan=plan, state=state, message=message, indices=indices)
 
     def train_indices(self, plan: Plan, client: int, task: int) -> Tensor:
         """Indices of the training images of a client's task.  # [n]"""
         return plan.train_indices(self.runtime.dataset, client, task)
 
     def train_client(self, client_round: ClientRound) -> Reply:
-        """One client round: start from the received model, train, reply."""
+        """One client round: receive the model, train it, reply."""
         log = client_round.log
         before = self.classifier.images_backpropagated
+        self.receive(client_round)
         context = self.start(client_round)
         losses = self.train(client_round, context)
-        if losses and not torch.isfinite(self.model.parameters).all():
-            raise DivergedError(client_round.round_id, self.runtime.setting)
+        self.finish(client_round, context)
+        if losses:
+            self.require_finite(self.model.parameters, client_round)
         loss = float(torch.stack(losses).mean()) if losses else float("nan")
         state = self.update_state(client_round, context)
         message = self.upload(client_round, context)
@@ -277,16 +287,26 @@ class Method:
         samples = self.sample_count(client_round, context)
         return Reply(client_round.client, state, message, samples, len(losses), loss, log, local)
 
-    def start(self, client_round: ClientRound) -> Any:
-        """Load the model that training starts from; the context of the client round."""
-        self.receive(client_round)
-        return StepContext()
-
     def receive(self, client_round: ClientRound) -> None:
         """Load the received model into the live model, and the extra networks into theirs."""
         self.runtime.load_received(client_round.message, client_round.state)
         for name, network in self.extra_networks.items():
             network.load(client_round.message[name])
+
+    def require_finite(self, values: Tensor, client_round: ClientRound, cause: str = "") -> None:
+        """Refuse to go on with other values: lower the cause, or the learning rate."""
+        if values.isfinite().all():
+            return
+        setting = self.runtime.setting
+        lr = f"params/settings.yaml: {setting.name}.training.lr (now {setting.training.lr:g})"
+        raise DivergedError(
+            f"client {client_round.client}, experience {client_round.experience}, "
+            f"round {client_round.round}: the weights are no longer finite; lower {cause or lr}"
+        )
+
+    def start(self, client_round: ClientRound) -> Any:
+        """The context of the client round; what is loaded now is what training starts from."""
+        return StepContext()
 
     def train(self, client_round: ClientRound, context: Any) -> list[Tensor]:
         """Local SGD on the live model; the loss of every step."""
@@ -296,6 +316,9 @@ class Method:
     def batches(self, client_round: ClientRound, context: Any) -> Iterator[Batch]:
         """The batches of local training; a method with a memory adds its exemplars here."""
         return self.runtime.batches(client_round, client_round.indices)
+
+    def finish(self, client_round: ClientRound, context: Any) -> None:
+        """Log what training did, or end what it left open."""
 
     def sample_count(self, client_round: ClientRound, context: Any) -> int:
         """How many images local training is on: the weight of the client's model in the mean."""
@@ -316,6 +339,20 @@ class Method:
 
     def correct_gradient(self, batch: Batch, context: Any) -> None:
         """Change the flat gradient in place before the SGD step."""
+
+    def may_miss_rounds(self) -> bool:
+        """Whether clients may miss a round, the last one of an experience among them."""
+        training = self.runtime.training
+        some = training.participation < 1 or training.clients_per_round is not None
+        return some or training.dropout > 0
+
+    def is_due(self, client_round: ClientRound) -> bool:
+        """Whether a client adds the task to its memory after this round.
+
+        That is the last round of an experience. Where clients may miss it, they do so in their
+        first round as well.
+        """
+        return client_round.last or (self.may_miss_rounds() and client_round.first)
 
     def update_state(self, client_round: ClientRound, context: Any) -> State:
         """The client's state after training."""
@@ -342,12 +379,21 @@ class Method:
     def personal_scores(self, client_round: ClientRound) -> Tensor:
         """Scores of the client's personal model.  # [scorings, 1, T]"""
         self.load_personal_model(client_round)
-        clients = [client_round.client]
-        return score(self.runtime, client_round.plan, clients, client_round.experience)
+        client, experience = client_round.client, client_round.experience
+        return score(self.runtime, client_round.plan, [client], experience)
+
+    def remembered(self, server: State, client: State) -> Any:
+        """The "images" that are remembered and their "labels", if there are any."""
+        return {}
 
     def memory_samples(self, server: State, client: State, count: int) -> dict[str, Tensor]:
-        """Up to `count` images per class of what is remembered ("images", "labels")."""
-        return {}
+        """The first `count` images of each class of what is remembered, with their labels."""
+        memory = self.remembered(server, client)
+        if "labels" not in memory:
+            return {}
+        labels = memory["labels"].long()
+        indices = first_per_class(labels, count)
+        return {"images": memory["images"][indices], "labels": labels[indices]}
 
     # --- the vectors of a message
 

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NotRequired, TypedDict
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from stamp_core.client.batches import Batch, StepContext, append_exemplars
-from stamp_core.client.by_class import class_means, first_per_class, sample_balanced
+from stamp_core.client.by_class import class_means, sample_balanced
 from stamp_core.client.runtime import BatchReader, ClientRuntime
 from stamp_core.config.decode import invalid, require_at_least
 from stamp_core.core.devices import storage_device
@@ -20,6 +20,8 @@ from stamp_core.coresets.memory import (
     MemoryParams,
     class_samples,
     empty_memory,
+    past_tasks,
+    task_indices,
     update_memory,
 )
 from stamp_core.coresets.selection.base import (
@@ -30,8 +32,7 @@ from stamp_core.coresets.selection.base import (
     propose_exemplars,
     proposes,
 )
-from stamp_core.methods.base.ledger import is_first, recorded
-from stamp_core.methods.base.method import ClientRound, FedAvgParams, Group, Method, State, is_due
+from stamp_core.methods.base.method import ClientRound, FedAvgParams, Group, Method, State
 
 
 @dataclass(frozen=True)
@@ -65,18 +66,8 @@ class RehearsalParams(FedAvgParams):
             raise invalid("weight", None, "a number, as anchor is above 0")
 
 
-class RehearsalState(TypedDict):
-    """What a client remembers."""
-
-    memory: Memory
-    experiences: list[int]  # those whose tasks are in memory
-    anchors: NotRequired[Tensor]  # [L, L], mean logits of each class when it was learnt
-
-
 @dataclass
 class RehearsalContext(StepContext):
-    """What the steps read besides their batches."""
-
     anchors: Tensor | None  # [L, L]
 
 
@@ -98,30 +89,29 @@ class Rehearsal(Method):
             raise invalid(key, value, "one that needs no labels of images, as the data have masks")
 
     def init_client(self, client: int, server: State) -> State:
-        """An empty memory."""
         soft = self.params.memory.soft
         memory = empty_memory(self.runtime.dataset.x_train, self.runtime.classes, soft)
-        state: RehearsalState = {"memory": memory, "experiences": []}
-        if self.params.anchor:
-            state["anchors"] = torch.zeros(2 * [self.runtime.classes])
-        return state
-
-    # --- exemplars in training
+        state: State = {"memory": memory, "experiences": []}  # those whose tasks are in memory
+        anchors = torch.zeros(2 * [self.runtime.classes])
+        return {**state, "anchors": anchors} if self.params.anchor else state
 
     def start(self, client_round: ClientRound) -> Any:
-        """Load the received model; the anchors are on the device."""
-        self.receive(client_round)
         return RehearsalContext(self.anchors_on_device(client_round))
 
     def anchors_on_device(self, client_round: ClientRound) -> Tensor | None:
         """The mean logits of each class when it was learnt, if they are kept.  # [L, L]"""
-        state: RehearsalState = client_round.state
-        return state["anchors"].to(self.runtime.device) if "anchors" in state else None
+        anchors: Tensor | None = client_round.state.get("anchors")
+        return None if anchors is None else anchors.to(self.runtime.device)
 
     def past_indices(self, client_round: ClientRound) -> Tensor:
         """Indices of the exemplars of other tasks.  # [m]"""
         memory: Memory = client_round.state["memory"]
         return (memory["tasks"] != client_round.task).nonzero().flatten()
+
+    def past_exemplars(self, client_round: ClientRound) -> dict[int, Tensor]:
+        """Indices of the exemplars of each other task.  # [m] each"""
+        memory: Memory = client_round.state["memory"]
+        return {task: task_indices(memory, task) for task in past_tasks(memory, client_round.task)}
 
     def batches(self, client_round: ClientRound, context: Any) -> Iterator[Batch]:
         """The batches of the task, each followed by exemplars of other tasks.
@@ -130,13 +120,11 @@ class Rehearsal(Method):
         """
         if not client_round.classes:
             memory, past = client_round.state["memory"], self.past_indices(client_round)
-            exemplars = memory["images"], memory["labels"]
-            return self.runtime.epochs(client_round, *exemplars, past)
-        new = self.runtime.batches(client_round, client_round.indices)
+            return self.runtime.epochs(client_round, memory["images"], memory["labels"], past)
+        new = super().batches(client_round, context)
         return map(append_exemplars, new, self.exemplar_batches(client_round))
 
     def sample_count(self, client_round: ClientRound, context: Any) -> int:
-        """The images of the task, or the exemplars of a client without a part in it."""
         alone = not client_round.classes
         return len(self.past_indices(client_round) if alone else client_round.indices)
 
@@ -153,7 +141,7 @@ class Rehearsal(Method):
         return read.batches((self.draw_exemplars(labels, n, draw) for n in sizes), draw)
 
     def draw_exemplars(self, labels: Tensor, new: int, draw: torch.Generator) -> Tensor:
-        """Places of the exemplars that a batch with so many new images gets.  # [m]
+        """Indices of the exemplars that a batch with so many new images gets.  # [m]
 
         `labels` are those of all exemplars of other tasks.
         """
@@ -169,7 +157,6 @@ class Rehearsal(Method):
         return memory["images"].to(device), memory["labels"].to(device)
 
     def loss(self, batch: Batch, context: Any) -> Tensor:
-        """The loss of new images and exemplars."""
         return self.weighted_loss(self.model.module(batch.images), batch, context)
 
     def weighted_loss(self, logits: Tensor, batch: Batch, context: RehearsalContext) -> Tensor:
@@ -199,32 +186,28 @@ class Rehearsal(Method):
     # --- the memory
 
     def update_state(self, client_round: ClientRound, context: Any) -> State:
-        """The state with this task in memory, selected after training in its last round."""
         state = super().update_state(client_round, context)
-        if not self.params.memory.exemplars_per_class:
-            return state
-        if not is_due(client_round, self.runtime.training):
+        if not self.params.memory.exemplars_per_class or not self.is_due(client_round):
             return state
         with client_round.log.clock("coreset"):
             memory = self.updated_memory(client_round)
-        state = {**state, "memory": memory, "experiences": recorded(client_round)}
+        state = {**state, "memory": memory, "experiences": client_round.recorded}
         if self.params.anchor:
             state["anchors"] = self.updated_anchors(client_round)
         return state
 
     def updated_anchors(self, client_round: ClientRound) -> Tensor:
         """The mean logits of every class, those of the task's by the trained model.  # [L, L]"""
-        state: RehearsalState = client_round.state
         indices = client_round.indices
         logits = self.runtime.outputs(self.runtime.train_images(indices)[0])
         means, classes = class_means(logits, self.runtime.dataset.y_train[indices])
-        return state["anchors"].index_copy(0, classes, means)
+        before: Tensor = client_round.state["anchors"]
+        return before.index_copy(0, classes, means)
 
     def updated_memory(self, client_round: ClientRound) -> Memory:
         """The memory with the task's classes, which replace an earlier selection of the task."""
-        state: RehearsalState = client_round.state
-        memory = state["memory"]
-        first = is_first(client_round)
+        memory: Memory = client_round.state["memory"]
+        first = client_round.first
         reservoir = self.params.memory.merge == "reservoir"
         if self.repeats_task(client_round) and (reservoir or not first):
             return memory  # its images were merged before
@@ -246,8 +229,7 @@ class Rehearsal(Method):
 
     def repeats_task(self, client_round: ClientRound) -> bool:
         """Whether the task was added to the memory in an earlier cycle."""
-        state: RehearsalState = client_round.state
-        others = [each for each in state["experiences"] if each != client_round.experience]
+        others = {*client_round.state["experiences"]} - {client_round.experience}
         return client_round.task in {each % client_round.plan.tasks for each in others}
 
     def propose_class(self, client_round: ClientRound, labels: Tensor, label: int) -> Proposal:
@@ -305,11 +287,8 @@ class Rehearsal(Method):
         features = self.runtime.outputs(images, self.classifier.encode)
         return features.flatten(2).mean(2) if self.runtime.dataset.masks else features
 
-    def memory_samples(self, server: State, client: State, count: int) -> dict[str, Tensor]:
-        """The first `count` exemplars of each class in a client's memory, with their labels."""
-        memory: Memory = client["memory"]
-        indices = first_per_class(memory["labels"], count)
-        return {name: memory[name][indices] for name in ("images", "labels")}
+    def remembered(self, server: State, client: State) -> Any:
+        return client["memory"]
 
 
 def _without_class(memory: Memory, label: int) -> Memory:

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_at_least
 from stamp_core.core.seeding import generator
 from stamp_core.matching.gram import Difference
@@ -39,51 +40,61 @@ class SpatialParams(MatchingParams):
             raise invalid("blocks", self.blocks, "'model', as projection is set")
 
 
-def with_projection(method: Method, client_round: ClientRound, message: Message) -> Message:
-    """The client's message, with the projection of its update where projections are matched.
+class ServerMatching(Method):
+    """The server moves along the matched update where `spatial` is set; buffers are averaged."""
 
-    The random matrix is the same for all clients of a round.
-    """
-    spatial: SpatialParams | None = method.params.spatial
-    if spatial is None or spatial.projection is None:
-        return message
-    round_id = client_round.round_id
-    draw = generator(round_id.seed, round_id.experience, round_id.round, PROJECTION)
-    update = Difference(client_round.message["parameters"], message["parameters"])
-    return {**message, PROJECTION: sketch(update, spatial.projection, draw)}
+    in_clear: ClassVar = (PROJECTION,)
 
+    def __init__(self, params: Any, runtime: ClientRuntime) -> None:
+        super().__init__(params, runtime)
+        self.averages = params.spatial is None
 
-def match_server(
-    method: Method, averaged: State, server: State, replies: list[Reply], log: Log
-) -> State:
-    """The averaged server state with the matched update instead of the mean one."""
-    params, replies = method.params.spatial, [reply for reply in replies if reply.samples]
-    if params is None or not replies:
-        return averaged
-    with log.clock("spatial"):
-        models = [reply.message["parameters"] for reply in replies]
-        start = server["parameters"].to(models[0].device)
-        samples = torch.tensor([float(reply.samples) for reply in replies])
-        if params.projection is None:
-            direction, result = match_updates(method, start, models, samples)
-        else:
-            projections = [reply.message[PROJECTION] for reply in replies]
-            direction, result = match_projections(params, start, models, projections, samples)
-    log_matches(log, "spatial", [result])
-    moved = start - method.params.server_lr * direction
-    return {**averaged, "parameters": moved.cpu()}
+    def averaged_vectors(self) -> tuple[str, ...]:
+        return super().averaged_vectors() if self.params.spatial is None else self.shared_buffers()
 
+    def upload(self, client_round: ClientRound, context: Any) -> Message:
+        """The trained model, with the projection of its update where projections are matched.
 
-def match_updates(
-    method: Method, start: Tensor, models: Sequence[Tensor], samples: Tensor
-) -> tuple[Tensor, MatchResult]:
-    """The match of the updates themselves, whose inner products secure sums hide."""
-    params: SpatialParams = method.params.spatial
-    if method.runtime.training.secure_sums:
-        right = "a number from the number of updates on, as training.secure_sums is true"
-        raise invalid("spatial.projection", None, right)
-    sizes = method.runtime.layers() if params.blocks == "layers" else None
-    return match([Difference(start, model) for model in models], params, samples, sizes)
+        The random matrix is the same for all clients of a round.
+        """
+        message = super().upload(client_round, context)
+        spatial: SpatialParams | None = self.params.spatial
+        if spatial is None or spatial.projection is None:
+            return message
+        address = client_round.seed, client_round.experience, client_round.round
+        draw = generator(*address, PROJECTION)
+        update = Difference(client_round.message["parameters"], message["parameters"])
+        return {**message, PROJECTION: sketch(update, spatial.projection, draw)}
+
+    def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
+        averaged = super().aggregate(server, replies, log)
+        replies = [reply for reply in replies if reply.samples]
+        if self.params.spatial is None or not replies:
+            return averaged
+        with log.clock("spatial"):
+            models = [reply.message["parameters"] for reply in replies]
+            start = server["parameters"].to(models[0].device)
+            samples = torch.tensor([float(reply.samples) for reply in replies])
+            if self.params.spatial.projection is None:
+                direction, result = self.match_clients(start, models, samples)
+            else:
+                projections = [reply.message[PROJECTION] for reply in replies]
+                direction, result = match_projections(
+                    self.params.spatial, start, models, projections, samples
+                )
+        log_matches(log, "spatial", [result])
+        return {**averaged, "parameters": (start - self.params.server_lr * direction).cpu()}
+
+    def match_clients(
+        self, start: Tensor, models: Sequence[Tensor], samples: Tensor
+    ) -> tuple[Tensor, MatchResult]:
+        """The match of the updates themselves, whose inner products secure sums hide."""
+        params: SpatialParams = self.params.spatial
+        if self.runtime.training.secure_sums:
+            right = "a number from the number of updates on, as training.secure_sums is true"
+            raise invalid("spatial.projection", None, right)
+        sizes = self.runtime.layers() if params.blocks == "layers" else None
+        return match([Difference(start, model) for model in models], params, samples, sizes)
 
 
 def match_projections(
@@ -106,16 +117,16 @@ def match_projections(
     return (sum(coefficients) * start.double() - moved).to(start.dtype), result
 
 
-def log_matches(log: Log, place: str, results: Sequence[MatchResult]) -> None:
-    """Log the means over some matches; `place` is "spatial" or "temporal"."""
+def log_matches(log: Log, name: str, results: Sequence[MatchResult]) -> None:
+    """Log the means over some matches; `name` is "spatial" or "temporal"."""
     if not results:
         return
     names = "gap value worst_product worst_product_reference length cosine support entropy"
-    for name in (*names.split(), "iterations", "dropped"):
-        log.numbers[f"{place} {name}"] = fmean(float(getattr(each, name)) for each in results)
+    for key in (*names.split(), "iterations", "dropped"):
+        log.numbers[f"{name} {key}"] = fmean(float(getattr(each, key)) for each in results)
     counts = [each.coefficients.shape[1] for each in results]
-    log.numbers[f"{place} gradient count"] = fmean(counts)
+    log.numbers[f"{name} gradient count"] = fmean(counts)
     if any(each.dropped for each in results):
-        log.events.append(f"{place} matching: a gradient was dropped")
+        log.events.append(f"{name} matching: a gradient was dropped")
     failures = {each.status for each in results} - {"exact", "softmax_sgd"}
-    log.events += [f"{place} matching: {status}" for status in sorted(failures)]
+    log.events += [f"{name} matching: {status}" for status in sorted(failures)]

@@ -10,17 +10,11 @@ from torch import Tensor
 from stamp_core.client.batches import Batch
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_at_least
-from stamp_core.coresets.memory import Memory, MemoryParams, past_tasks, task_indices
+from stamp_core.coresets.memory import Memory, MemoryParams, past_tasks
 from stamp_core.matching.match import MatchResult, match_gram
-from stamp_core.methods.base.method import ClientRound, Log, Message, Reply, State
+from stamp_core.methods.base.method import ClientRound, Log
 from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalContext, RehearsalParams
-from stamp_core.methods.base.server_matching import (
-    PROJECTION,
-    SpatialParams,
-    log_matches,
-    match_server,
-    with_projection,
-)
+from stamp_core.methods.base.server_matching import ServerMatching, SpatialParams, log_matches
 from stamp_core.methods.stamp.prototypes import prototype_loss
 from stamp_core.methods.stamp.temporal import (
     PastTask,
@@ -28,7 +22,7 @@ from stamp_core.methods.stamp.temporal import (
     TemporalParams,
     Update,
     batch_groups,
-    match_update,
+    match_past_tasks,
     sample_tasks,
     segments,
 )
@@ -76,20 +70,17 @@ class StampParams(RehearsalParams):
 
 @dataclass
 class StampContext(RehearsalContext):
-    """What the steps read besides their batches, and what they leave."""
-
     encoder_sgd: FlatSGD | None  # with alternating losses
     matches: list[MatchResult]  # of temporal matching
     log: Log
 
 
-class Stamp(Rehearsal):
+class Stamp(ServerMatching, Rehearsal):
     """Spatio-temporal gradient matching with network-free prototypes."""
 
     Params: ClassVar = StampParams
     fedavg_equivalent: ClassVar = {}
     masks: ClassVar = True
-    in_clear: ClassVar = (PROJECTION,)
     graph_safe = True
 
     def __init__(self, params: StampParams, runtime: ClientRuntime) -> None:
@@ -99,42 +90,23 @@ class Stamp(Rehearsal):
         if params.prototype and runtime.dataset.masks:
             raise invalid("prototype", params.prototype, "0, as the data have masks")
         self.in_steps = params.temporal is not None and params.temporal.in_steps
-        self.one_pass = self.in_steps and self.in_one_pass(params)
+        whole = params.temporal is not None and params.temporal.blocks == "model"
+        # Whether one backward pass gives the gradients of all groups of a batch.
+        self.one_pass = whole and not params.prototype and in_one_pass(self.classifier)
         # A second optimiser is no tensor, and matching is solved on the CPU.
         self.graph_safe = not params.alternate and not self.in_steps
 
-    def in_one_pass(self, params: StampParams) -> bool:
-        """Whether one backward pass gives the gradients of all groups of a batch."""
-        whole = params.temporal is not None and params.temporal.blocks == "model"
-        return whole and not params.prototype and in_one_pass(self.classifier)
-
-    # --- the server
-
-    def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
-        """The server's model moved along the matched update; buffers are averaged."""
-        averaged = super().aggregate(server, replies, log)
-        return match_server(self, averaged, server, replies, log)
-
-    def averaged_vectors(self) -> tuple[str, ...]:
-        """The buffers alone where the parameters are matched."""
-        return super().averaged_vectors() if self.params.spatial is None else self.shared_buffers()
-
-    # --- a client
-
     def start(self, client_round: ClientRound) -> StampContext:
-        """Load the received model."""
-        self.receive(client_round)
         sgd = self.runtime.new_sgd(self.model) if self.params.alternate else None
         return StampContext(self.anchors_on_device(client_round), sgd, [], client_round.log)
 
     def train(self, client_round: ClientRound, context: StampContext) -> list[Tensor]:
-        """Local SGD, whose updates or gradients are matched with gradients of past tasks."""
         if self.params.temporal is None or self.in_steps:
-            losses = super().train(client_round, context)
-        else:
-            losses = self.train_in_segments(client_round, context, self.params.temporal)
+            return super().train(client_round, context)
+        return self.train_in_segments(client_round, context, self.params.temporal)
+
+    def finish(self, client_round: ClientRound, context: StampContext) -> None:
         log_matches(client_round.log, "temporal", context.matches)
-        return losses
 
     def train_in_segments(
         self, client_round: ClientRound, context: StampContext, params: TemporalParams
@@ -156,54 +128,38 @@ class Stamp(Rehearsal):
             finite = bool(self.model.parameters.isfinite().all())  # else matching would hide it
             if of_segment and finite:
                 with client_round.log.clock("temporal"):
-                    result = match_update(runtime, client_round.round_id, params, update, past)
+                    result = match_past_tasks(runtime, client_round, params, update, past)
                 context.matches.append(result)
         return losses
 
-    def upload(self, client_round: ClientRound, context: StampContext) -> Message:
-        """The trained model, with the projection of its update where those are matched."""
-        return with_projection(self, client_round, super().upload(client_round, context))
-
     def past_tasks(self, client_round: ClientRound, params: TemporalParams) -> dict[int, PastTask]:
-        """The stored images of the client's other tasks; of many tasks, those of a sample."""
-        found = self.stored_images(client_round, params.source)
-        round_id = client_round.round_id
-        return {
-            task: PastTask(*found[task], round_id.generator(f"pictures of task {task}"))
-            for task in sample_tasks(sorted(found), params.tasks, round_id)
-        }
-
-    def stored_images(
-        self, client_round: ClientRound, source: str
-    ) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
-        """Images, their labels and the indices of each task's.
+        """The stored images of the client's other tasks; of many tasks, those of a sample.
 
         "all data" are those of all earlier experiences, as the public code reads them again: in a
         later cycle also of the current task.
         """
-        if source == "all data":
+        if params.source == "all data":
             images, labels = self.runtime.x_train, self.runtime.y_train
             plan, client = client_round.plan, client_round.client
             past = range(client_round.experience)
-            tasks = {e: self.train_indices(plan, client, e % plan.tasks) for e in past}
+            indices = {e: self.train_indices(plan, client, e % plan.tasks) for e in past}
         else:
-            memory: Memory = client_round.state["memory"]
             images, labels = self.exemplars_on_device(client_round)
-            of_others = past_tasks(memory, client_round.task)
-            tasks = {task: task_indices(memory, task) for task in of_others}
-        return {key: (images, labels, own) for key, own in tasks.items() if len(own)}
-
-    # --- a step
+            indices = self.past_exemplars(client_round)
+        found = sorted(task for task, own in indices.items() if len(own))
+        draws = {task: client_round.generator(f"pictures of task {task}") for task in found}
+        chosen = sample_tasks(found, params.tasks, client_round)
+        return {task: PastTask(images, labels, indices[task], draws[task]) for task in chosen}
 
     def past_indices(self, client_round: ClientRound) -> Tensor:
         """Indices of the exemplars of other tasks, of a sample if steps match them.  # [m]"""
-        places = super().past_indices(client_round)
+        indices = super().past_indices(client_round)
         if not self.in_steps:
-            return places
+            return indices
         memory: Memory = client_round.state["memory"]
         tasks = past_tasks(memory, client_round.task)
-        chosen = sample_tasks(tasks, self.params.temporal.tasks, client_round.round_id)
-        return places[torch.isin(memory["tasks"][places], torch.tensor(chosen))]
+        chosen = sample_tasks(tasks, self.params.temporal.tasks, client_round)
+        return indices[torch.isin(memory["tasks"][indices], torch.tensor(chosen))]
 
     def step(self, batch: Batch, context: Any) -> Tensor:
         """One SGD step on a batch, along the matched gradient if tasks are matched in steps."""
@@ -252,7 +208,6 @@ class Stamp(Rehearsal):
         return torch.stack(losses), gradients
 
     def loss(self, batch: Batch, context: StampContext) -> Tensor:
-        """The rehearsal loss and the prototypical loss."""
         if not self.params.prototype:
             return super().loss(batch, context)
         if context.encoder_sgd is not None:

@@ -85,7 +85,7 @@ class Update:
     images: list[int]  # new ones of each step
 
 
-def match_update(
+def match_past_tasks(
     runtime: ClientRuntime,
     round_id: RoundId,
     params: TemporalParams,
@@ -143,15 +143,15 @@ def task_gradient(runtime: ClientRuntime, stored: PastTask, most: int) -> Tensor
 
 def sample_tasks(tasks: list[int], count: int, round_id: RoundId) -> list[int]:
     """At most `count` of the tasks at random, ascending."""
-    places = torch.randperm(len(tasks), generator=round_id.generator("past tasks"))[:count]
-    return sorted(tasks[place] for place in places.tolist())
+    order = torch.randperm(len(tasks), generator=round_id.generator("past tasks"))[:count]
+    return sorted(tasks[index] for index in order.tolist())
 
 
 # --- inside a step
 
 
 def batch_groups(batch: Batch) -> list[Tensor]:
-    """The places of the exemplars of each task in a batch, and at last those of its new images."""
+    """Indices of the exemplars of each task in a batch, and at last those of its new images."""
     assert batch.tasks is not None
     new = torch.arange(batch.new, device=batch.tasks.device)
     groups = [(batch.tasks == task).nonzero().flatten() for task in batch.tasks.unique()]

@@ -1,9 +1,9 @@
 """AF-FCL (Wuerkaixi et al., 2024): a normalising flow replays features that are credible."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NotRequired, TypedDict
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,16 +18,8 @@ from stamp_core.models.networks import set_train_mode
 from workbench.methods.affcl.flow import Flow, Scale
 from workbench.methods.affcl.replay import TEMPERATURE, FlowReplay
 from workbench.methods.base.distillation import soft_cross_entropy
-from workbench.methods.base.generators import build_seeded, draw_inputs
-from workbench.methods.base.pool import Pool
-from workbench.methods.base.task_server import (
-    TaskContext,
-    TaskServer,
-    TaskServerState,
-    is_announced,
-    pack_bits,
-    unpack_bits,
-)
+from workbench.methods.base.generators import Pool, build_seeded, draw_inputs
+from workbench.methods.base.task_server import TaskContext, TaskServer, pack_bits, unpack_bits
 
 
 @dataclass(frozen=True)
@@ -75,18 +67,9 @@ class AFFCLParams(FedAvgParams):
         return ("parameters", *flow) if self.distils else flow
 
 
-class AFFCLState(TypedDict):
-    """What a client remembers besides what was announced."""
-
-    last: NotRequired[Message]  # the classifier and the flow of the last task's end
-    moments: NotRequired[Mapping[str, Any]]  # of Adam; empty after the flow has failed
-
-
 @dataclass
 class AFFCLContext(TaskContext):
-    """What the steps read besides their batches, and what they leave."""
-
-    last: Message  # as in the state
+    last: Message  # the classifier and the flow of the last task's end
     replay: FlowReplay | None
 
 
@@ -102,7 +85,7 @@ class AFFCL(TaskServer):
 
     def __init__(self, params: AFFCLParams, runtime: ClientRuntime) -> None:
         super().__init__(params, runtime)
-        self.features = next(runtime.classifier.head.parameters()).shape[1]  # D
+        self.features = runtime.classifier.features  # D
         if params.k_loss_flow:
             self.flow = self.new_flow(0)
             self.last_flow = self.new_flow(0)
@@ -118,24 +101,16 @@ class AFFCL(TaskServer):
         flow = build_seeded(partial(Flow, *sizes, self.params.flow_scale), seed, "flow")
         return FlatModel(flow.to(self.runtime.device))
 
-    # --- the server
-
     def initial_weights(self, name: str, seed: int) -> Tensor:
-        """The initial weights of the flow."""
         return self.new_flow(seed).parameters.cpu()
 
-    def broadcast(self, server: TaskServerState, client: int) -> Message:
-        """The model, the flow, and the classes learnt so far, as bits."""
+    def broadcast(self, server: State, client: int) -> Message:
         message = super().broadcast(server, client)
         if self.extra_networks and client in server["informed"]:  # else they are announced
             message["learnt"] = pack_bits(server["classes"])
         return message
 
-    # --- a client
-
     def start(self, client_round: ClientRound) -> AFFCLContext:
-        """Load the received networks and those of the last task."""
-        self.receive(client_round)
         announced = self.announced(client_round)
         past = self.past_classes(announced)
         last = self.last_task(client_round, past)
@@ -144,14 +119,13 @@ class AFFCL(TaskServer):
         replay = self.flow_replay(client_round, past, last) if self.extra_networks else None
         return AFFCLContext(announced, last, replay)
 
-    def last_task(self, client_round: ClientRound, past: Tensor) -> Message:
+    def last_task(self, client_round: ClientRound, past: Tensor) -> Any:
         """The networks of the last task's end: those first received in an experience.
 
         A client that misses this round takes the first ones that it receives.
         """
-        state: AFFCLState = client_round.state
-        if not is_announced(client_round):
-            return state.get("last", {})
+        if not self.is_announced(client_round):
+            return client_round.state.get("last", {})
         names = self.params.kept if past.any() else ()
         last = {name: client_round.message[name].clone() for name in names}
         if "parameters" in last and len(self.model.buffers):
@@ -160,9 +134,8 @@ class AFFCL(TaskServer):
 
     def flow_replay(self, client_round: ClientRound, past: Tensor, last: Message) -> FlowReplay:
         """The flow's work in this client round."""
-        state: AFFCLState = client_round.state
         message = client_round.message
-        draw = client_round.round_id.generator
+        draw = client_round.generator
         classes = self.runtime.classes
         learnt = unpack_bits(message["learnt"], classes) if "learnt" in message else past
         learnt = learnt | self.current_classes(client_round)
@@ -175,7 +148,7 @@ class AFFCL(TaskServer):
             of_past = partial(draw_inputs, past, size, draw("replay of the last task"), device)
             old_samples = Pool(lambda: self.past_samples(*of_past()))
         old_head = self.teacher.head if "parameters" in last else None
-        options = old_samples, old_head, state.get("moments", {}), client_round.log
+        options = old_samples, old_head, client_round.state.get("moments", {}), client_round.log
         return FlowReplay(self.runtime, self.params, self.flow, draws, *options)
 
     @torch.no_grad()
@@ -184,15 +157,11 @@ class AFFCL(TaskServer):
         flow: Any = self.last_flow.module
         return flow.sample(noise, labels), labels
 
-    def train(self, client_round: ClientRound, context: AFFCLContext) -> list[Tensor]:
-        """Local SGD, with steps of the flow and of replay between its steps."""
-        losses = super().train(client_round, context)
+    def finish(self, client_round: ClientRound, context: AFFCLContext) -> None:
         if context.replay:
             context.replay.finish(client_round.message["flow"])
-        return losses
 
     def loss(self, batch: Batch, context: AFFCLContext) -> Tensor:
-        """Cross-entropy and distillation, after the steps of the flow and of replay."""
         distils = "parameters" in context.last
         if not context.replay and not distils:
             return super().loss(batch, context)
@@ -224,7 +193,6 @@ class AFFCL(TaskServer):
         return loss
 
     def update_state(self, client_round: ClientRound, context: AFFCLContext) -> State:
-        """The state with what is kept of the last task, and the moments of Adam."""
         state = super().update_state(client_round, context)
         if self.params.kept:
             state["last"] = context.last

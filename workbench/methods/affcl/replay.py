@@ -13,7 +13,7 @@ from stamp_core.client.runtime import ClientRuntime
 from stamp_core.methods.base.method import Log
 from stamp_core.models.flat import FlatAdam, FlatModel, FlatSGD
 from workbench.methods.base.distillation import soft_cross_entropy
-from workbench.methods.base.pool import Pool
+from workbench.methods.base.generators import Pool
 
 TEMPERATURE = 2.0  # of distillation: probabilities are raised to 1/2 and normalised
 DIVERGED = "flow: its density is not finite, the received flow is kept"

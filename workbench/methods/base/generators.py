@@ -1,4 +1,4 @@
-"""Networks that generate images, and what their training shares."""
+"""Networks that generate images, and the random inputs of their training."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -72,3 +72,20 @@ def draw_inputs(
     chosen = classes.nonzero().flatten()
     labels = chosen[torch.randint(len(chosen), (size[0],), generator=draw)]
     return labels.to(device), torch.randn(*size, generator=draw).to(device)
+
+
+class Pool:
+    """Rows of some tensors, which `make` makes many at a time whenever too few are left."""
+
+    def __init__(self, make: Callable[[], Sequence[Tensor]]) -> None:
+        self.make = make
+        self.rows: Sequence[Tensor] = ()
+
+    def take(self, count: int) -> Sequence[Tensor]:
+        """The next rows of each tensor."""
+        while not self.rows or len(self.rows[0]) < count:
+            new = self.make()
+            pairs = zip(self.rows or [part[:0] for part in new], new, strict=True)
+            self.rows = [torch.cat(pair) for pair in pairs]
+        taken, self.rows = zip(*((each[:count], each[count:]) for each in self.rows), strict=True)
+        return taken

@@ -3,17 +3,15 @@
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypedDict
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stamp_core.client.batches import Batch, StepContext
-from stamp_core.client.by_class import first_per_class
 from stamp_core.config.decode import invalid, require_above, require_at_least
 from stamp_core.coresets.learner import head_gradient_factors, per_sample_gradients
-from stamp_core.methods.base.ledger import is_first, latest, recorded
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Group, Method, State
 from stamp_core.models.networks import Classifier
 from workbench.methods.base.exemplar_lists import ExemplarLists, empty_lists
@@ -53,17 +51,8 @@ class CacheParams(FedAvgParams):
         return (1 - self.lam) / (2 * self.lam)
 
 
-class CacheState(TypedDict):
-    """What a client remembers."""
-
-    cache: ExemplarLists
-    experiences: list[int]  # in which the client has trained
-
-
 @dataclass
 class CacheContext(StepContext):
-    """What a client round prepares for its batches."""
-
     cache: ExemplarLists  # of this experience
 
 
@@ -78,15 +67,10 @@ class SampleCache(Method):
     fedavg_equivalent: ClassVar = {"cache": 0}
     group: ClassVar[Group] = "continual"
 
-    def init_client(self, client: int, server: State) -> CacheState:
-        """An empty cache."""
+    def init_client(self, client: int, server: State) -> State:
         return {"cache": empty_lists(self.runtime.dataset.x_train), "experiences": []}
 
-    # --- training
-
     def start(self, client_round: ClientRound) -> Any:
-        """Load the received model; choose a new cache in the first round of an experience."""
-        self.receive(client_round)
         return CacheContext(self.updated_cache(client_round))
 
     def batches(self, client_round: ClientRound, context: CacheContext) -> Iterator[Batch]:
@@ -95,8 +79,7 @@ class SampleCache(Method):
             return super().batches(client_round, context)
         samples = self.local_set(client_round.indices, client_round.task, context.cache)
         every = torch.arange(len(samples["labels"]))
-        address = client_round.round_id
-        return self.runtime.epochs(address, samples["images"], samples["labels"], every)
+        return self.runtime.epochs(client_round, samples["images"], samples["labels"], every)
 
     def local_set(self, indices: Tensor, task: int, cache: ExemplarLists) -> ExemplarLists:
         """The images of a task, and the cached ones of others: a later cycle repeats tasks."""
@@ -110,29 +93,23 @@ class SampleCache(Method):
         return {name: torch.cat([new[name], cache[name][others]]) for name in new}
 
     def update_state(self, client_round: ClientRound, context: Any) -> State:
-        """The state with the cache of this experience."""
         state = super().update_state(client_round, context)
-        return {**state, "cache": context.cache, "experiences": recorded(client_round)}
+        return {**state, "cache": context.cache, "experiences": client_round.recorded}
 
-    def memory_samples(self, server: State, client: State, count: int) -> dict[str, Tensor]:
-        """The first `count` cached images of each class, with their labels."""
-        cache: ExemplarLists = client["cache"]
-        indices = first_per_class(cache["labels"], count)
-        return {name: cache[name][indices] for name in ("images", "labels")}
-
-    # --- the cache
+    def remembered(self, server: State, client: State) -> Any:
+        return client["cache"]
 
     def updated_cache(self, client_round: ClientRound) -> ExemplarLists:
         """The cache; a new one if the live model is the first that is received for a task."""
-        state: CacheState = client_round.state
+        cache: ExemplarLists = client_round.state["cache"]
         experience = client_round.experience
-        if not self.params.cache or not experience or not is_first(client_round):
-            return state["cache"]
+        if not self.params.cache or not experience or not client_round.first:
+            return cache
         # A client holds the images of a task until the next but one: those before are gone.
-        client_round.log.events += [LOST] * (experience - 1 - max(latest(state), 0))
+        client_round.log.events += [LOST] * (experience - 1 - max(client_round.latest, 0))
         previous = (experience - 1) % client_round.plan.tasks
         indices = self.train_indices(client_round.plan, client_round.client, previous)
-        samples = self.local_set(indices, previous, state["cache"])
+        samples = self.local_set(indices, previous, cache)
         with client_round.log.clock("cache"):
             chosen = self.choose(client_round, samples)
         return {name: values[chosen] for name, values in samples.items()}
@@ -152,12 +129,9 @@ class SampleCache(Method):
         return chosen
 
     def scores(self, client_round: ClientRound, samples: ExemplarLists) -> Tensor:
-        """What the samples are ordered by: their importance.  # [N]"""
-        return self.importance(client_round, samples)
+        """What the samples are ordered by: their importance.  # [N]
 
-    def importance(self, client_round: ClientRound, samples: ExemplarLists) -> Tensor:
-        """The sum over the steps p = 1 … s of the gradient norms divided by p.  # [N]
-
+        It is the sum over the steps p = 1 … s of the gradient norms divided by p.
         The informative model is trained in the live model, which is restored. It starts from the
         received model. Each step is one along the mean gradient of all samples, in evaluation mode:
         statistics of batch normalisation do not change.
@@ -242,7 +216,7 @@ def linear_squares(
 
 
 def rank_in_class(labels: Tensor) -> Tensor:
-    """The place of each sample among those of its class, counted from 1.  # [N]"""
+    """The rank of each sample in its class, counted from 1.  # [N]"""
     own = labels.unique(return_inverse=True)[1]
     rank: Tensor = F.one_hot(own).cumsum(0).gather(1, own[:, None])[:, 0]
     return rank

@@ -68,17 +68,17 @@ def find_layers(runtime: ClientRuntime) -> Layers:
     if runtime.setting.network.kind == "swin_t":
         right = "another for gradient projection: its attention uses layers without calling them"
         raise invalid("network.kind", "swin_t", right)
-    places = dict[str, slice]()
+    slices = dict[str, slice]()
     start = 0
     for name, value in runtime.classifier.named_parameters():
-        places[name] = slice(start, start + value.numel())
+        slices[name] = slice(start, start + value.numel())
         start += value.numel()
     layers = dict[str, Layer]()
     for name, module in runtime.classifier.named_modules():
         if isinstance(module, nn.Linear | nn.Conv2d):
-            bias = places.get(f"{name}.bias")
+            bias = slices.get(f"{name}.bias")
             shape = len(module.weight), module.weight[0].numel() + (bias is not None)
-            layers[name] = Layer(module, places[f"{name}.weight"], bias, shape)
+            layers[name] = Layer(module, slices[f"{name}.weight"], bias, shape)
     return layers
 
 

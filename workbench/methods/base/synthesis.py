@@ -1,4 +1,4 @@
-"""The inversion of a classifier into images, by a generator that is trained in rounds."""
+"""Images synthesised from a classifier, by a generator that is trained in rounds."""
 
 import math
 from abc import ABC, abstractmethod
@@ -182,7 +182,7 @@ class Synthesis(ABC):
         return pool.cpu(), labels
 
     def draw_targets(self, count: int) -> Tensor:
-        """The labels of a batch as places in `classes`, drawn uniformly.  # [N]"""
+        """The labels of a batch as indices of `classes`, drawn uniformly.  # [N]"""
         return torch.randint(len(self.classes), (count,), generator=self.draw)
 
     def prepare(self, images: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,24 +23,9 @@ from stamp_core.methods.base.method import (
 PREFIX = "announced "  # of the parts of a message that a client keeps for the experience
 
 
-class TaskServerState(TypedDict):
-    """What the server remembers."""
-
-    parameters: Tensor  # [P]
-    buffers: Tensor  # [B]
-    seed: int
-    round: int  # since the start
-    experiences: int  # of the run
-    classes: Tensor  # bool [L], reported so far
-    past: Tensor  # bool [L], reported before the running experience
-    informed: list[int]  # clients that have the announcement of the running experience
-
-
 @dataclass
 class TaskContext(StepContext):
-    """What was announced to the client in this experience: "past" and what the method adds."""
-
-    announced: Message
+    announced: Message  # in this experience: "past" and what the method adds
 
 
 class TaskServer(Method):
@@ -51,21 +36,23 @@ class TaskServer(Method):
     """
 
     def initial_states(self, plan: Plan) -> InitialStates:
-        """The first states; the server's with the counters, and without any class."""
         states = super().initial_states(plan)
         none = torch.zeros(self.runtime.classes, dtype=torch.bool)
-        counters = {"seed": plan.seed, "round": 0, "experiences": plan.experiences}
-        known = {"classes": none, "past": none.clone(), "informed": []}
-        return states._replace(server={**states.server, **counters, **known})
-
-    # --- the server
+        own = {
+            "seed": plan.seed,
+            "round": 0,  # since the start
+            "experiences": plan.experiences,
+            "classes": none,  # [L], reported so far
+            "past": none.clone(),  # [L], reported before the running experience
+            "informed": [],  # clients that have the announcement of the running experience
+        }
+        return states._replace(server={**states.server, **own})
 
     def announcement(self, server: Any) -> Message:
         """What a client receives once in an experience, besides the classes learnt before it."""
         return {}
 
     def broadcast(self, server: Any, client: int) -> Message:
-        """The global model and, the first time in an experience, the announcement."""
         message = super().broadcast(server, client)
         if client in server["informed"]:
             return message
@@ -73,7 +60,6 @@ class TaskServer(Method):
         return {**message, **{PREFIX + name: value for name, value in announced.items()}}
 
     def aggregate(self, server: Any, replies: list[Reply], log: Log) -> State:
-        """The mean of the models, the reported classes, and the end of an experience if due."""
         state: State = {**super().aggregate(server, replies, log)}
         classes = state["classes"].clone()
         for reply in replies:
@@ -90,19 +76,15 @@ class TaskServer(Method):
         """
         return {**server, "past": server["classes"], "informed": []}
 
-    def is_between(self, server: TaskServerState) -> bool:
+    def is_between(self, server: State) -> bool:
         """Whether the rounds so far are whole experiences."""
-        return server["round"] % self.runtime.training.rounds == 0
+        return bool(server["round"] % self.runtime.training.rounds == 0)
 
-    def is_over(self, server: TaskServerState) -> bool:
+    def is_over(self, server: State) -> bool:
         """Whether all experiences of the run have been trained."""
-        return server["round"] == server["experiences"] * self.runtime.training.rounds
-
-    # --- a client
+        return bool(server["round"] == server["experiences"] * self.runtime.training.rounds)
 
     def start(self, client_round: ClientRound) -> Any:
-        """Load the received model; the context has what was announced."""
-        self.receive(client_round)
         return TaskContext(self.announced(client_round))
 
     def announced(self, client_round: ClientRound) -> Message:
@@ -121,21 +103,18 @@ class TaskServer(Method):
         return class_mask(labels.unique().tolist(), self.runtime.classes)
 
     def update_state(self, client_round: ClientRound, context: Any) -> State:
-        """The client's state with what was announced."""
         state = super().update_state(client_round, context)
         return {**state, "announced": context.announced}
 
     def upload(self, client_round: ClientRound, context: Any) -> Message:
-        """The trained model and, in the client's first round of an experience, its classes."""
         message = super().upload(client_round, context)
-        if not is_announced(client_round):
+        if not self.is_announced(client_round):
             return message
         return {**message, "classes": pack_bits(self.current_classes(client_round))}
 
-
-def is_announced(client_round: ClientRound) -> bool:
-    """Whether the message announces a new experience: the client has completed no round of it."""
-    return PREFIX + "past" in client_round.message
+    def is_announced(self, client_round: ClientRound) -> bool:
+        """Whether an experience is announced: the client has completed no round of it."""
+        return PREFIX + "past" in client_round.message
 
 
 def class_mask(classes: Iterable[int], count: int) -> Tensor:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NotRequired, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor
@@ -13,25 +13,9 @@ from stamp_core.client.batches import Batch, append_exemplars
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_above, require_at_least, require_fraction
 from stamp_core.core.seeding import generator
-from stamp_core.methods.base.method import (
-    ClientRound,
-    FedAvgParams,
-    Log,
-    Message,
-    Reply,
-    State,
-    may_miss_rounds,
-)
-from workbench.methods.base.generators import draw_inputs
-from workbench.methods.base.pool import Pool
-from workbench.methods.base.task_server import (
-    TaskContext,
-    TaskServer,
-    TaskServerState,
-    is_announced,
-    pack_bits,
-    unpack_bits,
-)
+from stamp_core.methods.base.method import ClientRound, FedAvgParams, Log, Message, Reply, State
+from workbench.methods.base.generators import Pool, draw_inputs
+from workbench.methods.base.task_server import TaskContext, TaskServer, pack_bits, unpack_bits
 from workbench.methods.fedcil.acgan import Acgan
 from workbench.methods.fedcil.training import AcganTraining, Teacher
 
@@ -71,27 +55,8 @@ class TaskGenerator(TypedDict):
     classes: Tensor  # bool [L], of which it makes images
 
 
-class FedCILServer(TaskServerState):
-    """What the server remembers, with adversarial training."""
-
-    adversarial_head: Tensor
-    generator: Tensor
-    clients: dict[str, Message]  # what each sent last besides its networks, once in an experience
-    moments: dict[str, Any] | None  # of Adam
-
-
-class FedCILState(TypedDict):
-    """What a client remembers besides what was announced."""
-
-    last: NotRequired[TaskGenerator | None]  # replayed in the current task
-    next: NotRequired[TaskGenerator | None]  # where the last round may be missed: for the next task
-    moments: NotRequired[dict[str, Any] | None]  # of Adam
-
-
 @dataclass
 class FedCILContext(TaskContext):
-    """What adversarial training reads and leaves."""
-
     last: TaskGenerator | None  # of the previous task
     known: Tensor  # bool [L], the classes that the generator learns
     training: AcganTraining
@@ -123,18 +88,16 @@ class FedCIL(TaskServer):
         size = count, *shape, self.params.noise
         return Pool(partial(draw_inputs, classes, size, draw, self.runtime.device))
 
-    # --- the server
-
     def init_server(self, seed: int) -> State:
-        """The initial weights of all networks, and nothing known about the clients."""
-        return {**super().init_server(seed), "clients": {}, "moments": None}
+        server: State = super().init_server(seed)
+        server["clients"] = {}  # what each sent last besides its networks, once in an experience
+        server["moments"] = None  # of Adam
+        return server
 
     def initial_weights(self, name: str, seed: int) -> Tensor:
-        """The initial weights of the adversarial head or the generator."""
         return self.acgan.network(name, seed).parameters.cpu()
 
-    def aggregate(self, server: FedCILServer, replies: list[Reply], log: Log) -> State:
-        """The means of all networks, consolidated on images of the clients' generators."""
+    def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
         state: State = {**super().aggregate(server, replies, log)}
         replies = [reply for reply in replies if reply.samples]
         if not self.params.consolidation or not replies:
@@ -148,7 +111,7 @@ class FedCIL(TaskServer):
             state["clients"] = reports
             return self.consolidate(state, replies, log)
 
-    def consolidate(self, server: FedCILServer, replies: list[Reply], log: Log) -> State:
+    def consolidate(self, server: State, replies: list[Reply], log: Log) -> State:
         """The server's state after training its networks on images of the clients' generators."""
         draw = generator(server["seed"], server["round"], "consolidation")
         images, labels = self.clients_images(server["clients"], replies, draw)
@@ -193,7 +156,7 @@ class FedCIL(TaskServer):
             labels.append(own.cpu())
         return self.acgan.normalised(torch.cat(images)), torch.cat(labels)
 
-    def memory_samples(self, server: FedCILServer, client: State, count: int) -> Message:
+    def memory_samples(self, server: State, client: State, count: int) -> Message:
         """`count` images of each class learnt so far by the global generator, with their labels."""
         labels = server["classes"].nonzero().flatten().repeat_interleave(count)
         if not self.params.adversarial or not len(labels):
@@ -205,24 +168,20 @@ class FedCIL(TaskServer):
         pixels = ((images + 1) * 127.5).round().to(torch.uint8).cpu()
         return {"images": pixels, "labels": labels}
 
-    # --- a client
-
     def start(self, client_round: ClientRound) -> Any:
-        """Load the received networks; the previous task's generator replays its classes."""
         if not self.params.adversarial:
             return super().start(client_round)
-        self.receive(client_round)
         announced = self.announced(client_round)
-        state: FedCILState = client_round.state
-        last = state.get("next") if is_announced(client_round) else None
+        state = client_round.state
+        last = state.get("next") if self.is_announced(client_round) else None
         last = last or state.get("last")
         current = self.current_classes(client_round)
         known = current if last is None else current | last["classes"]
         count = self.runtime.training.epochs * len(client_round.indices)
-        draw = client_round.round_id.generator("adversarial")
+        draw = client_round.generator("adversarial")
         draws = self.pool(known, count, draw)
         teacher = None
-        if self.params.consistency and client_round.round_id.round > 0:
+        if self.params.consistency and client_round.round > 0:
             classes = self.past_classes(announced) | current
             received = client_round.message["generator"].to(self.runtime.device)
             teacher = Teacher(received, self.pool(classes, count, draw, (3,)))
@@ -244,29 +203,26 @@ class FedCIL(TaskServer):
         steps = self.runtime.training.epochs * math.ceil(len(client_round.indices) / size)
         pool_size = size * max(1, min(steps, self.acgan.chunk // size))  # in few passes: faster
         count = pool_size * math.ceil(steps * size / pool_size)
-        draws = self.pool(last["classes"], count, client_round.round_id.generator("replay"))
+        draws = self.pool(last["classes"], count, client_round.generator("replay"))
         parameters = last["generator"].to(self.runtime.device)
         while True:
             labels, noise = draws.take(pool_size)
             images = self.acgan.normalised(self.acgan.sample(parameters, labels, noise))
             yield from map(Batch, images.split(size), labels.split(size))
 
-    def train(self, client_round: ClientRound, context: Any) -> list[Tensor]:
-        """Local training; a generator that has failed is the received one again."""
-        losses = super().train(client_round, context)
-        if self.params.adversarial:
-            training: AcganTraining = context.training
-            failure = training.failure()
-            client_round.log.numbers.update(training.numbers())
-            if failure:
-                client_round.log.events.append(failure)
-                self.acgan.generator.load(client_round.message["generator"])
-            else:
-                context.moments = training.adam.moments()
-        return losses
+    def finish(self, client_round: ClientRound, context: Any) -> None:
+        """A generator that has failed is the received one again."""
+        if not self.params.adversarial:
+            return
+        training: AcganTraining = context.training
+        client_round.log.numbers.update(training.numbers())
+        if failure := training.failure():
+            client_round.log.events.append(failure)
+            self.acgan.generator.load(client_round.message["generator"])
+        else:
+            context.moments = training.adam.moments()
 
     def step(self, batch: Batch, context: Any) -> Tensor:
-        """One step of classifier, adversarial head and generator; its loss."""
         if not self.params.adversarial:
             return super().step(batch, context)
         training: AcganTraining = context.training
@@ -284,17 +240,13 @@ class FedCIL(TaskServer):
         if len(client_round.indices):
             parameters = self.acgan.generator.parameters.cpu().clone()
             trained = {"generator": parameters, "classes": context.known}
-        kept: FedCILState = {"last": context.last, "next": None, "moments": context.moments}
-        if client_round.last:
-            kept["last"] = trained or context.last
-        elif may_miss_rounds(self.runtime.training):
-            kept["next"] = trained
-        return {**state, **kept}
+        kept = trained or context.last if client_round.last else context.last
+        follows = trained if not client_round.last and self.may_miss_rounds() else None
+        return {**state, "last": kept, "next": follows, "moments": context.moments}
 
     def upload(self, client_round: ClientRound, context: Any) -> Message:
-        """All networks and, once in an experience, the generator of the previous task."""
         message = super().upload(client_round, context)
-        if self.params.consolidation and context.last and is_announced(client_round):
+        if self.params.consolidation and context.last and self.is_announced(client_round):
             message["last generator"] = context.last["generator"].clone()
             message["last classes"] = pack_bits(context.last["classes"])
         return message
@@ -305,5 +257,5 @@ def draw_balanced(labels: Tensor, count: int, draw: torch.Generator) -> Tensor:
     order = labels.argsort(stable=True)
     sizes = labels.unique(return_counts=True)[1]
     classes = torch.randint(len(sizes), (count,), generator=draw)
-    place = torch.randint(2**62, (count,), generator=draw) % sizes[classes]
-    return order[(sizes.cumsum(0) - sizes)[classes] + place]
+    ranks = torch.randint(2**62, (count,), generator=draw) % sizes[classes]
+    return order[(sizes.cumsum(0) - sizes)[classes] + ranks]

@@ -29,10 +29,10 @@ class Generator(nn.Module):
         super().__init__()
         layers: list[nn.Module] = [nn.Linear(inputs, width)]
         chain = _sides(shape)
-        for place, after in enumerate(chain):
+        for index, after in enumerate(chain):
             last = after == chain[-1]
             outputs = shape[0] if last else max(1, width // 2)
-            if place:
+            if index:
                 layers.append(Upsampling(width, outputs, after))
             else:  # of 1 x 1 maps a transposed convolution is a linear layer
                 first = nn.Linear(width, outputs * math.prod(after), bias=False)
@@ -84,7 +84,7 @@ class Acgan:
 
     def __init__(self, runtime: ClientRuntime, params: Any) -> None:
         self.runtime = runtime
-        self.features = next(runtime.classifier.head.parameters()).shape[1]
+        self.features = runtime.classifier.features
         self.inputs = runtime.classes + params.noise
         self.width: int = params.width
         self.networks = {name: self.network(name, 0) for name in NETWORKS}

@@ -13,9 +13,8 @@ from stamp_core.client.batches import Batch
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.models.flat import FlatAdam
 from workbench.methods.base.distillation import softened_divergence
-from workbench.methods.base.generators import BETAS
+from workbench.methods.base.generators import BETAS, Pool
 from workbench.methods.base.lookahead import constant_statistics
-from workbench.methods.base.pool import Pool
 from workbench.methods.fedcil.acgan import Acgan
 
 COLLAPSED = 0.01  # the mean deviation of a pixel over images, in deviations of training pixels

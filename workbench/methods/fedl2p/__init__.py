@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import ClassVar, Literal, TypedDict
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,6 @@ from stamp_core.methods.base.method import (
     Reply,
     State,
 )
-from stamp_core.methods.base.secure_sums import seal_replies
 from stamp_core.models.flat import split_like
 from stamp_core.results.records import tree_bytes
 from workbench.methods.fedl2p.meta_networks import LayerStatistics, MetaNets, layer_statistics
@@ -72,23 +71,8 @@ class FedL2PParams(FedAvgParams):
         require_fraction(self, "held_out")
 
 
-class FedL2PState(TypedDict, total=False):
-    """What a client remembers: the network where it is frozen."""
-
-    parameters: Tensor  # [P]
-    buffers: Tensor
-
-
-class FedL2PServer(TypedDict):
-    """What the server remembers besides FedAvg's model."""
-
-    meta: Tensor  # [M]
-
-
 @dataclass
 class FedL2PContext(StepContext):
-    """What training leaves for the message; no step reads it."""
-
     meta: Tensor  # [M], on the CPU
 
 
@@ -115,14 +99,10 @@ class FedL2P(Method):
         if self.frozen:
             self.models = ("personal",)
 
-    # --- the server
-
     def init_server(self, seed: int) -> State:
-        """The initial network and meta-networks."""
         return {**super().init_server(seed), "meta": self.nets.initial(seed, self.params.lr)}
 
     def initial_states(self, plan: Plan) -> InitialStates:
-        """The initial states, after a warm-up where the network is frozen."""
         return self.warm_up(plan) if self.frozen else super().initial_states(plan)
 
     def warm_up(self, plan: Plan) -> InitialStates:
@@ -140,16 +120,14 @@ class FedL2P(Method):
                 replies.append(fedavg.train_client(client_round))
             up += tree_bytes([reply.message for reply in replies])
             states = [reply.state for reply in replies]
-            replies = seal_replies(fedavg, replies, Log())
-            server = fedavg.aggregate(server, replies, Log())
+            server = fedavg.aggregate(server, fedavg.seal(replies, Log()), Log())
         net = {name: server[name] for name in ("parameters", "buffers")}
         clients = [{**net, **state} for state in states]  # local buffers replace the server's
         messages = len(clients) * (self.params.warm_rounds + 1)  # the last one is the result
         down = messages * tree_bytes(fedavg.broadcast(server, 0))
         return InitialStates(server, clients, down, up)
 
-    def broadcast(self, server: FedL2PServer, client: int) -> Message:
-        """The meta-networks and, unless it is frozen, the network."""
+    def broadcast(self, server: State, client: int) -> Message:
         net = {} if self.frozen else super().broadcast(server, client)
         return {**net, "meta": server["meta"]}
 
@@ -167,29 +145,21 @@ class FedL2P(Method):
         """The number of held-out images."""
         return int(self.params.held_out * samples)
 
-    # --- a client
-
     def start(self, client_round: ClientRound) -> FedL2PContext:
-        """Load the network."""
-        self.receive(client_round)
         return FedL2PContext(client_round.message["meta"])
 
     def receive(self, client_round: ClientRound) -> None:
-        """Load the client's frozen network, or the received one."""
         if self.frozen:
-            state: FedL2PState = client_round.state
-            self.model.load(state["parameters"], state["buffers"])
+            self.model.load(client_round.state["parameters"], client_round.state["buffers"])
         else:
             super().receive(client_round)
 
     def train(self, client_round: ClientRound, context: FedL2PContext) -> list[Tensor]:
-        """Outer steps; then, unless it is frozen, local training of the received network."""
         with client_round.log.clock("meta"):
             losses = self.learn_meta(client_round, context)
         return losses if self.frozen else super().train(client_round, StepContext())
 
     def upload(self, client_round: ClientRound, context: FedL2PContext) -> Message:
-        """The client's meta-networks and, unless it is frozen, the network."""
         net = {} if self.frozen else super().upload(client_round, context)
         return {**net, "meta": context.meta}
 
@@ -204,8 +174,8 @@ class FedL2P(Method):
         received = self.local_model(context)
         meta = context.meta.to(self.runtime.device)
         statistics = layer_statistics(self.runtime, self.norms, others)
-        inner = self.runtime.endless_batches(client_round.round_id, others, "inner")
-        outer = self.runtime.endless_batches(client_round.round_id, held, "outer")
+        inner = self.runtime.endless_batches(client_round, others, "inner")
+        outer = self.runtime.endless_batches(client_round, held, "outer")
         for _ in range(self.params.outer_steps):
             step, loss = self.outer_step(meta, statistics, inner, outer)
             self.model.load(*received)
@@ -301,7 +271,7 @@ class FedL2P(Method):
             beta = torch.zeros_like(beta)
         net = self.reset_statistics()
         steps = epochs * math.ceil(len(indices) / self.runtime.training.batch_size)
-        batches = self.runtime.endless_batches(client_round.round_id, indices, "personal")
+        batches = self.runtime.endless_batches(client_round, indices, "personal")
         with mixed_normalisation(self.norms, net, beta):
             self.fine_tune(islice(batches, steps), lrs)
         store_mixture(self.norms, net, beta)

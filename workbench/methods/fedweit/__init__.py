@@ -1,7 +1,7 @@
 """FedWeIT (Yoon et al., 2021): federated base weights, sparse weights of each task, attention."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, NotRequired, TypedDict
+from typing import Any, ClassVar, Literal, NotRequired, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -12,24 +12,17 @@ from stamp_core.client.runtime import ClientRuntime
 from stamp_core.client.scoring import accuracies, predict, score, tests_of_tasks
 from stamp_core.config.decode import require, require_at_least, require_fraction
 from stamp_core.config.schema import Training
-from stamp_core.methods.base.ledger import is_first, recorded
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Log, Message, Reply, State
 from stamp_core.models.flat import FlatSGD
 from stamp_core.results.records import SCORINGS
-from workbench.methods.base.task_server import (
-    TaskContext,
-    TaskServer,
-    TaskServerState,
-    pack_bits,
-    unpack_bits,
-)
+from workbench.methods.base.task_server import TaskContext, TaskServer, pack_bits, unpack_bits
 from workbench.methods.fedweit.decomposed import (
     Channels,
     Decomposed,
     PastWeights,
     to_dense,
     to_sparse,
-    true_places,
+    true_indices,
 )
 
 
@@ -57,14 +50,6 @@ class FedWeITParams(FedAvgParams):
             require_at_least(self, 0, "adaptive")
 
 
-class FedWeITServer(TaskServerState):
-    """What the server remembers."""
-
-    base: Tensor  # [N], B as it is sent
-    rest: Tensor  # [R]
-    knowledge: Message  # the last A of each client, sparse: its "values" and "places"
-
-
 class LearntTask(TypedDict):
     """What a task needs besides B."""
 
@@ -76,8 +61,6 @@ class LearntTask(TypedDict):
 
 
 class FedWeITState(TypedDict):
-    """What a client remembers."""
-
     experiences: list[int]
     tasks: dict[str, LearntTask]
     base: Tensor  # [N], B
@@ -88,8 +71,6 @@ class FedWeITState(TypedDict):
 
 @dataclass
 class FedWeITContext(TaskContext):
-    """What the steps read besides their batches."""
-
     weights: Decomposed  # of the current task
     sgd: FlatSGD  # of its parts
     past: PastWeights | None  # what holds the weights of past tasks
@@ -117,7 +98,6 @@ class FedWeIT(TaskServer):
 
     @classmethod
     def adapt(cls, training: Training, params: FedWeITParams) -> Training:
-        """The setting's training with the step of these weights."""
         return replace(training, lr=params.lr or training.lr)
 
     def __init__(self, params: FedWeITParams, runtime: ClientRuntime) -> None:
@@ -136,16 +116,14 @@ class FedWeIT(TaskServer):
         if params.head == "task":
             self.models = ("personal", "local")
 
-    # --- the server
-
     def init_server(self, seed: int) -> State:
-        """The initial model, also as B and the rest, and an empty knowledge base."""
-        server = super().init_server(seed)
-        base = self.channels.gather(server["parameters"])
-        rest = self.channels.gather(server["parameters"], decomposed=False)
-        return {**server, "base": base, "rest": rest, "knowledge": {}}
+        server: State = super().init_server(seed)
+        server["base"] = self.channels.pick(server["parameters"])  # [N], B as it is sent
+        server["rest"] = self.channels.pick(server["parameters"], decomposed=False)  # [R]
+        server["knowledge"] = {}  # the last A of each client, sparse: its "values" and "places"
+        return server
 
-    def broadcast(self, server: FedWeITServer, client: int) -> Message:
+    def broadcast(self, server: State, client: int) -> Message:
         """B, with zeros where no client has sent it; the shared rest; once per task KB."""
         message = super().broadcast(server, client)
         del message["parameters"]
@@ -154,15 +132,14 @@ class FedWeIT(TaskServer):
             message["rest"] = server["rest"]
         return message
 
-    def announcement(self, server: FedWeITServer) -> Message:
-        """The knowledge base."""
+    def announcement(self, server: State) -> Any:
         return server["knowledge"]
 
     def averaged_vectors(self) -> tuple[str, ...]:
         """The rest where it is shared; channels of B have means of their own."""
         return (*self.shared_buffers(), *(("rest",) if self.params.head == "shared" else ()))
 
-    def aggregate(self, server: FedWeITServer, replies: list[Reply], log: Log) -> State:
+    def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
         """The mean of each channel of B over the clients that sent it, the rest as by FedAvg.
 
         A channel that nobody sent stays in the global model, but is sent as zeros.
@@ -185,36 +162,31 @@ class FedWeIT(TaskServer):
         return {
             **state,
             "parameters": mean,
-            "base": self.channels.gather(mean) * self.channels.expand(sent),
-            "rest": self.channels.gather(mean, decomposed=False),
+            "base": self.channels.pick(mean) * self.channels.expand(sent),
+            "rest": self.channels.pick(mean, decomposed=False),
             "knowledge": {**server["knowledge"], **new},
         }
 
-    def mean_base(self, server: FedWeITServer, replies: list[Reply]) -> tuple[Tensor, Tensor]:
+    def mean_base(self, server: State, replies: list[Reply]) -> tuple[Tensor, Tensor]:
         """The unweighted mean of what was sent of B, and which channels were.  # [N], bool [C]"""
         total = torch.zeros(self.channels.weights, dtype=torch.float64)
         count = torch.zeros(self.channels.count)
         for reply in replies:
             kept = unpack_bits(reply.message["kept"], self.channels.count)
-            places = true_places(self.channels.expand(kept))
-            total.index_add_(0, places, reply.message["base"].double())
+            indices = true_indices(self.channels.expand(kept))
+            total.index_add_(0, indices, reply.message["base"].double())
             count += kept
-        before = self.channels.gather(server["parameters"])
+        before = self.channels.pick(server["parameters"])
         counts = self.channels.expand(count)
         return torch.where(counts > 0, total / counts, before).to(before.dtype), count > 0
 
-    # --- a client
-
-    def init_client(self, client: int, server: FedWeITServer) -> State:
-        """The initial B and, unless it is sent, the rest that a task starts with."""
+    def init_client(self, client: int, server: State) -> State:
         state: FedWeITState = {"experiences": [], "tasks": {}, "base": server["base"]}
         if self.params.head == "task":
             state["rest"] = server["rest"]
         return state
 
     def start(self, client_round: ClientRound) -> FedWeITContext:
-        """Load the weights of the current task; their parts are in the context."""
-        self.receive(client_round)
         announced = self.announced(client_round)
         weights = self.weights(client_round, self.knowledge(announced))
         weights.compose(self.model.parameters)
@@ -223,7 +195,6 @@ class FedWeIT(TaskServer):
         return FedWeITContext(announced, weights, sgd, self.past_weights(client_round), first_task)
 
     def receive(self, client_round: ClientRound) -> None:
-        """Load B and the rest: as received where it is shared, else the task's."""
         state: FedWeITState = client_round.state
         self.load_base(client_round, state["tasks"].get(str(client_round.task), state))
 
@@ -237,9 +208,8 @@ class FedWeIT(TaskServer):
 
     def merged_base(self, client_round: ClientRound) -> Tensor:
         """The received B; the client's own where that is exactly 0.  # [N]"""
-        state: FedWeITState = client_round.state
         received = client_round.message["base"]
-        return torch.where(received == 0, state["base"], received)
+        return torch.where(received == 0, client_round.state["base"], received)
 
     def knowledge(self, announced: Message) -> Tensor:
         """The knowledge base that was received with the task, in the order of clients.  # [K, N]"""
@@ -252,21 +222,20 @@ class FedWeIT(TaskServer):
 
     def weights(self, client_round: ClientRound, knowledge: Tensor) -> Decomposed:
         """The trained parts of the current task's weights: its own, or those it starts with."""
-        state: FedWeITState = client_round.state
-        draw = client_round.round_id.generator
+        draw = client_round.generator
         base = self.merged_base(client_round)
-        if own := state["tasks"].get(str(client_round.task)):
+        if own := client_round.state["tasks"].get(str(client_round.task)):
             mask = own["mask"]
             adaptive = own["adaptive"]
         else:
             mask = self.channels.draw_masks(draw("mask"))
             adaptive = base * (self.params.adaptive or 0)
-        if is_first(client_round):
+        if client_round.first:
             size = len(self.channels.blocks), len(knowledge)
             attention = torch.randn(size, generator=draw("attention"))
             attention = attention / max(1, len(knowledge)) ** 0.5
         else:
-            attention = state["attention"]
+            attention = client_round.state["attention"]
         parts = (base, mask, adaptive, attention, knowledge)
         *trained, knowledge = (part.to(self.runtime.device) for part in parts)
         return Decomposed(self.channels, trained, knowledge)
@@ -281,14 +250,7 @@ class FedWeIT(TaskServer):
         squares = self.channels.expand(squares).to(self.runtime.device)
         return PastWeights(_target(client_round).to(self.runtime.device), squares, size)
 
-    def train(self, client_round: ClientRound, context: FedWeITContext) -> list[Tensor]:
-        """Local SGD on the live model, whose decomposed weights are composed for every step."""
-        losses = super().train(client_round, context)
-        context.weights.compose(self.model.parameters)
-        return losses
-
     def loss(self, batch: Batch, context: FedWeITContext) -> Tensor:
-        """The cross-entropy at the composed weights."""
         context.weights.compose(self.model.parameters)
         return super().loss(batch, context)
 
@@ -311,8 +273,10 @@ class FedWeIT(TaskServer):
         if context.past is not None:
             context.past.retain(weights.base)
 
+    def finish(self, client_round: ClientRound, context: FedWeITContext) -> None:
+        context.weights.compose(self.model.parameters)
+
     def update_state(self, client_round: ClientRound, context: FedWeITContext) -> State:
-        """B, alpha, the target of past tasks, and all learnt tasks."""
         weights = context.weights
         parts = {"base": weights.base, "attention": weights.attention}
         if context.past is not None:
@@ -324,15 +288,14 @@ class FedWeIT(TaskServer):
             **super().update_state(client_round, context),
             **{name: part.cpu().clone() for name, part in parts.items()},
             "tasks": tasks,
-            "experiences": recorded(client_round),
+            "experiences": client_round.recorded,
         }
 
     def moved_tasks(
         self, client_round: ClientRound, past: PastWeights | None
     ) -> dict[str, LearntTask]:
         """All learnt tasks; A_i of past ones have moved against the target."""
-        state: FedWeITState = client_round.state
-        tasks = {**state["tasks"]}
+        tasks = {**client_round.state["tasks"]}
         if past is None:
             return tasks
         moved = _target(client_round) - past.target.cpu()
@@ -347,7 +310,7 @@ class FedWeIT(TaskServer):
             "mask": weights.mask.cpu().clone(),
             "adaptive": weights.adaptive.cpu().clone(),
             "foreign": weights.foreign().cpu(),
-            "rest": self.channels.gather(self.model.parameters, decomposed=False).cpu(),
+            "rest": self.channels.pick(self.model.parameters, decomposed=False).cpu(),
             "buffers": self.model.buffers.cpu().clone(),
         }
 
@@ -355,10 +318,10 @@ class FedWeIT(TaskServer):
         """The kept channels of B, which these are, the rest; in the last round of a task also A."""
         weights = context.weights
         kept = self.channels.largest(weights.mask.cpu().abs(), self.params.sparsity)
-        base = weights.base.cpu()[true_places(self.channels.expand(kept))]
+        base = weights.base.cpu()[true_indices(self.channels.expand(kept))]
         message = {"base": base, "kept": pack_bits(kept)}
         if self.params.head == "shared":
-            message["rest"] = self.channels.gather(self.model.parameters, decomposed=False).cpu()
+            message["rest"] = self.channels.pick(self.model.parameters, decomposed=False).cpu()
         if self.shares_buffers():
             message["buffers"] = self.model.buffers.cpu().clone()
         if client_round.last and len(client_round.indices) and self.channels.weights:
@@ -367,8 +330,6 @@ class FedWeIT(TaskServer):
             client_round.log.numbers["share of A sent"] = share
             message |= sparse
         return message
-
-    # --- evaluation
 
     def personal_scores(self, client_round: ClientRound) -> Tensor:
         """Scores of each task by its own model, of other tasks by the received B and rest.
@@ -412,5 +373,5 @@ def _past_tasks(client_round: ClientRound) -> dict[str, LearntTask]:
 
 def _target(client_round: ClientRound) -> Tensor:
     """The B at which no past task has moved: the one of before this task, or its target.  # [N]"""
-    state: FedWeITState = client_round.state
-    return state["base"] if is_first(client_round) else state["target"]
+    target: Tensor = client_round.state["base" if client_round.first else "target"]
+    return target

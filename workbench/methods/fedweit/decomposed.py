@@ -32,7 +32,7 @@ class Channels:
         parts = zip(parameters.split(self.sizes), self.decomposed, strict=True)
         return [part for part, yes in parts if yes == decomposed]
 
-    def gather(self, parameters: Tensor, decomposed: bool = True) -> Tensor:
+    def pick(self, parameters: Tensor, decomposed: bool = True) -> Tensor:
         """The decomposed weights in a vector of parameters, or the rest.  # [N] or [R]"""
         return torch.cat([parameters[:0], *self.views(parameters, decomposed)])
 
@@ -166,7 +166,7 @@ class PastWeights:
         self.target.lerp_(base, self.compensation)
 
 
-def true_places(mask: Tensor) -> Tensor:
+def true_indices(mask: Tensor) -> Tensor:
     """The indices at which a mask is true; numpy finds them in an eighth of torch's time."""
     return torch.from_numpy(np.flatnonzero(mask.numpy()))
 
@@ -174,7 +174,7 @@ def true_places(mask: Tensor) -> Tensor:
 def to_sparse(vector: Tensor, threshold: float) -> dict[str, Tensor]:
     """The values above a threshold in size, and their places: bits or, if fewer bytes, indices."""
     mask = vector.abs() > threshold
-    indices = true_places(mask)
+    indices = true_indices(mask)
     bits = pack_bits(mask)
     places = indices.int() if len(indices) * torch.int32.itemsize < len(bits) else bits
     return {"values": vector[indices], "places": places}
@@ -183,5 +183,5 @@ def to_sparse(vector: Tensor, threshold: float) -> dict[str, Tensor]:
 def to_dense(values: Tensor, places: Tensor, size: int) -> Tensor:
     """The vector that `to_sparse` was given, with zeros for what was left out.  # [size]"""
     bits = places.dtype == torch.uint8
-    indices = true_places(unpack_bits(places, size)) if bits else places.long()
+    indices = true_indices(unpack_bits(places, size)) if bits else places.long()
     return values.new_zeros(size).index_copy_(0, indices, values)

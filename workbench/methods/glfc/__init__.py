@@ -14,12 +14,11 @@ from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid, require_above, require_at_least
 from stamp_core.coresets.selection.base import Candidates
 from stamp_core.coresets.selection.herding import choose
-from stamp_core.methods.base.ledger import is_first, recorded
-from stamp_core.methods.base.method import ClientRound, Message, State, is_due
+from stamp_core.methods.base.method import ClientRound, Message, State
 from stamp_core.models.flat import FlatModel
 from workbench.methods.base.exemplar_lists import ExemplarLists, empty_lists
 from workbench.methods.base.task_server import TaskContext, unpack_bits
-from workbench.methods.glfc.proxy import OLD, ProxyParams, ProxyServer, ProxyState
+from workbench.methods.glfc.proxy import OLD, ProxyParams, ProxyServer
 
 SMALLEST_GAP = torch.finfo(torch.float32).eps  # of 1 - p: weights stay defined where p is 1
 LOG_OFFSET = 1e-5  # in the entropy, as published
@@ -59,18 +58,8 @@ class KnownTasks(TypedDict):
     old: Message  # the old model, if there is one
 
 
-class GLFCState(TypedDict):
-    """What a client remembers besides what was announced."""
-
-    memory: ExemplarLists
-    known: KnownTasks
-    experiences: list[int]
-
-
 @dataclass
 class GLFCContext(TaskContext):
-    """What the steps read besides their batches."""
-
     known: KnownTasks
     signal: bool  # of a new task
     columns: Tensor  # int64 [K], the classes in the loss
@@ -101,8 +90,7 @@ class GLFC(ProxyServer):
         if params.old_weight:  # a second live model, loaded before each use
             self.teacher = FlatModel(runtime.network(seed=0).to(runtime.device).eval())
 
-    def init_client(self, client: int, server: ProxyState) -> State:
-        """No exemplars, no class learnt, no old model."""
+    def init_client(self, client: int, server: State) -> State:
         none = torch.zeros(self.runtime.classes, dtype=torch.bool)
         known: KnownTasks = {
             "learnt": torch.full((self.runtime.classes,), -1),
@@ -114,11 +102,7 @@ class GLFC(ProxyServer):
         memory = empty_lists(self.runtime.dataset.x_train)
         return {"memory": memory, "known": known, "experiences": []}
 
-    # --- before training
-
     def start(self, client_round: ClientRound) -> GLFCContext:
-        """Load the received model and the old one; detect a new task."""
-        self.receive(client_round)
         announced = self.announced(client_round)
         known, signal = self.detect_task(client_round, announced)
         if signal:
@@ -135,15 +119,15 @@ class GLFC(ProxyServer):
 
     def detect_task(self, client_round: ClientRound, announced: Message) -> tuple[KnownTasks, bool]:
         """What the client knows of its tasks now, and whether it has detected a new one."""
-        state: GLFCState = client_round.state
-        known: KnownTasks = {**state["known"]}
-        signal = is_first(client_round)
+        before: KnownTasks = client_round.state["known"]
+        known: KnownTasks = {**before}
+        signal = client_round.first
         if signal:
             known["waiting"] = known["current"]
             known["current"] = self.current_classes(client_round)
         if self.params.signal == "entropy" and client_round.classes:  # else it has nothing new
             known["entropy"] = self.entropy(client_round, known["entropy"])
-            signal = known["entropy"] - state["known"]["entropy"] > self.params.threshold
+            signal = known["entropy"] - before["entropy"] > self.params.threshold
         if signal:
             learnt = known["learnt"]
             known["learnt"] = torch.where(known["waiting"], learnt.max() + 1, learnt)
@@ -181,30 +165,25 @@ class GLFC(ProxyServer):
         self.teacher.load(old["parameters"], buffers)
         return distilled.to(self.runtime.device)
 
-    # --- training
-
     def batches(self, client_round: ClientRound, context: GLFCContext) -> Iterator[Batch]:
-        """The local epochs over the task's images and the exemplars of other tasks together."""
-        state: GLFCState = client_round.state
         used = self.learnt_elsewhere(client_round, context)
         if not used.any() or not self.sample_count(client_round, context):
             return super().batches(client_round, context)
         images, labels = self.runtime.train_images(client_round.indices)
-        images = torch.cat([images, state["memory"]["images"][used].to(images)])
-        labels = torch.cat([labels, state["memory"]["labels"][used].to(labels)])
-        return self.runtime.epochs(client_round.round_id, images, labels, torch.arange(len(labels)))
+        images = torch.cat([images, client_round.state["memory"]["images"][used].to(images)])
+        labels = torch.cat([labels, client_round.state["memory"]["labels"][used].to(labels)])
+        return self.runtime.epochs(client_round, images, labels, torch.arange(len(labels)))
 
     def sample_count(self, client_round: ClientRound, context: GLFCContext) -> int:
-        """The images of the task, or the exemplars of a client without a part in it."""
         if client_round.classes:
             return len(client_round.indices)
         return int(self.learnt_elsewhere(client_round, context).sum())
 
     def learnt_elsewhere(self, client_round: ClientRound, context: GLFCContext) -> Tensor:
         """Which exemplars are those of other tasks whose classes are learnt.  # bool [m]"""
-        state: GLFCState = client_round.state
-        learnt = context.known["learnt"][state["memory"]["labels"]] >= 0
-        return learnt & (state["memory"]["tasks"] != client_round.task)
+        memory: ExemplarLists = client_round.state["memory"]
+        learnt = context.known["learnt"][memory["labels"]] >= 0
+        return learnt & (memory["tasks"] != client_round.task)
 
     def loss(self, batch: Batch, context: GLFCContext) -> Tensor:
         """The mean over images and columns of weighted binary cross-entropies, or FedAvg's loss."""
@@ -253,15 +232,12 @@ class GLFC(ProxyServer):
         old = self.params.old_weight * shared
         return new + old, (new * targets + old * old_targets) / (new + old)
 
-    # --- after training
-
     def update_state(self, client_round: ClientRound, context: GLFCContext) -> State:
-        """What the client knows of its tasks and, when it is due, its exemplars."""
         state = {**super().update_state(client_round, context), "known": context.known}
-        if self.params.exemplars and is_due(client_round, self.runtime.training):
+        if self.params.exemplars and self.is_due(client_round):
             with client_round.log.clock("exemplars"):
                 state["memory"] = self.updated_memory(client_round, context)
-        return {**state, "experiences": recorded(client_round)}
+        return {**state, "experiences": client_round.recorded}
 
     def updated_memory(self, client_round: ClientRound, context: GLFCContext) -> ExemplarLists:
         """A herded list for each class of this task, and those of other tasks that are learnt.
@@ -269,9 +245,8 @@ class GLFC(ProxyServer):
         All have an equal share of the budget. Where a class returns, its exemplars from both tasks
         stay. A list that must become shorter loses the exemplars that were chosen last.
         """
-        state: GLFCState = client_round.state
         stay = self.learnt_elsewhere(client_round, context)
-        lists = {name: part[stay] for name, part in state["memory"].items()}
+        lists = {name: part[stay] for name, part in client_round.state["memory"].items()}
         images = self.runtime.dataset.x_train[client_round.indices]
         labels = self.runtime.dataset.y_train[client_round.indices]
         keys = (lists["tasks"] << 32) + lists["labels"]
@@ -290,7 +265,6 @@ class GLFC(ProxyServer):
         return F.normalize(self.runtime.outputs(images, self.classifier.encode))
 
     def upload(self, client_round: ClientRound, context: GLFCContext) -> Message:
-        """The trained model and, where there is a signal, the gradients of the prototypes."""
         message = super().upload(client_round, context)
         asked = self.params.proxy == "dlg" and self.params.old_weight > 0 and context.signal
         if not asked or not len(client_round.indices):

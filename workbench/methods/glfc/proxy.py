@@ -6,10 +6,9 @@ from typing import Any, Literal, TypedDict
 import torch
 from torch import Tensor
 
-from stamp_core.client.by_class import first_per_class
 from stamp_core.config.decode import require_at_least
 from stamp_core.methods.base.method import FedAvgParams, Log, Message, Reply, State
-from workbench.methods.base.task_server import TaskServer, TaskServerState, pack_bits
+from workbench.methods.base.task_server import TaskServer, pack_bits
 from workbench.methods.glfc.gradients import GradientEncoder, reconstruct
 
 CHUNK = 64  # images that are reconstructed side by side: more would take too much memory
@@ -52,14 +51,6 @@ class BestModel(TypedDict):
     accuracy: float
 
 
-class ProxyState(TaskServerState):
-    """What the server remembers."""
-
-    monitor: Monitor
-    best: BestModel | None  # of the running experience so far
-    old: BestModel | None  # of the experience before
-
-
 class ProxyServer(TaskServer):
     """A server that announces the best global model of the experience before.
 
@@ -68,26 +59,20 @@ class ProxyServer(TaskServer):
     """
 
     def init_server(self, seed: int) -> State:
-        """The initial model; no reconstructed images, no best and no old model."""
-        images = self.runtime.dataset.x_train[:0].clone()
-        none: Monitor = {
-            "images": images,
-            "labels": torch.empty(0, dtype=torch.int64),
-            "experience": 0,
-        }
-        return {**super().init_server(seed), "monitor": none, "best": None, "old": None}
+        server: State = super().init_server(seed)
+        images, labels = self.runtime.dataset.x_train[:0].clone(), torch.empty(0).long()
+        server["monitor"] = Monitor(images=images, labels=labels, experience=0)
+        server["best"] = None  # of the running experience so far
+        server["old"] = None  # of the experience before
+        return server
 
-    def announcement(self, server: ProxyState) -> Message:
-        """The old model with the classes that it was trained on."""
-        old = server["old"]
-        if old is None:
+    def announcement(self, server: State) -> Message:
+        if (old := server["old"]) is None:
             return {}
-        parts: dict[str, Any] = {**old}
-        message = {OLD + name: parts[name] for name in self.shared_vectors()}
+        message = {OLD + name: old[name] for name in self.shared_vectors()}
         return {**message, OLD + "classes": pack_bits(old["classes"])}
 
-    def aggregate(self, server: ProxyState, replies: list[Reply], log: Log) -> State:
-        """The mean of the models, and the best model of the experience so far."""
+    def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
         monitor = self.extended_monitor(server, replies, log)
         state: State = super().aggregate({**server, "monitor": monitor}, replies, log)
         if not self.params.old_weight:
@@ -95,7 +80,7 @@ class ProxyServer(TaskServer):
         state["best"] = self.better_model(state, server, log)
         return {**state, "old": state["best"]} if self.is_between(state) else state
 
-    def better_model(self, state: ProxyState, before: ProxyState, log: Log) -> BestModel:
+    def better_model(self, state: State, before: State, log: Log) -> BestModel:
         """The new global model or the best one of this experience, whichever is more accurate.
 
         The comparison starts anew with each experience and with every extension of the monitor.
@@ -104,7 +89,7 @@ class ProxyServer(TaskServer):
         log.numbers["proxy accuracy"] = accuracy
         round_ = before["round"] % self.runtime.training.rounds
         extended = state["monitor"] is not before["monitor"]
-        best = before["best"]
+        best: BestModel | None = before["best"]
         compares = best and not extended and round_ >= max(1, self.params.proxy_init)
         if best and compares and best["accuracy"] > accuracy:
             return best
@@ -115,7 +100,7 @@ class ProxyServer(TaskServer):
             "accuracy": accuracy,
         }
 
-    def monitor_accuracy(self, state: ProxyState) -> float:
+    def monitor_accuracy(self, state: State) -> float:
         """The global model's accuracy on the reconstructed images; 0 if there are none."""
         images = state["monitor"]["images"]
         labels = state["monitor"]["labels"]
@@ -124,10 +109,10 @@ class ProxyServer(TaskServer):
         self.model.load(state["parameters"], state["buffers"])
         return float((self.runtime.outputs(images).argmax(1) == labels).double().mean())
 
-    def extended_monitor(self, server: ProxyState, replies: list[Reply], log: Log) -> Monitor:
+    def extended_monitor(self, server: State, replies: list[Reply], log: Log) -> Monitor:
         """The images reconstructed in this experience, with those of the gradients received now."""
         received = [r.message["gradients"] for r in replies if "gradients" in r.message]
-        monitor = server["monitor"]
+        monitor: Monitor = server["monitor"]
         if not received:
             return monitor
         with log.clock("reconstruction"):
@@ -156,10 +141,7 @@ class ProxyServer(TaskServer):
         """The public encoder of a run."""
         return GradientEncoder(self.runtime.shape, self.runtime.classes, seed, self.runtime.device)
 
-    def memory_samples(self, server: ProxyState, client: Any, count: int) -> Message:
-        """Up to `count` reconstructed images of each class; if there are none, exemplars."""
+    def remembered(self, server: State, client: Any) -> Any:
+        """The reconstructed images; if there are none, exemplars."""
         monitor = server["monitor"]
-        seen = {"images": monitor["images"], "labels": monitor["labels"]}
-        seen = seen if len(seen["labels"]) else client["memory"]
-        indices = first_per_class(seen["labels"], count)
-        return {name: seen[name][indices] for name in ("images", "labels")}
+        return monitor if len(monitor["labels"]) else client["memory"]

@@ -16,7 +16,6 @@ from stamp_core.client.scoring import accuracies, indices_of_tests
 from stamp_core.config.decode import invalid, require_above, require_at_least
 from stamp_core.core.seeding import address, generator
 from stamp_core.data.plan import Plan, Task
-from stamp_core.methods.base.ledger import is_first, recorded
 from stamp_core.methods.base.method import (
     ClientRound,
     FedAvgParams,
@@ -83,8 +82,6 @@ class TagFedParams(FedAvgParams):
 
 
 class TagFedServer(TypedDict):
-    """What the server remembers besides the initial model."""
-
     seed: int
     round: int
     groups: dict[str, Message]  # what each group of clients has averaged, or
@@ -95,8 +92,6 @@ class TagFedServer(TypedDict):
 
 @dataclass
 class TagFedContext(StepContext):
-    """What the steps read besides their batches, and the state that training starts from."""
-
     state: PackedState
     weights: TaskWeights | None = None  # unless the task trains all weights
     answers: Tensor | None = None  # [n, L], the server's logits for the task's images
@@ -124,7 +119,6 @@ class TagFed(Method):
         super().__init__(params, runtime)
         self.sizes = [tensor.numel() for tensor in self.model.tensors]
         self.owners = initial_owners(self.classifier)
-        self.features = next(self.classifier.head.parameters()).shape[1]
         self.untrained = runtime.untrained.cpu()
         if params.averages_all:
             self.models = ("global", "personal", "local")
@@ -135,10 +129,7 @@ class TagFed(Method):
             raise invalid("split.tasks", plan.tasks, f"below {COPIED} for tagfed")
         return super().initial_states(plan)
 
-    # --- the server
-
     def init_server(self, seed: int) -> State:
-        """The initial weights; no group of clients has anything yet."""
         names = ("groups", "tails", "members", "answers")
         return {**super().init_server(seed), "seed": seed, "round": 0, **{n: {} for n in names}}
 
@@ -154,7 +145,6 @@ class TagFed(Method):
         return super().broadcast(server, client) if group is None else dict(server["groups"][group])
 
     def aggregate(self, server: TagFedServer, replies: list[Reply], log: Log) -> State:
-        """The server's next state: every group of clients by itself."""
         if self.params.averages_all:
             return super().aggregate(server, replies, log)
         groups: dict[str, list[Reply]] = {}
@@ -190,7 +180,7 @@ class TagFed(Method):
 
     def build_tail(self) -> nn.Module:
         """The server's network for one task, from features to logits."""
-        first = nn.Linear(self.features, HIDDEN)
+        first = nn.Linear(self.classifier.features, HIDDEN)
         return nn.Sequential(first, nn.ReLU(), nn.Linear(HIDDEN, self.runtime.classes))
 
     def fit_tail(self, tail: FlatModel, messages: list[Message], draw: torch.Generator) -> None:
@@ -210,10 +200,7 @@ class TagFed(Method):
         distilled = softened_divergence(outputs, teacher, self.params.temperature)
         return torch.lerp(F.cross_entropy(outputs, labels), distilled, self.params.kd)
 
-    # --- the current task
-
     def init_client(self, client: int, server: State) -> PackedState:
-        """The initial weights, which no task owns."""
         return {
             "owners": self.owners.clone(),
             "weights": server["parameters"].clone(),
@@ -252,19 +239,16 @@ class TagFed(Method):
         share = free_share(self.params.keep, len(state["keys"]), progress)
         return pruned(state, share, self.sizes)
 
-    # --- a client's training
-
     def start(self, client_round: ClientRound) -> TagFedContext:
         """Load the sub-model of the current task: new, pruned or known before."""
         state = self.apply_received(client_round)
         rounds = self.runtime.training.rounds
-        starts = is_first(client_round)
+        starts = client_round.first
         if starts and len(client_round.indices):
             state = self.select_task(client_round, state)
         elif state["new"] == client_round.experience and rounds > 1:
-            state = self.prune(state, client_round.round_id.round / (rounds - 1))
+            state = self.prune(state, client_round.round / (rounds - 1))
         if not state["task"]:
-            self.receive(client_round)
             return TagFedContext(state)
         self.model.load(*sub_model(state, state["task"]))
         lr = self.params.mask_lr if starts else None
@@ -279,32 +263,27 @@ class TagFed(Method):
         self.runtime.load_received(message, client_round.state)
 
     def batches(self, client_round: ClientRound, context: TagFedContext) -> Iterator[Batch]:
-        """The local epochs, with the server's answers if there are any."""
         if context.answers is None or not self.params.kd:
             yield from super().batches(client_round, context)
             return
         answers = context.answers.to(self.runtime.device)
         images, labels = self.runtime.train_images(client_round.indices)
         every = torch.arange(len(labels))  # batches tell which images they have, not their labels
-        for batch in self.runtime.epochs(client_round.round_id, images, every, every):
-            places = batch.targets
-            yield replace(batch, targets=labels[places], soft=answers[places])
+        for batch in self.runtime.epochs(client_round, images, every, every):
+            yield replace(batch, targets=labels[batch.targets], soft=answers[batch.targets])
 
     def step(self, batch: Batch, context: TagFedContext) -> Tensor:
-        """One SGD step, after which the weights of other tasks are restored."""
         loss = super().step(batch, context)
         if context.weights is not None:
             context.weights.compose(self.model.parameters)
         return loss
 
     def loss(self, batch: Batch, context: TagFedContext) -> Tensor:
-        """Cross-entropy, mixed with distillation from the server's answers if there are any."""
         if batch.soft is None:
             return super().loss(batch, context)
         return self.mixed_loss(self.model.module(batch.images), batch.targets, batch.soft)
 
     def correct_gradient(self, batch: Batch, context: TagFedContext) -> None:
-        """One step of the mask that picks the weights of earlier tasks."""
         if context.weights is not None:
             context.weights.train_mask(self.model.gradients)
 
@@ -316,7 +295,7 @@ class TagFed(Method):
             state = {**state, "buffers": base["buffers"]}
         if not len(client_round.indices):
             return state
-        state = {**state, "experiences": recorded(client_round)}
+        state = {**state, "experiences": client_round.recorded}
         values = self.model.parameters.cpu()[trained(state)]
         state = with_values(state, values, self.model.buffers.cpu().clone())
         weights = context.weights
@@ -328,8 +307,6 @@ class TagFed(Method):
         client_round.log.numbers["picked share"] = int(picked.sum()) / max(1, before)
         state["tasks"][name] = {**state["tasks"][name], "picked": pack_bits(picked)}
         return state
-
-    # --- a client's message
 
     def upload(self, client_round: ClientRound, context: TagFedContext) -> Message:
         """The weights that the current task trains; or features, logits and labels of its images.
@@ -364,8 +341,6 @@ class TagFed(Method):
         logits = self.classifier.head(features.to(self.runtime.device)).detach().cpu()
         kind = torch.uint8 if self.runtime.classes <= 256 else torch.int32
         return {"features": features, "logits": logits, "labels": data.y_train[indices].to(kind)}
-
-    # --- evaluation
 
     def personal_scores(self, client_round: ClientRound) -> Tensor:
         """Scores by all sub-models, where the task is known by its own.  # [scorings, 1, T]"""

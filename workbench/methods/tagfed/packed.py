@@ -5,7 +5,6 @@ from typing import NotRequired, TypedDict
 import torch
 from torch import Tensor, nn
 
-from stamp_core.methods.base.ledger import latest
 from stamp_core.models.flat import FlatAdam, FlatModel
 from stamp_core.models.networks import Classifier
 from workbench.methods.base.task_server import pack_bits, unpack_bits
@@ -25,8 +24,6 @@ class TaskRecord(TypedDict):
 
 
 class PackedState(TypedDict):
-    """What a client remembers."""
-
     owners: Tensor  # uint8 [P]
     weights: Tensor  # [P], as tasks first left them
     augmented: Tensor  # [P], as they left them after their returns
@@ -87,7 +84,7 @@ def with_values(state: PackedState, values: Tensor, buffers: Tensor) -> PackedSt
     state = {**state, "augmented": augmented}
     if not state["task"]:
         return {**state, "weights": augmented}
-    if state["new"] == latest(state):
+    if state["new"] == max(state["experiences"], default=-1):
         owned = state["owners"] == state["task"]
         state["weights"] = torch.where(owned, augmented, state["weights"])
     name = str(state["task"])
@@ -137,10 +134,10 @@ def pruned(state: PackedState, share: float, sizes: list[int]) -> PackedState:
     owners = state["owners"].clone()
     parts = zip(state["weights"].split(sizes), owners.split(sizes), strict=True)
     for values, own in parts if task and share else ():
-        places = ((own == task) | (own == FREE)).nonzero().flatten()
-        magnitudes = values[places].abs().masked_fill(own[places] == FREE, -1.0)
-        smallest = magnitudes.argsort(stable=True)[: round(share * len(places))]
-        own[places[smallest]] = FREE
+        indices = ((own == task) | (own == FREE)).nonzero().flatten()
+        magnitudes = values[indices].abs().masked_fill(own[indices] == FREE, -1.0)
+        smallest = magnitudes.argsort(stable=True)[: round(share * len(indices))]
+        own[indices[smallest]] = FREE
     return {**state, "owners": owners}
 
 

@@ -91,9 +91,11 @@ def capture(
     draw = generator(round_id.seed, round_id.client, round_id.experience, "attacked")
     chosen = torch.randperm(len(client_round.indices), generator=draw)[images].sort().values
     client_round = replace(client_round, indices=client_round.indices[chosen])
+    method.receive(client_round)
     context = method.start(client_round)
     batches = list(method.batches(client_round, context))
     method.train(client_round, context)  # on the same batches: every draw has its address
+    method.finish(client_round, context)
     update = message["parameters"] - method.upload(client_round, context)["parameters"]
     private = Privacy(float(update.norm()), noise, "local")
     draw = round_id.generator(PURPOSE)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from stamp_core.client.batches import Batch
-from stamp_core.client.by_class import first_per_class
 from stamp_core.client.runtime import BatchReader, ClientRuntime
 from stamp_core.config.decode import require_above, require_at_least
 from stamp_core.core.seeding import address
@@ -25,13 +24,13 @@ from workbench.methods.base.synthesis import (
     Synthesis,
     SynthesisParams,
 )
-from workbench.methods.base.task_server import TaskContext, TaskServer, TaskServerState
+from workbench.methods.base.task_server import TaskContext, TaskServer
 
 NO_IMAGES = "synthesis: no image is finite, the next experience has no replay"
 
 
 @dataclass(frozen=True)
-class InversionParams(SynthesisParams):
+class DataFreeParams(SynthesisParams):
     """How images are synthesised after an experience, and how clients distil from them."""
 
     kd: float = 25.0  # weight of distillation; 0: no images are synthesised
@@ -48,12 +47,6 @@ class InversionParams(SynthesisParams):
             require_at_least(self, 1, "replay_batch_size")
 
 
-class InversionServer(TaskServerState):
-    """What the server remembers."""
-
-    replay: Message  # "images", "labels", "teacher" and "teacher buffers", if there are any
-
-
 @dataclass
 class Replay:
     """How a client distils on synthetic images."""
@@ -66,24 +59,22 @@ class Replay:
 
 
 @dataclass
-class InversionContext(TaskContext):
-    """What the steps read besides their batches."""
-
+class DataFreeContext(TaskContext):
     ce_classes: Tensor | None  # bool [L], among which cross-entropy is; None: all
     replay: Replay | None
 
 
-class Inversion(TaskServer, ABC):
+class DataFree(TaskServer, ABC):
     """FedAvg whose server synthesises images of all classes learnt so far after an experience.
 
     In the next one every client receives them once, with the model as a frozen teacher, and
     distils from it on the images of classes that are not in its task.
     """
 
-    Params: ClassVar[type[Any]] = InversionParams
+    Params: ClassVar[type[Any]] = DataFreeParams
     group: ClassVar[Group] = "continual"
 
-    def __init__(self, params: InversionParams, runtime: ClientRuntime) -> None:
+    def __init__(self, params: DataFreeParams, runtime: ClientRuntime) -> None:
         super().__init__(params, runtime)
         self.network = MappedClassifier(self.classifier, nn.Identity())  # the live model
 
@@ -91,14 +82,11 @@ class Inversion(TaskServer, ABC):
         """A map of features with the initial weights of `seed`; here they stay as they are."""
         return nn.Identity()
 
-    # --- the server
-
     def init_server(self, seed: int) -> State:
-        """The initial weights, and nothing to replay."""
         return {**super().init_server(seed), "replay": {}}
 
-    def announcement(self, server: InversionServer) -> Message:
-        """The synthetic set and the teacher."""
+    def announcement(self, server: State) -> Any:
+        """Once made: "images", "labels", "teacher" and, where shared, "teacher buffers"."""
         return server["replay"]
 
     def end_experience(self, server: Any, log: Log) -> State:
@@ -121,7 +109,7 @@ class Inversion(TaskServer, ABC):
     def synthesis(self, source: Source, server: Any, log: Log) -> Synthesis:
         """The method's synthesis."""
 
-    def source(self, server: InversionServer) -> Source:
+    def source(self, server: State) -> Source:
         """What images are synthesised from, after an experience."""
         seed = server["seed"], server["round"]
         student = None
@@ -142,26 +130,15 @@ class Inversion(TaskServer, ABC):
         FlatModel(network.to(self.runtime.device)).load(parameters, buffers)
         return network.eval().requires_grad_(False)
 
-    def memory_samples(
-        self, server: InversionServer, client: State, count: int
-    ) -> dict[str, Tensor]:
-        """The first `count` synthetic images of each class, with their labels."""
-        if not server["replay"]:
-            return {}
-        labels = server["replay"]["labels"].long()
-        indices = first_per_class(labels, count)
-        return {"images": server["replay"]["images"][indices], "labels": labels[indices]}
-
-    # --- a client
+    def remembered(self, server: State, client: State) -> Any:
+        return server["replay"]
 
     def start(self, client_round: ClientRound) -> Any:
-        """Load the received model; replay synthetic images of classes of other tasks, if any."""
-        self.receive(client_round)
         announced = self.announced(client_round)
         past = self.past_classes(announced) & ~self.current_classes(client_round)
         masked = self.params.ce_classes == "new" and bool(past.any())
         ce_classes = ~past.to(self.runtime.device) if masked else None
-        return InversionContext(announced, ce_classes, self.replay(client_round, announced, past))
+        return DataFreeContext(announced, ce_classes, self.replay(client_round, announced, past))
 
     def replay(self, client_round: ClientRound, announced: Message, past: Tensor) -> Replay | None:
         """Distillation on the synthetic images of these classes, if there are any."""
@@ -182,7 +159,7 @@ class Inversion(TaskServer, ABC):
 
     def replay_batches(self, client_round: ClientRound, images: Tensor) -> Iterator[Tensor]:
         """Augmented batches of synthetic images without end.  # [N, C, H, W]"""
-        draw = client_round.round_id.generator("replay")
+        draw = client_round.generator("replay")
         steps = math.ceil(len(client_round.indices) / self.runtime.training.batch_size)
         size = self.params.replay_batch_size or math.ceil(len(images) / steps)  # of a local epoch
         every = torch.arange(len(images))
@@ -192,7 +169,6 @@ class Inversion(TaskServer, ABC):
             yield from (batch.images for batch in reader.batches(order.split(size), draw))
 
     def loss(self, batch: Batch, context: Any) -> Tensor:
-        """The loss of new images and, where there is replay, of a batch of synthetic ones."""
         replay: Replay | None = context.replay
         if replay is None:
             return self.new_loss(self.network(batch.images), batch.targets, context)

@@ -19,8 +19,8 @@ from stamp_core.core.seeding import address, generator
 from stamp_core.methods.base.method import Log
 from stamp_core.models.networks import build_network
 from workbench.methods.base import synthesis
+from workbench.methods.base.data_free import NO_IMAGES
 from workbench.methods.base.generators import ImageGenerator, build_seeded
-from workbench.methods.base.inversion import NO_IMAGES
 from workbench.methods.base.synthesis import NormStatistics, Synthesis
 from workbench.methods.lander import NoisyLabelGenerator
 
@@ -28,7 +28,7 @@ KINDS = ("target", "lander")
 BETAS = (0.5, 0.999)
 
 
-class InversionReference(TorchReference):
+class DataFreeReference(TorchReference):
     """The server inverts its model into images, and clients distil from them."""
 
     shape = (1, 8, 8)
@@ -195,7 +195,7 @@ def normalised(x: Tensor, gain: Tensor, shift: Tensor) -> Tensor:
     return (x - mean) / (variance + 1e-5).sqrt() * gain.view(each) + shift.view(each)
 
 
-class LanderReference(InversionReference):
+class LanderReference(DataFreeReference):
     """The map of features is the end of the model's vector: it is trained and averaged with it."""
 
     waits = True
@@ -305,7 +305,7 @@ def test_whole_runs_are_those_of_the_reference(
     kind: str, params: dict[str, Any], configuration: str
 ) -> None:
     """The models, and the images that the server has synthesised last."""
-    reference = LanderReference if kind == "lander" else InversionReference
+    reference = LanderReference if kind == "lander" else DataFreeReference
     options = {**SYNTHESIS, **params, "diagnostics": {"memory": 99}}
     record, naive = torch_reference.compare(kind, configuration, reference, **options)
     newest = record.memory["experiences"] == record.memory["experiences"].max()
