@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from stamp_core.core.devices import resolve_device, synchronise
-
 Row = tuple[str, str]
 
 
@@ -15,7 +13,8 @@ def seconds(runtime: Callable[..., object], *arguments: object) -> float:
     """The duration of a call, on a GPU as well."""
     start = time.perf_counter()
     runtime(*arguments)
-    synchronise(torch.device(resolve_device("auto")))
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return time.perf_counter() - start
 
 

@@ -5,7 +5,7 @@ Calls and results are packed as for a Ray worker, and run in this process.
 
 import pickle
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,10 @@ import torch
 from benchmarks import Row, section
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.split import make_plan
-from stamp_core.engine.executor import _dumps
+from stamp_core.engine.executor import dumps
 from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.engine.train import Run
-from stamp_core.engine.worker import Call, Worker
+from stamp_core.engine.worker import Worker
 from workbench.workflow.synthetic import published_dataset, synthetic_data
 
 MB = 1e6
@@ -30,13 +30,14 @@ class CountingExecutor:
     def __init__(self, worker: Worker) -> None:
         self.worker, self.there, self.back = worker, 0, 0
 
-    def map(self, calls: Iterable[Call[Any]]) -> list[Any]:
-        """The results of the calls, in order."""
-        return [self.run(_dumps(call)) for call in calls]
+    def map(self, work: Callable[..., Any], each: Iterable[tuple[Any, ...]]) -> list[Any]:
+        """The results for each of the arguments, in order."""
+        return [self.run(dumps((work, arguments))) for arguments in each]
 
     def run(self, packed: bytes) -> Any:
         """The result of a packed call, packed and unpacked."""
-        result = _dumps(self.worker.run(pickle.loads(packed)))
+        work, arguments = pickle.loads(packed)
+        result = dumps(work(self.worker, *arguments))
         self.there, self.back = self.there + len(packed), self.back + len(result)
         return pickle.loads(result)
 

@@ -5,7 +5,6 @@ import pstats
 import sys
 
 from stamp_core import load_experiment, train
-from workbench import load_plans
 
 ROWS = 25  # functions that are printed
 
@@ -13,7 +12,7 @@ ROWS = 25  # functions that are printed
 def main(setting: str, method: str) -> None:
     """Train one seed in this process; print its phases and its dearest functions."""
     experiment = load_experiment(setting, method)
-    plans = load_plans(experiment.setting, experiment.dataset(), "0")
+    plans = experiment.plans("0")
     profile = cProfile.Profile()
     record = profile.runcall(train, experiment, plans, workers=1, device="cpu")[0]
     phases: dict[str, float] = {}

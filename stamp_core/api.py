@@ -1,6 +1,6 @@
 """The names that scripts and notebooks import from `stamp_core`."""
 
-from stamp_core.core.loading import without_garbage_collection
+from stamp_core.core.processes import without_garbage_collection
 
 with without_garbage_collection():
     from stamp_core.config.params import read_params, read_setting

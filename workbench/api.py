@@ -1,6 +1,6 @@
 """The names that notebooks and scripts import from `workbench`."""
 
-from stamp_core.core.loading import without_garbage_collection
+from stamp_core.core.processes import without_garbage_collection
 
 with without_garbage_collection():
     from workbench.exchange import export_plan, import_plan

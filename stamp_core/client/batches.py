@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from itertools import starmap
 
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ def draw_batches(
         changes.append(_draw_changes(len(batch), training, draw))
     if not indices:
         return []
-    sizes = [len(batch) for batch in indices]
+    sizes = list(map(len, indices))
     moved = torch.cat([torch.cat(indices)[None], torch.cat(changes, 1)]).to(device)
     mirrored, shifts = _split_changes(moved[1:], training)
     none = [None] * len(sizes)
@@ -85,7 +86,7 @@ def draw_batches(
         none if shifts is None else shifts.split(sizes, 1),
         strict=True,
     )
-    return [Drawn(*each) for each in parts]
+    return list(starmap(Drawn, parts))
 
 
 def augment(images: Tensor, training: Training, draw: torch.Generator) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stamp_core.client.batches import Batch, StepContext, tensor_fields
-from stamp_core.core.devices import new_graphs
+from stamp_core.core.devices import Graphs, new_graphs
 from stamp_core.models.networks import Classifier
 
 WARM_UP = 3  # steps before a capture, in which libraries choose their kernels
@@ -38,16 +38,11 @@ class StepGraphs:
     same results.
     """
 
-    def __init__(self, device: torch.device, network: Classifier) -> None:
+    def __init__(self, graphs: Graphs, network: Classifier) -> None:
+        self.graphs: Graphs | None = graphs
         self.network = network
-        self.graphs = new_graphs(device)
         self.seen = Counter[object]()
         self.captured = dict[object, CapturedStep]()
-
-    @property
-    def available(self) -> bool:
-        """Whether the device has graphs."""
-        return self.graphs is not None
 
     def take(self, step: Step, batch: Batch, context: StepContext) -> Tensor:
         """The loss of an SGD step."""
@@ -88,11 +83,17 @@ class StepGraphs:
     ) -> Tensor:
         """The loss of a captured step on other tensors of the same shapes."""
         for fixed, values in ((captured.batch, batch), (captured.context, context)):
-            for name, place in fixed.items():
-                place.copy_(values[name])
+            for name, tensor in fixed.items():
+                tensor.copy_(values[name])
         captured.replay()
         self.network.images_backpropagated += captured.images
         return captured.loss.clone()
+
+
+def new_step_graphs(device: torch.device, network: Classifier) -> StepGraphs | None:
+    """Graphs of the network's steps; None for a device that has no graphs."""
+    graphs = new_graphs(device)
+    return None if graphs is None else StepGraphs(graphs, network)
 
 
 def _copies(values: Batch | StepContext) -> dict[str, Tensor]:

@@ -3,17 +3,17 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stamp_core.client.batches import Batch, Drawn, StepContext, apply_changes, draw_batches
+from stamp_core.client.batches import Batch, StepContext, apply_changes, draw_batches
 from stamp_core.client.by_class import averaging_matrix, first_per_class
-from stamp_core.client.graphs import Step, StepGraphs
-from stamp_core.client.pixels import check_masks
+from stamp_core.client.graphs import Step, new_step_graphs
+from stamp_core.config.decode import invalid
 from stamp_core.config.schema import Setting
 from stamp_core.core.devices import set_deterministic, storage_device, weights_format
 from stamp_core.core.seeding import generator
@@ -30,8 +30,6 @@ MEAN_IMAGES = 100  # of a class, at most, in its mean feature; of many classes f
 ALL_MEAN_IMAGES = 2000  # so that there are at most as many of all together,
 LEAST_MEAN_IMAGES = 20  # but not fewer than these of a class
 FLOATS = 2**22  # values of images that are normalised once, not in every batch
-
-Reader = Callable[[Drawn], Tensor]  # the images of a batch, or its targets, on the device
 
 
 @dataclass(frozen=True)
@@ -64,11 +62,12 @@ class ClientRuntime:
         check_masks(setting, dataset)
         self.classifier = self.network(seed=0).to(self.device)
         self.model = FlatModel(self.classifier)  # the same network as flat vectors
+        self.rates = [self.training.lr_in(round_) for round_ in range(self.training.rounds)]
         self.lr = self.training.lr  # of the running round, and as a tensor where it changes
         constant = self.training.schedule == "constant"
         self.scheduled = None if constant else torch.tensor(self.lr).to(self.device)  # []
         self.sgd = self.new_sgd(self.model)  # of local training, restarted for each
-        self.graphs = StepGraphs(self.device, self.classifier)
+        self.graphs = new_step_graphs(self.device, self.classifier)  # None: each step is taken
         # The encoder's parameters come first in the flat vector, then the head's.
         self.encoder_size = sum(p.numel() for p in self.classifier.encoder.parameters())
         self.untrained = self.model.buffers.clone()  # batch normalisation's initial statistics
@@ -97,7 +96,7 @@ class ClientRuntime:
 
     def start_round(self, round_: int) -> None:
         """Take the learning rate of a round of an experience."""
-        self.lr = self.training.lr_in(round_)
+        self.lr = self.rates[round_]
         if self.scheduled is not None:
             self.scheduled.fill_(self.lr)
 
@@ -143,21 +142,21 @@ class ClientRuntime:
         self, round_id: RoundId, images: Tensor, labels: Tensor, indices: Tensor, of: str = ""
     ) -> Iterator[Batch]:
         """The local epochs over some of `images`; `of` gives them randomness of their own."""
-        if not len(indices):  # `split` would return one empty batch
-            return iter(())
         order = round_id.generator("order" + of)
-        shuffled = (torch.randperm(len(indices), generator=order) for _ in self.each_epoch())
-        batches = (batch for epoch in shuffled for batch in epoch.split(self.training.batch_size))
-        read = self.batch_reader(images, labels, indices)
-        return map(read, self.draw(batches, round_id.generator("augment" + of)))
+        batches = list[Tensor]()
+        for _ in range(self.training.epochs if len(indices) else 0):  # of none, `split` is one
+            shuffled = torch.randperm(len(indices), generator=order)
+            batches += shuffled.split(self.training.batch_size)
+        reader = BatchReader(self, images, labels, indices)
+        return reader.batches(batches, round_id.generator("augment" + of))
 
     def endless_batches(self, round_id: RoundId, indices: Tensor, purpose: str) -> Iterator[Batch]:
         """Augmented batches of training images without end, in a new order each epoch."""
         draw = round_id.generator(purpose)
-        read = self.batch_reader(self.x_train, self.y_train, indices)
+        reader = BatchReader(self, self.x_train, self.y_train, indices)
         while True:
             order = torch.randperm(len(indices), generator=draw)
-            yield from map(read, self.draw(order.split(self.training.batch_size), draw))
+            yield from reader.batches(order.split(self.training.batch_size), draw)
 
     def plain_batches(self, indices: Tensor, size: int) -> Iterator[Batch]:
         """Training images in the given order, in batches, without augmentation."""
@@ -165,65 +164,10 @@ class ClientRuntime:
             images, labels = self.train_images(part)
             yield Batch(self.normalise(images), labels)
 
-    def each_epoch(self) -> range:
-        """The local epochs of a client round."""
-        return range(self.training.epochs)
-
     def batch_sizes(self, images: int) -> list[int]:
         """The sizes of the batches of a client round with this many images."""
-        size = self.training.batch_size
-        starts = range(0, images, size)
-        return [min(size, images - start) for _ in self.each_epoch() for start in starts]
-
-    def draw(self, batches: Iterable[Tensor], draw: torch.Generator) -> list[Drawn]:
-        """The batches of indices with their augmentation."""
-        return draw_batches(batches, self.training, draw, self.device)
-
-    def batch_reader(
-        self, images: Tensor, labels: Tensor, indices: Tensor
-    ) -> Callable[[Drawn], Batch]:
-        """How batches of images[indices] and their targets are read."""
-        indices = indices.to(labels.device)  # once for both where they are in one place
-        read = self.reader(images, indices)
-        target = self.target_reader(images, labels, indices)
-        return lambda drawn: Batch(read(drawn), target(drawn))
-
-    def reader(self, images: Tensor, indices: Tensor) -> Reader:
-        """How batches of images[indices] are read: augmented and normalised, on the device.
-
-        Without augmentation few images are normalised once: in every batch it would take an
-        eighth of a small network's step. Images that are stored elsewhere go to the device at once
-        if there is room.
-        """
-        if images.device != self.device:
-            images = images[indices]
-            indices = torch.arange(len(indices))
-            images = images.to(storage_device(images, self.device))
-        indices = indices.to(images.device)
-        augments = self.training.flip or self.training.shift > 0
-        if not augments and len(indices) * math.prod(self.shape) <= FLOATS:
-            floats = self.normalise(images[indices])
-            return lambda drawn: floats[drawn.index]
-        here = images.device == self.device
-
-        def read(drawn: Drawn) -> Tensor:
-            chosen = images[indices[drawn.index if here else drawn.index_cpu]].to(self.device)
-            return self.normalise(apply_changes(chosen, drawn.mirrored, drawn.shifts))
-
-        return read
-
-    def target_reader(self, images: Tensor, labels: Tensor, indices: Tensor) -> Reader:
-        """How the targets of batches of images[indices] are read: masks move with their images."""
-        if not self.dataset.masks:
-            labels = labels[indices.to(labels.device)].to(self.device)
-            return lambda drawn: labels[drawn.index]
-        masks = images[indices.to(images.device)][:, -1:].to(self.device)
-
-        def read(drawn: Drawn) -> Tensor:
-            chosen = apply_changes(masks[drawn.index], drawn.mirrored, drawn.shifts)
-            return self.targets(chosen, labels)
-
-        return read
+        whole, rest = divmod(images, self.training.batch_size)
+        return self.training.epochs * (whole * [self.training.batch_size] + [rest] * (rest > 0))
 
     # --- steps
 
@@ -240,9 +184,12 @@ class ClientRuntime:
     ) -> list[Tensor]:
         """The losses of one SGD step for each batch, with a restarted optimiser."""
         self.sgd.restart()
-        if not graph_safe or not self.graphs.available:
-            return [step(batch, context) for batch in batches]
-        return [self.graphs.take(step, batch, context) for batch in batches]
+        if self.graphs and graph_safe:
+            step = partial(self.graphs.take, step)
+        losses = list[Tensor]()
+        for batch in batches:
+            losses.append(step(batch, context))
+        return losses
 
     def fit(self, batches: Iterable[Batch]) -> list[Tensor]:
         """Local SGD on the live model with cross-entropy; the losses."""
@@ -304,6 +251,72 @@ class ClientRuntime:
         if key not in self._tests:
             self._tests[key] = plan.test_indices(self.dataset, client, task)
         return self._tests[key]
+
+
+class BatchReader:
+    """Reads batches of images[indices] with their targets: normalised, on the device.
+
+    Without augmentation few images are normalised once: in every batch it would take an eighth of
+    a small network's step. Images that are stored elsewhere go to the device at once if there is
+    room. With `soft` and `tasks` of the chosen images, these are exemplars.
+    """
+
+    def __init__(
+        self,
+        runtime: ClientRuntime,
+        images: Tensor,
+        labels: Tensor,
+        indices: Tensor,
+        soft: Tensor | None = None,
+        tasks: Tensor | None = None,
+    ) -> None:
+        self.runtime, self.soft, self.tasks = runtime, soft, tasks
+        indices = indices.to(labels.device)  # once for both where they are in one place
+        self.targets = labels[indices].to(runtime.device)
+        if images.device != runtime.device:
+            images = images[indices.to(images.device)]
+            images = images.to(storage_device(images, runtime.device))
+            indices = torch.arange(len(indices))
+        self.images, self.indices = images, indices.to(images.device)
+        self.here = images.device == runtime.device
+        self.floats: Tensor | None = None
+        augments = runtime.training.flip or runtime.training.shift > 0
+        if not augments and len(indices) * math.prod(runtime.shape) <= FLOATS:
+            chosen = images[self.indices]
+            self.floats = runtime.normalise(chosen)
+            self.targets = runtime.targets(chosen, self.targets).to(runtime.device)
+
+    def batches(self, order: Iterable[Tensor], draw: torch.Generator) -> Iterator[Batch]:
+        """The batches of an order, which may draw from the same generator as augmentation."""
+        runtime = self.runtime
+        for drawn in draw_batches(order, runtime.training, draw, runtime.device):
+            index, targets = drawn.index, self.targets[drawn.index]
+            soft = None if self.soft is None else self.soft[index]
+            tasks = None if self.tasks is None else self.tasks[index]
+            if self.floats is not None:
+                images = self.floats[index]
+            else:
+                chosen = self.images[self.indices[index if self.here else drawn.index_cpu]]
+                moved = apply_changes(chosen.to(runtime.device), drawn.mirrored, drawn.shifts)
+                images, targets = runtime.normalise(moved), runtime.targets(moved, targets)
+            yield Batch(images, targets, 0, soft, tasks)
+
+
+def check_masks(setting: Setting, dataset: ImageDataset) -> None:
+    """Refuse a network that does not fit the data set, and tasks that do not fit its masks."""
+    kind, split = setting.network.kind, setting.split
+    if (kind == "fcn") != dataset.masks:
+        right = "'fcn', as the data have masks" if dataset.masks else "another: no masks are there"
+        raise invalid("network.kind", kind, right)
+    if not dataset.masks:
+        return
+    found = (split.kind, split.classes_per_task, split.cycles)
+    if found != ("classes", 1, 1):
+        right = "('classes', 1, 1), as a mask for training shows one class alone"
+        raise invalid("split: kind, classes_per_task, cycles", found, right)
+    for name in ("features", "memory"):  # no page shows maps of features or masks
+        if value := getattr(setting.diagnostics, name):
+            raise invalid(f"diagnostics.{name}", value, "0, as the data have masks")
 
 
 def evaluation_batch_size(shape: Shape) -> int:

@@ -1,13 +1,12 @@
 """How well a model predicts the test images of clients' tasks: accuracies, or scores of masks."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from stamp_core.client.pixels import count_pixels, intersection_over_union, predict_pixels
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.data.plan import Plan
 from stamp_core.results.records import SCORINGS
@@ -128,7 +127,7 @@ def tests_of_tasks(
     runtime: ClientRuntime, plan: Plan, clients: list[int], experience: int, tasks: Iterable[int]
 ) -> list[TaskTests]:
     """The test images of some tasks of the clients; all tensors go to the device at once."""
-    places = list[tuple[int, int]]()
+    addresses = list[tuple[int, int]]()
     parts = list[Tensor]()
     for row, client in enumerate(clients):
         seen = plan.seen(client, experience)
@@ -138,12 +137,12 @@ def tests_of_tasks(
                 continue
             own = plan.clients[client][task].classes
             allowed = [c if set(own) <= set(c) else () for c in (range(runtime.classes), seen, own)]
-            places.append((row, task))
+            addresses.append((row, task))
             parts += [tests, *(torch.tensor(list(c), dtype=torch.int64) for c in allowed)]
     if not parts:
         return []
     moved = iter(torch.cat(parts).to(runtime.device).split([len(part) for part in parts]))
-    return [TaskTests(*place, next(moved), [next(moved) for _ in SCORINGS[:3]]) for place in places]
+    return [TaskTests(*at, next(moved), [next(moved) for _ in SCORINGS[:3]]) for at in addresses]
 
 
 def predict(runtime: ClientRuntime, sets: list[TaskTests], nearest_mean: bool) -> Predictions:
@@ -212,16 +211,16 @@ def mask_scores(runtime: ClientRuntime, plan: Plan, clients: list[int], experien
     each = {task.classes for client in clients for task in plan.clients[client]}
     counts = pixel_counts(runtime, needed, {every, *seen.values(), *each})
     scores = torch.full((len(runtime.scorings), len(clients), plan.tasks), torch.nan)
-    for place, client in enumerate(clients):
-        rows = torch.searchsorted(needed, indices_of_tests(runtime, plan, [client]))
+    for row, client in enumerate(clients):
+        images = torch.searchsorted(needed, indices_of_tests(runtime, plan, [client]))
         for task in range(plan.tasks):
             tests, own = runtime.tests(plan, client, task), plan.clients[client][task].classes
             for scoring, allowed in enumerate((every, seen[client], own)):
                 if len(tests) and set(own) <= set(allowed):
-                    shares = intersection_over_union(counts[allowed][rows].sum(0))
-                    scores[scoring, place, task] = shares[list(own)].mean()
+                    shares = intersection_over_union(counts[allowed][images].sum(0))
+                    scores[scoring, row, task] = shares[list(own)].mean()
             right, _, true = counts[every][torch.searchsorted(needed, tests)].sum((0, 2))
-            scores[-1, place, task] = right / true
+            scores[-1, row, task] = right / true
     return scores
 
 
@@ -237,3 +236,24 @@ def pixel_counts(
             predicted = predict_pixels(logits, choice)
             found.append(count_pixels(predicted, masks, runtime.classes + 1))
     return {choice: torch.cat(found) for choice, found in parts.items()}
+
+
+def predict_pixels(logits: Tensor, classes: Sequence[int]) -> Tensor:
+    """The class of each pixel among some and the last, that of no class.  # [n, H, W]"""
+    allowed = torch.tensor([*classes, logits.shape[1] - 1])
+    predicted: Tensor = allowed[logits[:, allowed].argmax(1)]
+    return predicted
+
+
+def count_pixels(predicted: Tensor, masks: Tensor, classes: int) -> Tensor:
+    """The pixels of each image that are right, predicted and true in a class.  # [n, 3, classes]"""
+    every = torch.arange(classes).view(-1, 1, 1)
+    found, true = predicted[:, None] == every, masks[:, None] == every  # [n, classes, H, W]
+    return torch.stack([each.sum((2, 3)) for each in (found & true, found, true)], 1)
+
+
+def intersection_over_union(counts: Tensor) -> Tensor:
+    """The right pixels among those predicted or true; NaN without any.  # [3, L] -> [L]"""
+    right, predicted, true = counts.double()
+    shares: Tensor = right / (predicted + true - right)
+    return shares

@@ -50,12 +50,6 @@ def device_peak(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == _GPU else 0
 
 
-def synchronise(device: torch.device) -> None:
-    """Wait until a GPU has finished its work."""
-    if device.type == _GPU:
-        torch.cuda.synchronize(device)
-
-
 def weights_format(device: torch.device) -> torch.memory_format:
     """How a network's weights are in memory, also in flat vectors: on a GPU channels come last.
 

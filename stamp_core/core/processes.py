@@ -1,10 +1,14 @@
-"""Processes: whether somebody watches this one, and an end together with its parent."""
+"""This process: who watches it, whose end it follows, and imports without garbage collection."""
 
+import gc
 import importlib.util
 import multiprocessing
 import os
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 FORMS = ("bar", "lines", "none")  # of progress
 
@@ -23,6 +27,18 @@ def progress_form() -> str:
     return "bar" if interactive and "DVC_STAGE" not in os.environ else "lines"
 
 
+@contextmanager
+def progress_bar(form: str, **options: Any) -> Iterator[Callable[[int], object]]:
+    """A context with what moves a bar on; without tqdm and to no effect in the other forms."""
+    if form != "bar":
+        yield int
+        return
+    from tqdm.auto import tqdm
+
+    with tqdm(**options) as bar:
+        yield bar.update
+
+
 def follow_parent() -> None:
     """End this process when its parent ends: a killed parent cannot stop its children."""
     threading.Thread(target=_wait_for_parent, daemon=True).start()
@@ -34,3 +50,20 @@ def _wait_for_parent() -> None:
     if parent:
         parent.join()
         os._exit(1)
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """A context for imports whose objects the garbage collector never traverses.
+
+    Torch and matplotlib create a million objects, none of them garbage. Python would traverse them
+    while modules load and when it exits: a kernel that imports this package ends a second earlier.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if enabled:
+            gc.enable()

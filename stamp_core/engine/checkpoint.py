@@ -1,25 +1,23 @@
 """A run on disk, from which a killed training resumes: a folder of these files.
 
-    run.safetensors  the server's state, the progress, and how much of the journal counts
-    journal.jsonl    a line per round: its entry in the history, and where changed states are
-    states/          the clients' states, unless they are kept elsewhere, and the results
+    run.safetensors  the server's state, the progress, the history, and the names of the other files
+    states/          the results, and the clients' states unless they are kept elsewhere
 
-A round writes what has changed in it, whatever the number of clients and of earlier rounds. A
-process that is killed at any moment leaves it whole. What takes less than FSYNC_MIN_SECONDS is not
-flushed to the disk: after a power failure a run of such short rounds may have to start afresh.
+A file in `states` is named by the digest of its content, and is written once. A round writes the
+states that have changed, then run.safetensors, whose old or new content is there whole at any
+moment. What takes less than FSYNC_MIN_SECONDS is not flushed to the disk: after a power failure a
+run of such short rounds may have to start afresh.
 One process at a time uses the folder, by a lock beside it that ends with the process.
 """
 
 import fcntl
-import hashlib
 import json
 import os
 import shutil
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from pathlib import Path
 
 from stamp_core.core.atomic import open_lock, quarantine
@@ -27,21 +25,6 @@ from stamp_core.engine.trees import UNUSABLE, Store, Stored, Tree, read_tree, wr
 
 FSYNC_MIN_SECONDS = 0.2  # seconds of work; a flush takes some milliseconds
 RESULTS = ("scores", "features", "memory")  # parts of a run's state that evaluations alone change
-OF_RESULTS = -1  # their place among the clients' states
-
-
-@dataclass(frozen=True)
-class Journal:
-    """How much of the journal is part of the checkpoint."""
-
-    size: int = 0  # in bytes
-    rounds: int = 0
-    digest: str = ""
-
-    def extended(self, line: bytes, rounds: int) -> "Journal":
-        """The journal with one more line."""
-        digest = hashlib.sha256(self.digest.encode() + line).hexdigest()
-        return Journal(self.size + len(line), self.rounds + rounds, digest)
 
 
 class Checkpoint:
@@ -61,31 +44,30 @@ class Checkpoint:
         self.folder = checkpoint_folder(resume, name, seed)
         self.identity = dict(identity)
         self.file = self.folder / "run.safetensors"
-        self.lines = self.folder / "journal.jsonl"
         self.store = state_store(resume, name, seed)
         self.client_states = client_states or self.store
-        self.journal = Journal()
-        self.evaluated = True
-        self.saved: dict[int, Stored] = {}  # clients' states and results
-        self.named = Counter[str]()  # how many of them have a digest
+        self.results: Stored | None = None  # None: the latest are not in the store
+        self.named = set[str]()  # digests in run.safetensors
 
     def save(self, state: Tree, evaluated: bool = True, flush: bool = True) -> None:
-        """Write what has changed; the results only if there was an evaluation."""
-        self.evaluated |= evaluated  # or one whose results could not be written
-        changed: dict[int, Stored] = {}
-        for client, kept in enumerate(state["clients"]):
-            if kept is not self.saved.get(client):
-                stored = kept if isinstance(kept, Stored) else self.store.put(kept, flush)
-                changed[client] = stored
-                state["clients"][client] = stored
-        if self.evaluated:
-            results = {name: state[name] for name in RESULTS}
-            changed[OF_RESULTS] = self.store.put(results, flush)
-        journal = self._append(state["history"][self.journal.rounds :], changed, flush)
-        small = {key: state[key] for key in state if key not in (*RESULTS, "clients", "history")}
-        write_tree(self.file, {**small, "journal": list(astuple(journal))}, self.identity, flush)
-        self.journal, self.evaluated = journal, False
-        for digest in self._rename(changed):
+        """Write what has changed; the results only if there was an evaluation.
+
+        States that are kept take the place of the clients' states.
+        """
+        if evaluated:
+            self.results = None
+        clients = state["clients"]
+        for client, kept in enumerate(clients):
+            if not isinstance(kept, Stored):
+                clients[client] = self.store.put(kept, flush)
+        self.results = self.results or self.store.put({n: state[n] for n in RESULTS}, flush)
+        stored: list[Stored] = [self.results, *clients]
+        names = {"stored": [list(astuple(kept)) for kept in stored]}
+        small = {key: value for key, value in state.items() if key not in (*RESULTS, "clients")}
+        history = json.dumps(state["history"])  # as one text it is fast to write
+        write_tree(self.file, {**small, **names, "history": history}, self.identity, flush)
+        before, self.named = self.named, {kept.digest for kept in stored}
+        for digest in before - self.named:
             self.store.path(digest).unlink(missing_ok=True)
 
     def load(self) -> Tree | None:
@@ -96,64 +78,31 @@ class Checkpoint:
         try:
             tree, header = read_tree(self.file)
             mine, found = self.identity, json.loads(header["identity"])
+            if other := [key for key in {**found, **mine} if found.get(key) != mine.get(key)]:
+                self._refuse(f"belongs to other {', '.join(other)}")
+                return None
             state = self._read_parts(tree)
         except UNUSABLE as error:
             self._refuse(f"is damaged ({error})")
             return None
-        if other := [key for key in {**found, **mine} if found.get(key) != mine.get(key)]:
-            self._refuse(f"belongs to other {', '.join(other)}")
-            return None
         for part in self.folder.glob("*.part"):  # the process was killed while it saved
             part.unlink()
-        self.store.keep_only(set(self.named))
+        self.store.keep_only(self.named)
         return state
-
-    def _append(self, history: list[Tree], changed: dict[int, Stored], flush: bool) -> Journal:
-        """Write a line with new rounds and changed states behind the saved ones."""
-        stored = [[client, *astuple(kept)] for client, kept in changed.items()]
-        line = json.dumps({"history": history, "stored": stored}).encode() + b"\n"
-        with self.lines.open("ab") as file:
-            file.truncate(self.journal.size)  # a line may be left of a save that failed
-            file.write(line)
-            if flush:
-                file.flush()
-                os.fsync(file.fileno())
-        return self.journal.extended(line, len(history))
 
     def _read_parts(self, tree: Tree) -> Tree:
         """The whole state of a saved tree; every part is verified."""
-        expected, history = Journal(*tree.pop("journal")), list[Tree]()
-        for line in self.lines.read_bytes()[: expected.size].splitlines(keepends=True):
-            content = json.loads(line)
-            history += content["history"]
-            self._rename({client: Stored(*each) for client, *each in content["stored"]})
-            self.journal = self.journal.extended(line, len(content["history"]))
-        if self.journal != expected:
-            raise ValueError(f"the digest of {self.lines.name} does not fit its content")
-        results = self.store.get(self.saved[OF_RESULTS].digest)
-        clients = [self.saved[client] for client in range(len(self.saved) - 1)]
+        self.results, *clients = (Stored(*each) for each in tree.pop("stored"))
         for digest in {kept.digest for kept in clients}:
             self.client_states.verify(digest)
-        self.evaluated = False
-        return {**tree, **results, "clients": clients, "history": history}
-
-    def _rename(self, changed: dict[int, Stored]) -> set[str]:
-        """Note where changed states are; returns the digests that nothing has any more."""
-        before = [self.saved[client].digest for client in changed if client in self.saved]
-        self.saved.update(changed)
-        self.named.update(kept.digest for kept in changed.values())
-        self.named.subtract(before)
-        gone = {digest for digest in before if not self.named[digest]}
-        for digest in gone:
-            del self.named[digest]
-        return gone
+        self.named = {self.results.digest, *(kept.digest for kept in clients)}
+        results = self.store.get(self.results.digest)
+        return {**tree, **results, "clients": clients, "history": json.loads(tree["history"])}
 
     def _refuse(self, why: str) -> None:
         """Rename a folder that must not be used, with a warning; start with nothing saved."""
         aside = quarantine(self.folder, self.folder.with_name(f"{self.folder.name}.aside"))
-        self.journal, self.evaluated = Journal(), True
-        self.saved.clear()
-        self.named.clear()
+        self.results, self.named = None, set()
         text = f"checkpoint {self.folder} {why}; kept as {aside.name}, starting afresh"
         warnings.warn(text, stacklevel=3)
 

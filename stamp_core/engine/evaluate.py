@@ -1,7 +1,6 @@
 """Scores of a run's models on the clients' tasks, and samples of what they know and keep."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -75,11 +74,11 @@ class Evaluator:
         """
         runtime, seed = self.worker.runtime, self.plan.seed
         message = global_model(server)
-        evaluate = partial(Worker.evaluate, seed=seed, experience=experience, message=message)
         if runtime.dataset.masks:
-            return executor.map([partial(evaluate, part=Part())])[0]
+            return executor.map(Worker.evaluate, [(seed, experience, message, Part())])[0]
         count = min(executor.workers, 1 + len(runtime.y_test) // PART)
-        counts = executor.map([partial(evaluate, part=Part(k, count)) for k in range(count)])
+        each = [(seed, experience, message, Part(k, count)) for k in range(count)]
+        counts = executor.map(Worker.evaluate, each)
         return to_accuracies(torch.stack(counts).sum(0), self.tests)
 
     def client_scores(
@@ -92,18 +91,17 @@ class Evaluator:
         last = self.worker.runtime.training.rounds - 1
         broadcast = self.worker.method.broadcast
         joined = self.plan.joined(experience)
-        calls = [
-            partial(
-                Worker.evaluate_client,
-                round_id=RoundId(self.plan.seed, client, experience, last, True),
-                state=clients[client],
-                message=broadcast(server, client) if personal else global_model(server),
-                personal=personal,
+        each = [
+            (
+                RoundId(self.plan.seed, client, experience, last, True),
+                clients[client],
+                broadcast(server, client) if personal else global_model(server),
+                personal,
             )
             for client in joined
         ]
         scores = self.undefined()[:, experience]
-        scores[:, joined] = torch.cat(self.executor.map(calls), dim=1)
+        scores[:, joined] = torch.cat(self.executor.map(Worker.evaluate_client, each), dim=1)
         return scores
 
     def features(self, server: State) -> list[Tensor]:
@@ -111,9 +109,7 @@ class Evaluator:
         if not len(self.feature_indices):
             return []
         message, indices = global_model(server), self.feature_indices
-        return self.executor.map(
-            [partial(Worker.extract_features, message=message, indices=indices)]
-        )
+        return self.executor.map(Worker.extract_features, [(message, indices)])
 
     def memory_samples(
         self, experience: int, server: State, client: StateOrRef

@@ -7,10 +7,10 @@ import multiprocessing
 import os
 import pickle
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 import torch
 from torch import Tensor
@@ -20,22 +20,44 @@ from stamp_core.core.plugins import EXECUTORS, find_modules, more_elsewhere
 from stamp_core.core.processes import follow_parent
 from stamp_core.data.plan import Plan
 from stamp_core.engine.experiment import Experiment
-from stamp_core.engine.worker import Call, Worker
+from stamp_core.engine.worker import Worker, explain_memory_errors
 
 _T = TypeVar("_T")
+_Args = TypeVarTuple("_Args")
+
+
+class Executor(Protocol):
+    """Where clients run."""
+
+    workers: int  # processes that work side by side
+
+    def map(self, work: Callable[[Worker, *_Args], _T], each: Iterable[tuple[*_Args]]) -> list[_T]:
+        """The results of `work(worker, *arguments)` for each of the arguments, in order.
+
+        `work` is a method of Worker; of client rounds there may be only those that were finished.
+        """
+        ...
+
+    def close(self) -> None:
+        """End what was started."""
+        ...
 
 
 class SerialExecutor:
-    """Runs every call in this process, one after the other."""
+    """Works in this process, one call after the other."""
 
     workers = 1
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
 
-    def map(self, calls: Iterable[Call[_T]]) -> list[_T]:
-        """The results of the calls, in order."""
-        return [self.worker.run(call) for call in calls]
+    def map(self, work: Callable[[Worker, *_Args], _T], each: Iterable[tuple[*_Args]]) -> list[_T]:
+        """The results of `work(worker, *arguments)` for each of the arguments, in order."""
+        with explain_memory_errors(self.worker.runtime.setting):
+            results = list[_T]()
+            for arguments in each:
+                results.append(work(self.worker, *arguments))
+            return results
 
     def close(self) -> None:
         """Do nothing: there are no worker processes."""
@@ -51,13 +73,13 @@ class ProcessExecutor:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["stamp_core.engine.executor"])
         self.pool = concurrent.futures.ProcessPoolExecutor(
-            workers, context, initializer=_start, initargs=(_dumps(of_worker),)
+            workers, context, initializer=_start, initargs=(dumps(of_worker),)
         )
 
-    def map(self, calls: Iterable[Call[_T]]) -> list[_T]:
-        """The results of the calls, in order."""
+    def map(self, work: Callable[[Worker, *_Args], _T], each: Iterable[tuple[*_Args]]) -> list[_T]:
+        """The results of `work(worker, *arguments)` for each of the arguments, in order."""
         try:
-            futures = [self.pool.submit(_run, _dumps(call)) for call in calls]
+            futures = [self.pool.submit(_run, dumps((work, arguments))) for arguments in each]
             return [pickle.loads(future.result()) for future in futures]
         except (BrokenProcessPool, EOFError, ConnectionError):  # a worker, or the fork server
             raise RuntimeError(
@@ -70,20 +92,6 @@ class ProcessExecutor:
     def close(self) -> None:
         """End the worker processes."""
         self.pool.shutdown(wait=True, cancel_futures=True)
-
-
-class Executor(Protocol):
-    """Where clients run."""
-
-    workers: int  # processes that work side by side
-
-    def map(self, calls: Iterable[Call[_T]]) -> list[_T]:
-        """The results of the calls, in order; of client rounds those that were finished."""
-        ...
-
-    def close(self) -> None:
-        """End what was started."""
-        ...
 
 
 def start_executor(
@@ -134,7 +142,7 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def _dumps(item: object) -> bytes:
+def dumps(item: object) -> bytes:
     """`item` as bytes for another process."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=5).dump(item)
@@ -156,4 +164,5 @@ def _start(packed: bytes) -> None:
 def _run(packed: bytes) -> bytes:
     """The result of one call in a worker process, as bytes."""
     assert _worker is not None
-    return _dumps(_worker.run(pickle.loads(packed)))
+    work, arguments = pickle.loads(packed)
+    return dumps(SerialExecutor(_worker).map(work, [arguments])[0])

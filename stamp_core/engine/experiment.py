@@ -13,7 +13,14 @@ from typing import Any, Self
 import torch
 
 from stamp_core.config.decode import invalid, to_plain
-from stamp_core.config.params import FILES, Params, at_setting, read_params, read_setting
+from stamp_core.config.params import (
+    FILES,
+    Params,
+    at_setting,
+    parse_seeds,
+    read_params,
+    read_setting,
+)
 from stamp_core.config.schema import Setting
 from stamp_core.core.devices import weights_format
 from stamp_core.core.fingerprint import PACKAGE, combined_fingerprint
@@ -21,6 +28,7 @@ from stamp_core.coresets.selection.base import load_rule
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.loading import load_dataset, source_options
 from stamp_core.data.plan import Plan
+from stamp_core.data.split import make_plan
 from stamp_core.methods.base.method import Method
 from stamp_core.methods.base.registry import override, resolve_preset
 from stamp_core.models.pretrained import weights_digest
@@ -52,6 +60,11 @@ class Experiment:
     def dataset(self) -> ImageDataset:
         """The images of the setting."""
         return load_dataset(self.setting.data)
+
+    def plans(self, seeds: str) -> dict[int, Plan]:
+        """The plan of each seed of a range such as "0to2": who learns what when."""
+        dataset = self.dataset()
+        return {seed: make_plan(self.setting.split, dataset, seed) for seed in parse_seeds(seeds)}
 
     def resolved(self) -> dict[str, Any]:
         """All parameters of the experiment as plain values."""

@@ -15,21 +15,25 @@ from stamp_core.results.records import tree_bytes
 def round_entry(
     messages: Mapping[int, Message],
     results: Sequence[ClientResult],
-    logs: Sequence[Log],
-    seconds: Mapping[str, float],
+    log: Log,
     angles: Mapping[str, float],
     disk: Iterable[int],
+    saving: float,
 ) -> dict[str, Any]:
-    """The numbers of a round; `seconds` are those of the engine, to which `logs` add theirs."""
-    total = dict(seconds)
+    """The numbers of a round; `log` is the server's.
+
+    Seconds are those of the clients' own work, added up, of saving the round before, and of logs.
+    """
+    logs = [*(result.reply.log for result in results), log]
+    seconds = {"clients": sum(result.seconds for result in results), "checkpoint": saving}
     for each in logs:
         for phase, spent in each.seconds.items():
-            total[phase] = total.get(phase, 0.0) + spent
+            seconds[phase] = seconds.get(phase, 0.0) + spent
     return {
         "participants": len(messages),
         "completed": len(results),
         **summarise_training([result.reply for result in results]),
-        "seconds": total,
+        "seconds": seconds,
         "bytes": {
             "down": sum(map(tree_bytes, messages.values())),
             "up": sum(tree_bytes(result.reply.message) for result in results),

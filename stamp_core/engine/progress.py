@@ -3,12 +3,14 @@
 import math
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
+
+LOGGING = threading.Lock()  # of loggers: seeds that are trained side by side take turns
 
 
 class Logger(Protocol):
-    """What a training tells while it runs; stamp_core/results/loggers.py has some.
+    """What a training tells while it runs; workbench/workflow/loggers.py has some.
 
     Calls come one at a time, in the process that called `train`. A training that resumes begins
     with the rounds that were trained before, so that a logger is always told all of them. An error
@@ -20,26 +22,6 @@ class Logger(Protocol):
 
     def on_experience(self, seed: int, experience: int, values: Mapping[str, float]) -> None:
         """Take the accuracies after an experience: of the tasks learnt so far, and of each task."""
-
-
-class Loggers:
-    """Some loggers as one; seeds that are trained side by side take turns."""
-
-    def __init__(self, loggers: Iterable[Logger]) -> None:
-        self.loggers = list(loggers)
-        self.lock = threading.Lock()
-
-    def on_round(self, seed: int, round: int, values: Mapping[str, float]) -> None:
-        """Tell all of them the numbers of a round."""
-        with self.lock:
-            for each in self.loggers:
-                each.on_round(seed, round, values)
-
-    def on_experience(self, seed: int, experience: int, values: Mapping[str, float]) -> None:
-        """Tell all of them the accuracies after an experience."""
-        with self.lock:
-            for each in self.loggers:
-                each.on_experience(seed, experience, values)
 
 
 class Progress:
@@ -75,16 +57,16 @@ class Progress:
             if self.bar is not None:
                 self.bar.update()
 
-    def experience(self, seed: int, place: str, accuracy: float) -> None:
-        """Show a seed's accuracy after an experience; its `place` in the sequence is like "3/5"."""
+    def experience(self, seed: int, experience: int, count: int, accuracy: float) -> None:
+        """Show a seed's accuracy after one of `count` experiences."""
         with self.lock:
             self.accuracies[seed] = accuracy
             if self.bar is not None:
                 mean = sum(self.accuracies.values()) / len(self.accuracies)
                 self.bar.set_postfix_str(f"accuracy {mean:.1%}")
             elif self.form == "lines":
-                line = f"{self.name}  seed {seed}  experience {place}  accuracy {accuracy:6.1%}"
-                print(f"{line}  {self.times()}", flush=True)
+                line = f"{self.name}  seed {seed}  experience {experience + 1}/{count}"
+                print(f"{line}  accuracy {accuracy:6.1%}  {self.times()}", flush=True)
 
     def times(self) -> str:
         """The seconds since the start, and about how many are left for all seeds."""

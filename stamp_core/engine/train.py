@@ -6,10 +6,10 @@ import os
 import platform
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,15 +30,16 @@ from stamp_core.engine.executor import Executor, SerialExecutor, resolve_workers
 from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.history import round_angles, round_entry, state_bytes
 from stamp_core.engine.privacy import refused
-from stamp_core.engine.progress import Logger, Loggers, Progress, scalars
+from stamp_core.engine.progress import LOGGING, Logger, Progress, scalars
 from stamp_core.engine.server import Server
 from stamp_core.engine.worker import ClientResult, Worker
-from stamp_core.methods.base.method import DivergedError, Log, Message, Reply
+from stamp_core.methods.base.method import DivergedError, Log, Reply
 from stamp_core.models.flat import split_like
 from stamp_core.results.records import Record
 
 logger = logging.getLogger("stamp_core.engine")
 
+_T = TypeVar("_T")
 Start = Callable[[Experiment, Mapping[int, Plan], int, str, Path | None], tuple[Worker, Executor]]
 
 
@@ -69,7 +70,10 @@ def train(
             done = sum(run.state["next"] for run in runs)
             rounds = sum(run.rounds for run in runs)
             with Progress(form, experiment.name, rounds, done) as progress:
-                return _train_side_by_side(runs, progress, Loggers(loggers))
+                finish = partial(Run.finish, progress=progress, loggers=list(loggers))
+                serial = isinstance(executor, SerialExecutor)
+                ends = list(map(finish, runs)) if serial else map_side_by_side(finish, runs)
+                return sort_ends(dict(zip(plans, ends, strict=True)))
         finally:
             executor.close()
 
@@ -83,39 +87,27 @@ class SeedsDiverged(DivergedError):
         self.errors = errors
 
 
-def _train_side_by_side(
-    runs: list["Run"], progress: Progress, loggers: Loggers
-) -> dict[int, Record]:
-    """The records of all runs; the error of a failed run is raised after the others have ended."""
-    records: dict[int, Record] = {}
-    errors: dict[int, Exception] = {}
-
-    def finish(run: Run) -> None:
-        try:
-            records[run.seed] = run.finish(progress, loggers)
-        except Exception as error:
-            errors[run.seed] = error
-
-    if isinstance(runs[0].executor, SerialExecutor):
+def map_side_by_side(finish: "Callable[[Run], _T]", runs: "Sequence[Run]") -> list[_T]:
+    """The results of `finish` for some runs, each in a thread of its own."""
+    threads = concurrent.futures.ThreadPoolExecutor(len(runs))
+    try:
+        return list(threads.map(finish, runs))
+    finally:
         for run in runs:
-            finish(run)
-    else:
-        threads = concurrent.futures.ThreadPoolExecutor(len(runs))
-        try:
-            list(threads.map(finish, runs))
-        finally:
-            for run in runs:
-                run.stop = True  # Ctrl-C: the threads end after their round, which is saved
-            threads.shutdown()
-    failed = [run.seed for run in runs if run.seed in errors]
-    if failed:
-        error = errors[failed[0]]
-        diverged = {seed: e for seed, e in errors.items() if isinstance(e, DivergedError)}
-        if len(diverged) == len(errors):
-            error = SeedsDiverged(records, {seed: diverged[seed] for seed in failed})
-        error.add_note(f"seed {failed[0]}; seeds that failed: {failed} of {len(runs)}")
-        raise error
-    return {run.seed: records[run.seed] for run in runs}
+            run.stop = True  # Ctrl-C: the threads end after their round, which is saved
+        threads.shutdown()
+
+
+def sort_ends(ends: Mapping[int, Record | Exception]) -> dict[int, Record]:
+    """The records of all seeds; the error of the first seed that has none."""
+    records = {seed: end for seed, end in ends.items() if isinstance(end, Record)}
+    errors = {seed: end for seed, end in ends.items() if isinstance(end, Exception)}
+    diverged = {seed: e for seed, e in errors.items() if isinstance(e, DivergedError)}
+    for seed, error in errors.items():
+        first = SeedsDiverged(records, diverged) if len(diverged) == len(errors) else error
+        first.add_note(f"seed {seed}; seeds that failed: {[*errors]} of {len(ends)}")
+        raise first
+    return records
 
 
 def save_records(records: Mapping[int, Record], folder: Path, resume: Path | None = None) -> None:
@@ -168,101 +160,91 @@ class Run:
     def initial_state(self) -> dict[str, Any]:
         """The state before the first round, with the untrained model's accuracies."""
         start = time.perf_counter()
-        server, clients, down, up = self.worker.run(partial(Worker.initial_states, seed=self.seed))
+        here = SerialExecutor(self.worker)
+        (initial,) = here.map(Worker.initial_states, [(self.seed,)])
+        server, clients, down, up = initial
         if self.experiment.setting.privacy and up:
             raise refused(self.method, "uploads nothing before the first round, as privacy is set")
         setup = {"down": down, "up": up, "seconds": time.perf_counter() - start}
         scores = {model: self.evaluator.undefined() for model in ("global", "personal", "local")}
-        here = SerialExecutor(self.worker)
         scores["initial"] = self.evaluator.global_scores(0, server, here)
         progress = {"next": 0, "history": [], "features": [], "memory": [], "setup": setup}
         return {"server": server, "clients": clients, "scores": scores, **progress}
 
-    def finish(self, progress: Progress, loggers: Logger) -> Record:
-        """Train from the current state to the end; returns the record of the whole run."""
-        for round_ in range(self.state["next"]):
-            self.log(round_, loggers)
-        while self.state["next"] < self.rounds:
-            if self.stop:
-                raise InterruptedError(f"seed {self.seed} stopped")
-            experience, round_ = divmod(self.state["next"], self.training.rounds)
-            self.train_round(experience, round_)
-            progress.round()
-            self.log(self.state["next"] - 1, loggers)
-            if round_ == self.training.rounds - 1:
-                place = f"{experience + 1}/{self.plan.experiences}"
-                progress.experience(self.seed, place, self.accuracy(experience))
-        return self.record()
+    def finish(self, progress: Progress, loggers: Sequence[Logger]) -> Record | Exception:
+        """Train from the current state to the end; the record of the whole run, or its error.
 
-    def log(self, index: int, loggers: Logger) -> None:
+        So a run that fails does not end those of other seeds.
+        """
+        try:
+            for index in range(self.state["next"]):
+                self.log(index, loggers)
+            while self.state["next"] < self.rounds:
+                if self.stop:
+                    raise InterruptedError(f"seed {self.seed} stopped")
+                experience, round_ = divmod(self.state["next"], self.training.rounds)
+                self.train_round(experience, round_)
+                progress.round()
+                self.log(self.state["next"] - 1, loggers)
+                if round_ == self.training.rounds - 1:
+                    accuracy = self.accuracies(experience)["accuracy"]
+                    progress.experience(self.seed, experience, self.plan.experiences, accuracy)
+            return self.record()
+        except Exception as error:
+            return error
+
+    def log(self, index: int, loggers: Iterable[Logger]) -> None:
         """Tell loggers of a round that is in the state, and of the experience that it ends."""
         values = scalars(self.state["history"][index])
         del values["round"]  # within its experience
-        loggers.on_round(self.seed, index, values)
         experience, round_ = divmod(index, self.training.rounds)
-        if round_ == self.training.rounds - 1:
-            tasks = enumerate(self.task_accuracies(experience), start=1)
-            each = {f"task_accuracy/{task}": accuracy for task, accuracy in tasks}
-            accuracies = {"accuracy": self.accuracy(experience), **each}
-            loggers.on_experience(self.seed, experience, accuracies)
+        with LOGGING:
+            for each in loggers:
+                each.on_round(self.seed, index, values)
+                if round_ == self.training.rounds - 1:
+                    each.on_experience(self.seed, experience, self.accuracies(experience))
+
+    def accuracies(self, experience: int) -> dict[str, float]:
+        """Accuracy of each task after an experience, and the mean over those learnt so far.
+
+        Of the first model that the method has.
+        """
+        tasks = self.evaluator.task_accuracies(self.state["scores"], experience)
+        learnt = tasks[: experience + 1]
+        each = {f"task_accuracy/{task}": accuracy for task, accuracy in enumerate(tasks, start=1)}
+        return {"accuracy": sum(learnt) / len(learnt), **each}
 
     def train_round(self, experience: int, round_: int) -> None:
         """One round: broadcast, train clients, aggregate, evaluate, record, save."""
-        state, before = self.state, self.state["server"]
+        state, before, log = self.state, self.state["server"], Log()
         last = round_ == self.training.rounds - 1
-        log = Log()
-        start = time.perf_counter()
-        messages, results = self.train_clients(experience, round_, last)
-        received = time.perf_counter()
-        replies = self.aggregate(results, (experience, round_), log)
-        aggregated = time.perf_counter()
-        angles = round_angles(before, state["server"], replies, [each.angles for each in results])
-        del replies  # they may fill the device
-        if last:
-            self.evaluator.evaluate(state, experience, results)
-        evaluated = time.perf_counter()
-        seconds = {
-            "clients": sum(result.seconds for result in results),  # their own work, added up
-            "waiting": received - start,  # for the clients, which work side by side
-            "server": aggregated - received,
-            "evaluation": evaluated - aggregated,
-            "checkpoint": self.saving,  # of the round before
-        }
-        logs = [*(result.reply.log for result in results), log]
-        noted = round_entry(messages, results, logs, seconds, angles, self.disk)
-        entry = {"experience": experience, "round": round_, **noted}
-        state["history"].append(entry)
+        with log.clock("waiting"):  # for the clients, which work side by side
+            selected = self.select_clients(experience, round_)
+            messages = {u: self.method.broadcast(before, u) for u in selected}
+            ids = [RoundId(self.seed, u, experience, round_, last) for u in selected]
+            each = [(id_, state["clients"][id_.client], messages[id_.client]) for id_ in ids]
+            results = self.executor.map(Worker.train_client, each)
+        with log.clock("server"):
+            replies = self.aggregate(results, experience, round_, log)
+        with log.clock("evaluation"):
+            temporal = [result.angles for result in results]
+            angles = round_angles(before, state["server"], replies, temporal)
+            del replies  # they may fill the device
+            if last:
+                self.evaluator.evaluate(state, experience, results)
+        passed = sum(log.seconds[phase] for phase in ("waiting", "server", "evaluation"))
+        entry = round_entry(messages, results, log, angles, self.disk, self.saving)
+        state["history"].append({"experience": experience, "round": round_, **entry})
         state["next"] += 1
         logger.debug(
             "%s seed %d: experience %d round %d, %d of %d clients, loss %s, %.2f s",
             *(self.experiment.name, self.seed, experience, round_),
-            *(len(results), len(messages), entry["loss"], evaluated - start),
+            *(len(results), len(messages), entry["loss"], passed),
         )
-        self.save(last, flush=evaluated - start > FSYNC_MIN_SECONDS)
-
-    def train_clients(
-        self, experience: int, round_: int, last: bool
-    ) -> tuple[dict[int, Message], list[ClientResult]]:
-        """What the selected clients are sent, and their results."""
-        state = self.state
-        selected = self.select_clients(experience, round_)
-        if self.training.secure_sums and len(selected) < 2:
-            right = f"false for {self.experiment.method}, as a round has one client"
-            raise invalid("training.secure_sums", True, right)
-        messages = {client: self.method.broadcast(state["server"], client) for client in selected}
-        results = self.executor.map(
-            partial(
-                Worker.train_client,
-                round_id=RoundId(self.seed, client, experience, round_, last),
-                state=state["clients"][client],
-                message=messages[client],
-            )
-            for client in selected
-        )
-        return messages, results
+        self.save(last, flush=passed > FSYNC_MIN_SECONDS)
 
     def aggregate(
-        self, results: list[ClientResult], place: tuple[int, int], log: Log
+        self, results: list[ClientResult], experience: int, round_: int, log: Log
     ) -> list[Reply]:
         """Put the next states of server and clients into `state`.
 
@@ -272,7 +254,8 @@ class Run:
         replies = [result.reply for result in results]
         with self.worker.lock:  # one seed at a time uses this process's live model
             handed = self.server.gather(replies, log)
-            state["server"] = self.server.aggregate(state["server"], handed, place, log)
+            address = (experience, round_)
+            state["server"] = self.server.aggregate(state["server"], handed, address, log)
         for result in results:
             state["clients"][result.reply.client] = result.state
             self.disk[result.reply.client] = state_bytes(result.state)
@@ -287,20 +270,14 @@ class Run:
         address = (self.seed, experience, round_)
         count = self.training.count_selected(len(joined))
         order = torch.randperm(len(joined), generator=generator(*address, "participation"))
-        selected = sorted(joined[place] for place in order[:count].tolist())
+        selected = sorted(joined[index] for index in order[:count].tolist())
         asked = self.method.participants(selected, self.state["server"])
         if self.experiment.setting.privacy and asked != selected:
             raise refused(self.method, "trains the selected clients, as privacy is set")
+        if self.training.secure_sums and len(asked) < 2:
+            right = f"false for {self.experiment.method}, as a round has one client"
+            raise invalid("training.secure_sums", True, right)
         return asked
-
-    def task_accuracies(self, experience: int) -> list[float]:
-        """Accuracy of each task after an experience, of the first model that the method has."""
-        return self.evaluator.task_accuracies(self.state["scores"], experience)
-
-    def accuracy(self, experience: int) -> float:
-        """Mean accuracy over the tasks learnt so far, of the first model that the method has."""
-        learnt = self.task_accuracies(experience)[: experience + 1]
-        return sum(learnt) / len(learnt)
 
     def save(self, evaluated: bool, flush: bool) -> None:
         """Write the checkpoint; if that fails, as on a full disk, warn and continue training."""
@@ -318,7 +295,7 @@ class Run:
         """The record of the finished run."""
         runtime = self.worker.runtime
         state = self.state
-        graphs = self.method.graph_safe and runtime.graphs.available
+        graphs = self.method.graph_safe and runtime.graphs and runtime.graphs.graphs
         about = {
             **self.experiment.resolved(),
             "group": self.experiment.kind.group,

@@ -4,10 +4,10 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from stamp_core.engine.privacy import protect_upload
 from stamp_core.engine.trees import Stored
 from stamp_core.methods.base.method import LocalModel, Message, Reply, State
 
-_T = TypeVar("_T")
 StateOrRef = State | Stored  # a client's state, or its name in a store
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "ALLOC_FAILED")  # in torch's errors
 
@@ -61,15 +60,6 @@ class Worker:
         self.stores = {seed: state_store(resume, experiment.name, seed) for seed in plans if resume}
         self.lock = threading.Lock()
 
-    def run(self, call: "Call[_T]") -> _T:
-        """The result of a call; an error for lack of memory says what to lower."""
-        try:
-            return call(self)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise MemoryError(memory_advice(self.runtime.setting)) from error
-
     def initial_states(self, seed: int) -> tuple[State, list[StateOrRef], int, int]:
         """The first states of the server and of every client, and the bytes sent down and up."""
         self.runtime.start_round(0)
@@ -93,14 +83,18 @@ class Worker:
         loaded = self.load_state(seed, state)
         client_round = self.method.client_round(round_id, self.plans[seed], loaded, message)
         self.runtime.start_round(round_id.round)
-        reset_device_peak(self.runtime.device)
+        gpu = self.runtime.device.type != "cpu"
+        if gpu:
+            reset_device_peak(self.runtime.device)
         start = time.perf_counter()
         reply = self.method.train_client(client_round)
-        require_on_cpu(reply.message)
+        for name, tensor in reply.message.items():
+            if tensor.device.type != "cpu":  # in another process there is no such tensor
+                raise TypeError(f"message.{name} is on {tensor.device}; it must be on the CPU")
         if (privacy := self.runtime.setting.privacy) is not None:
             reply = protect_upload(self.method, privacy, client_round, reply)
         seconds = time.perf_counter() - start
-        peak = device_peak(self.runtime.device)
+        peak = device_peak(self.runtime.device) if gpu else 0
         scores, angles = self.diagnose(round_id, reply.local) if reply.local else (None, {})
         kept = self.keep_state(seed, reply.state, seconds > FSYNC_MIN_SECONDS)
         own = {} if isinstance(kept, Stored) else reply.state
@@ -163,14 +157,15 @@ class Worker:
         return score(self.runtime, plan, clients, round_id.experience, nearest_mean)
 
 
-def require_on_cpu(message: Message) -> None:
-    """Refuse a message that is on a device: in another process there is no such tensor."""
-    for name, tensor in message.items():
-        if tensor.device.type != "cpu":
-            raise TypeError(f"message.{name} is on {tensor.device}; it must be on the CPU: .cpu()")
-
-
-Call = Callable[[Worker], _T]  # partial(Worker.evaluate, seed=0, ...): checked by mypy
+@contextmanager
+def explain_memory_errors(setting: Setting) -> Iterator[None]:
+    """A context in which an error for lack of memory names the parameter to lower."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryError(memory_advice(setting)) from error
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -195,5 +190,5 @@ def peak_memory() -> int:
     """
     if sys.platform == "darwin":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM:")))
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])

@@ -21,6 +21,11 @@ SCORINGS = ("all", "seen", "task", "nearest mean")
 # with masks: the same with intersection over union of the task's class, then pixel accuracy
 PIXEL_SCORINGS = (*SCORINGS, "pixels")
 ARRAYS = ("scores", "weights", "features", "memory")  # files of a record
+FORM = 2  # of records that this version writes and reads
+
+
+class RecordFormError(RuntimeError):
+    """A record is sound, but another version of this package wrote it in another form."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +93,8 @@ class Record:
 
     def save(self, folder: Path) -> None:
         """Write run.json and the arrays into `folder`, which is there whole or not at all."""
-        text = json.dumps({"about": self.about, "history": self.history}, indent=1) + "\n"
+        run = {"form": FORM, "about": self.about, "history": self.history}
+        text = json.dumps(run, indent=1) + "\n"
         arrays = ({**self.scores, "tests": self.tests}, self.weights, self.features, self.memory)
         # safetensors writes the memory of a transposed array without regard to its strides
         files = [
@@ -108,13 +114,21 @@ def run_name(setting: str, method: str, sweep: tuple[str, str] | None = None) ->
 
 
 def load_record(folder: Path) -> Record:
-    """The record in `folder`; ValueError if it is not what was written."""
+    """The record in `folder`; ValueError if it is not what was written.
+
+    RecordFormError if another version of this package wrote it.
+    """
     try:
         text = (folder / "run.json").read_text()
         files = [(folder / f"{name}.safetensors").read_bytes() for name in ARRAYS]
         if _digest(text, files) != (folder / "digest").read_text():
             raise ValueError("its digest does not fit its content")
         run, (scores, *others) = json.loads(text), map(from_bytes, files)
+        if (form := run.get("form", 1)) != FORM:
+            raise RecordFormError(
+                f"the record in {folder} is of form {form}, not {FORM}: another version wrote it; "
+                "train it again (make repro), or check out the version that wrote it"
+            )
         return Record(run["about"], run["history"], scores, scores.pop("tests"), *others)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(f"the record in {folder} is damaged ({error})") from error

@@ -9,8 +9,7 @@ from small import BATCH_NORM, plan, run, tiny, worker
 from torch import Tensor
 
 from stamp_core.client.batches import Batch, StepContext
-from stamp_core.client.graphs import WARM_UP, StepGraphs
-from stamp_core.core import devices
+from stamp_core.client.graphs import WARM_UP, StepGraphs, new_step_graphs
 from stamp_core.methods.base.method import Log, Method
 from stamp_core.methods.base.registry import get_method, method_names
 from stamp_core.methods.fedavg import FedAvg
@@ -67,10 +66,9 @@ def network() -> Classifier:
 
 
 @pytest.fixture
-def graphs(network: Classifier, monkeypatch: pytest.MonkeyPatch) -> StepGraphs:
+def graphs(network: Classifier) -> StepGraphs:
     """Steps of which some are captured by fake graphs."""
-    monkeypatch.setitem(devices.GRAPHS, "cpu", FakeGraphs)
-    return StepGraphs(CPU, network)
+    return StepGraphs(FakeGraphs(), network)  # type: ignore[arg-type]
 
 
 def batch(value: float, size: int = 2, exemplars: int = 0) -> Batch:
@@ -153,22 +151,18 @@ def test_a_captured_step_sees_the_tensors_of_its_context_alone(
         graphs.take(step, batch(1), context)
 
 
-def test_a_refused_capture_is_said_and_the_step_is_taken(
-    network: Classifier, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(devices.GRAPHS, "cpu", NoGraphs)
-    graphs, step, context = StepGraphs(CPU, network), summing(network), Context(torch.zeros(()))
+def test_a_refused_capture_is_said_and_the_step_is_taken(network: Classifier) -> None:
+    graphs = StepGraphs(NoGraphs(), network)  # type: ignore[arg-type]
+    step, context = summing(network), Context(torch.zeros(()))
     for _ in range(WARM_UP):
         graphs.take(step, batch(1), context)
     before = network.images_backpropagated
     with pytest.warns(UserWarning, match="not captured as graphs: operation not permitted"):
         assert graphs.take(step, batch(1), context) == 4
     assert network.images_backpropagated == before + 1
-    assert not graphs.available and graphs.take(step, batch(1), context) == 4
+    assert graphs.graphs is None and graphs.take(step, batch(1), context) == 4
 
 
 def test_the_cpu_has_no_graphs_and_the_record_says_so(network: Classifier) -> None:
-    graphs = StepGraphs(CPU, network)
-    assert not graphs.available
-    assert graphs.take(summing(network), batch(1), Context(torch.zeros(()))) == 4
+    assert new_step_graphs(CPU, network) is None
     assert run(tiny("fedavg")).about["environment"]["steps"] == "eager"

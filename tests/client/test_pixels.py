@@ -1,7 +1,6 @@
 """Images with masks: what they need, how masks move and are hidden, and scores by hand."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,13 @@ import torch.nn.functional as F
 from small import plan, run, tiny
 from torch import Tensor
 
-from stamp_core.client.pixels import count_pixels, intersection_over_union, predict_pixels
 from stamp_core.client.runtime import ClientRuntime, RoundId
-from stamp_core.client.scoring import mask_scores
+from stamp_core.client.scoring import (
+    count_pixels,
+    intersection_over_union,
+    mask_scores,
+    predict_pixels,
+)
 from stamp_core.config.decode import ParameterError
 from stamp_core.engine.experiment import Experiment
 
@@ -172,18 +175,6 @@ def test_methods_with_a_memory_learn_from_its_masks(past: str) -> None:
             state = {**arrived.state, "memory": {**memory, "images": images}}
             replies.append(worker.train_client(arrived, state, arrived.message).reply)
         assert not torch.equal(*(reply.message["parameters"] for reply in replies))
-
-
-@pytest.mark.parametrize("kind", ["replay", "fbl"])
-def test_a_run_on_scenes_that_is_stopped_ends_like_an_unbroken_one(
-    kind: str, tmp_path: Path
-) -> None:
-    """Stopped after four of six rounds: memories with masks and old models come from the disk."""
-    experiment = scenes(kind, memory=small.kept(3))
-    unbroken = run(experiment)
-    with small.stopped_after(4):
-        run(experiment, resume=tmp_path)
-    small.assert_same(run(experiment, resume=tmp_path), unbroken)
 
 
 # --- refusals

@@ -61,16 +61,6 @@ def test_how_many_images_are_evaluated_at_once(shape: tuple[int, int, int], many
     assert runtimes.evaluation_batch_size(shape) == many
 
 
-def test_evaluation_passes_have_no_more_images() -> None:
-    x, runtime = batch_normalised()
-    sizes = list[int]()
-    runtime.chunk = 3
-    encoder = runtime.classifier.encoder
-    encoder.register_forward_pre_hook(lambda module, given: sizes.append(len(given[0])))
-    runtime.outputs(x)
-    assert sizes == [3, 3, 2]
-
-
 @pytest.mark.parametrize("buffers", ["shared", "local", "frozen"])
 def test_frozen_buffers_do_not_change_in_training_and_others_do(buffers: Any) -> None:
     x, runtime = batch_normalised(buffers=buffers)

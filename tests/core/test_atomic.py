@@ -51,22 +51,6 @@ def test_data_are_flushed_before_the_rename(
     assert seen == [(str(part), False)]
 
 
-def test_a_link_is_replaced_and_what_it_names_stays(tmp_path: Path) -> None:
-    stored, path = tmp_path / "stored", tmp_path / "plan.json"
-    stored.write_text("old")
-    path.symlink_to(stored)
-    with atomic_write(path) as part:
-        part.write_text("new")
-    assert (stored.read_text(), path.read_text(), path.is_symlink()) == ("old", "new", False)
-
-
-def test_a_context_without_a_file_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    with pytest.raises(FileNotFoundError, match=r"plan\.json"), atomic_write(path):
-        pass
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
     ("error", "text"),
     [

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from stamp_core.core.loading import without_garbage_collection
+from stamp_core.core.processes import without_garbage_collection
 
 
 class Thing:

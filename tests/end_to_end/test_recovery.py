@@ -37,9 +37,8 @@ def finished_rounds(project: Project, method: str = "fedavg") -> list[dict[str, 
     file = resume / f"tiny-{method}-0" / "run.safetensors"
     if not file.exists():
         return []
-    size, _, _ = read_tree(file)[0]["journal"]
-    lines = (file.parent / "journal.jsonl").read_bytes()[:size].splitlines()
-    return [entry for line in lines for entry in json.loads(line)["history"]]
+    history: list[dict[str, Any]] = json.loads(read_tree(file)[0]["history"])
+    return history
 
 
 def stop_in_training(project: Project, with_signal: int) -> int:

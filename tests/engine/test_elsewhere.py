@@ -1,7 +1,6 @@
 """Runs whose clients' states are kept elsewhere, and where not every client round is finished."""
 
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,11 @@ LOST = 1, 2  # this client's rounds of this experience are not finished
 class Losing(SerialExecutor):
     """Leaves out the client rounds that are lost."""
 
-    def map(self, calls: Iterable[Any]) -> list[Any]:
+    def map(self, work: Any, each: Iterable[Any]) -> list[Any]:
         """The results of all others."""
-        return super().map(call for call in calls if not self.lost(call))
-
-    def lost(self, call: Any) -> bool:
-        """Whether a call is a client round that is lost."""
-        if not isinstance(call, partial) or call.func is not Worker.train_client:
-            return False
-        return (call.keywords["round_id"].client, call.keywords["round_id"].experience) == LOST
+        if work is Worker.train_client:
+            each = [call for call in each if (call[0].client, call[0].experience) != LOST]
+        return super().map(work, each)
 
 
 def elsewhere(folder: Path) -> engine.Start:

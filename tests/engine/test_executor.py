@@ -1,13 +1,11 @@
 """The number of processes changes no bit, and whoever is killed leaves nothing hanging."""
 
 import concurrent.futures
-import importlib
 import os
 import signal
 import subprocess
 import sys
 import threading
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +82,7 @@ def test_trees_come_through_to_another_process_unchanged() -> None:
         "one": torch.tensor(True),
         "rest": ["text", 1, 0.5, None, torch.tensor(float("nan"), dtype=torch.float64)],
     }
-    packed = executor._dumps(tree)
+    packed = executor.dumps(tree)
     assert len(packed) < 2000
     back = executor.pickle.loads(packed)
     small.assert_equal_trees(back, tree)
@@ -119,12 +117,12 @@ def test_a_killed_worker_ends_the_run_with_a_reason(
     """As the kernel would when memory runs out; the finished rounds are kept."""
     experiment, map_, once = REPLAY, ProcessExecutor.map, threading.Lock()
 
-    def deadly(self: ProcessExecutor, calls: Any) -> list[Any]:
+    def deadly(self: ProcessExecutor, work: Any, each: Any) -> list[Any]:
         files = tmp_path.glob("*/run.safetensors")
         both_began = [read_tree(file)[0]["next"] > 0 for file in files] == [True, True]
         if both_began and once.acquire(blocking=False):
             self.pool.submit(signal.raise_signal, signal.SIGKILL)
-        return map_(self, calls)
+        return map_(self, work, each)
 
     def train() -> None:
         try:
@@ -229,10 +227,9 @@ def test_which_errors_are_for_lack_of_memory(error: RuntimeError, lacking: bool)
 
 UNGUARDED = """
 from stamp_core import load_experiment, train
-from workbench import load_plans
 
 experiment = load_experiment("tiny", "fedavg")
-train(experiment, load_plans(experiment.setting, experiment.dataset(), "0"), workers=2)
+train(experiment, experiment.plans("0"), workers=2)
 """
 
 
@@ -259,30 +256,23 @@ def test_a_killed_fork_server_is_named_as_a_killed_worker_is(
         engine.train(REPLAY, plans(REPLAY, 0), 2, "cpu")
 
 
-def test_without_flower_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "flwr", None)
-    monkeypatch.delitem(sys.modules, "federation", raising=False)
-    with pytest.raises(RuntimeError, match=r"run `make \.venv-flower/\.ready`"):
-        importlib.import_module("federation")
-
-
 def test_workers_keep_states_on_disk_and_pass_on_where_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same results as in memory; a client's own model does not cross to its process."""
-    experiment, dumps = whole("local"), executor._dumps
+    experiment, dumps = whole("local"), executor.dumps
     records, carried = {}, dict[Path | None, int]()
     for resume in (None, tmp_path):
         carried[resume] = 0
 
         def measured(item: object, resume: Path | None = resume) -> bytes:
             packed = dumps(item)
-            if isinstance(item, partial) and item.func is worker.Worker.train_client:
-                own = len(packed) - tree_bytes(item.keywords["message"])
+            if isinstance(item, tuple) and item[0] is worker.Worker.train_client:
+                own = len(packed) - tree_bytes(item[1][2])  # the message
                 carried[resume] = max(carried[resume], own)
             return packed
 
-        monkeypatch.setattr(executor, "_dumps", measured)
+        monkeypatch.setattr(executor, "dumps", measured)
         records[resume] = engine.train(experiment, plans(experiment, 0), 2, "cpu", resume)[0]
     assert carried[tmp_path] < 2000 < carried[None]
     small.assert_same(records[None], records[tmp_path])

@@ -8,7 +8,6 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from stamp_core.config.decode import build
 from stamp_core.config.schema import Setting
 from stamp_core.core.fingerprint import code_digest
 from stamp_core.data.plan import Plan
+from stamp_core.engine.executor import SerialExecutor
 from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.trees import UNUSABLE, Store, Stored, Tree, flatten, tree_digest
 from stamp_core.engine.worker import Worker
@@ -58,6 +58,7 @@ class Node:
         experiment = own_experiment(read_experiment(header["experiment"]), share.images)
         require_identity(identity(experiment, self.plan, device), header["identity"])
         self.worker = Worker(experiment, {self.plan.seed: self.plan}, device)
+        self.here = SerialExecutor(self.worker)
         self.states = folder / "states" / header["key"]
 
     def answer(self, tree: Tree) -> Tree:
@@ -80,8 +81,7 @@ class Node:
         round_id, state = self.arguments(call)
         store = self.store(round_id.client)
         store.keep_only({call["state"][0]})
-        train = partial(Worker.train_client, round_id=round_id, state=state)
-        result = self.worker.run(partial(train, message=call["message"]))
+        (result,) = self.here.map(Worker.train_client, [(round_id, state, call["message"])])
         assert not isinstance(result.state, Stored)
         reply = replace(result.reply, state={})
         return result_to_tree(replace(result, state=store.put(result.state), reply=reply))
@@ -92,9 +92,8 @@ class Node:
         There are no class means: a node does not have images of all classes.
         """
         round_id, state = self.arguments(call)
-        evaluate = partial(Worker.evaluate_client, round_id=round_id, state=state)
-        given = {"message": call["message"], "personal": call["personal"], "nearest_mean": False}
-        return {"scores": self.worker.run(partial(evaluate, **given))}
+        given = (round_id, state, call["message"], call["personal"], False)
+        return {"scores": self.here.map(Worker.evaluate_client, [given])[0]}
 
     def arguments(self, call: Tree) -> tuple[RoundId, State]:
         """The address of a call and the state of its client, verified by its digest."""

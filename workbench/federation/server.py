@@ -6,7 +6,7 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -16,10 +16,11 @@ import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
+from stamp_core.client.runtime import RoundId
 from stamp_core.config.decode import invalid, to_plain
 from stamp_core.config.params import parse_seeds
 from stamp_core.data.plan import Plan
-from stamp_core.engine.executor import Executor
+from stamp_core.engine.executor import Executor, SerialExecutor
 from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.engine.train import save_records, train
 from stamp_core.engine.trees import Store, Stored, Tree, flatten, tree_digest
@@ -29,7 +30,7 @@ from workbench.federation.messages import pack, tree_to_result, unpack
 from workbench.federation.node import identity
 from workbench.federation.shares import own_experiment, own_plan, read_share
 
-REMOTE = {Worker.train_client, Worker.evaluate_client}  # all other calls run at the server
+REMOTE = {Worker.train_client, Worker.evaluate_client}  # all other work is done at the server
 POLL = 1.0  # seconds between two looks at which nodes are there
 
 
@@ -57,34 +58,34 @@ class FederationExecutor:
         self, grid: Grid, worker: Worker, headers: Mapping[int, Tree], timeout: float
     ) -> None:
         self.grid, self.worker, self.headers, self.timeout = grid, worker, headers, timeout
-        self.workers = 1  # for calls that run at the server
+        self.workers = 1  # for what is done at the server
         self.nodes: dict[int, list[int]] = {}  # the clients of each node that is there
         self.lock = threading.Lock()  # seeds take turns
         self.refusals: list[str] = []
 
-    def map(self, calls: Iterable[Any]) -> list[Any]:
-        """The results of the calls, in order; of client rounds those that were finished."""
-        asked = list(calls)
-        if not asked or asked[0].func not in REMOTE:
+    def map(self, work: Callable[..., Any], each: Iterable[tuple[Any, ...]]) -> list[Any]:
+        """The results for each of the arguments, in order; of client rounds those finished."""
+        calls = list(each)
+        if not calls or work not in REMOTE:
             with self.worker.lock:
-                return [self.worker.run(call) for call in asked]
+                return SerialExecutor(self.worker).map(work, calls)
         with self.lock:
-            results = self.ask(asked)
+            results = self.ask(work.__name__, calls)
         if not results:
             raise RuntimeError("no node has answered; finished rounds are kept: start again later")
-        clients = [call.keywords["round_id"].client for call in asked]
-        if asked[0].func is Worker.train_client:
+        clients = [round_id.client for round_id, *_ in calls]
+        if work is Worker.train_client:
             return [tree_to_result(results[client]) for client in clients if client in results]
-        tasks = self.worker.plans[asked[0].keywords["round_id"].seed].tasks
+        tasks = self.worker.plans[calls[0][0].seed].tasks
         unknown = {"scores": torch.full((len(self.worker.runtime.scorings), 1, tasks), torch.nan)}
         return [results.get(client, unknown)["scores"] for client in clients]
 
-    def ask(self, calls: Sequence[Any]) -> dict[int, Tree]:
+    def ask(self, name: str, calls: Sequence[tuple[Any, ...]]) -> dict[int, Tree]:
         """The results by client; each node is sent one message."""
-        by_client = {call.keywords["round_id"].client: call for call in calls}
-        seed, messages = calls[0].keywords["round_id"].seed, {}
+        by_client = {call[0].client: call_tree(name, *call) for call in calls}
+        seed, messages = calls[0][0].seed, {}
         for node, clients in self.find_nodes().items():
-            own = [call_tree(by_client[client]) for client in clients if client in by_client]
+            own = [by_client[client] for client in clients if client in by_client]
             if own:
                 what = f"the message to the node of clients {clients}"
                 messages[node] = pack({"header": self.headers[seed], "calls": own}, what)
@@ -149,16 +150,13 @@ class FederationExecutor:
         """Do nothing: the nodes are not this program's."""
 
 
-def call_tree(call: Any) -> Tree:
+def call_tree(
+    name: str, round_id: RoundId, state: Stored, message: Tree, personal: bool = False
+) -> Tree:
     """A call of a worker's method as plain values and tensors."""
-    given = call.keywords
-    return {
-        "name": call.func.__name__,
-        "round_id": list(astuple(given["round_id"])),
-        "state": list(astuple(given["state"])),
-        "message": given["message"],
-        "personal": given.get("personal", False),
-    }
+    address, stored = list(astuple(round_id)), list(astuple(state))
+    call = {"name": name, "round_id": address, "state": stored}
+    return {**call, "message": message, "personal": personal}
 
 
 def federated(experiment: Experiment) -> Experiment:

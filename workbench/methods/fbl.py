@@ -126,7 +126,7 @@ class FBL(Rehearsal):
         state = FBLState(
             old=old,
             experience=experience,
-            epochs=epochs + len(self.runtime.each_epoch()),
+            epochs=epochs + self.runtime.training.epochs,
             entropy=entropy,
         )
         return FBLContext(self.anchors_on_device(client_round), state, past)
@@ -183,7 +183,7 @@ class FBL(Rehearsal):
             return iter(())
         entropy, predicted = self.teacher_entropies(client_round, columns)
         limits = list[Tensor]()
-        for epoch in self.runtime.each_epoch():
+        for epoch in range(self.runtime.training.epochs):
             share = min(QUANTILE + QUANTILE_STEP * (epochs + epoch), QUANTILE_LIMIT)
             limits.append(class_thresholds(entropy, predicted, share, self.outputs))
         if limits and len(entropy):

@@ -10,17 +10,17 @@ import os
 import pickle
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 import torch
 
-from stamp_core.engine.executor import _dumps
-from stamp_core.engine.worker import Call, Worker
+from stamp_core.engine.executor import SerialExecutor, dumps
+from stamp_core.engine.worker import Worker
 
 try:
     import ray
@@ -30,6 +30,7 @@ except ImportError as error:
     raise RuntimeError(text) from error
 
 _T = TypeVar("_T")
+_Args = TypeVarTuple("_Args")
 _LOST = "every Ray worker has ended; finished rounds are kept: call again when nodes are back"
 
 
@@ -47,11 +48,12 @@ class RemoteWorker:
             )
         if experiment.code() != code:
             raise RuntimeError(f"node {node} has other code of stamp_core: it must be the same")
-        self.worker = Worker(experiment, plans, device, resume)
+        self.executor = SerialExecutor(Worker(experiment, plans, device, resume))
 
     def run(self, packed: bytes) -> bytes:
         """The result of one call, as bytes: arrays from Ray's own store would be read-only."""
-        return _dumps(self.worker.run(pickle.loads(packed)))
+        work, arguments = pickle.loads(packed)
+        return dumps(self.executor.map(work, [arguments])[0])
 
 
 class RayExecutor:
@@ -69,13 +71,13 @@ class RayExecutor:
         self.lock = threading.Lock()
         self.threads = ThreadPoolExecutor(workers)
         with _token(resume) as token:
-            start = (_dumps(of_worker), token, experiment.code())
+            start = (dumps(of_worker), token, experiment.code())
             for begun in [actor.start.remote(*start) for actor in actors]:
                 _result(begun)
 
-    def map(self, calls: Iterable[Call[_T]]) -> list[_T]:
-        """The results of the calls, in order."""
-        packed = [_dumps(call) for call in calls]
+    def map(self, work: Callable[[Worker, *_Args], _T], each: Iterable[tuple[*_Args]]) -> list[_T]:
+        """The results for each of the arguments, in order."""
+        packed = [dumps((work, arguments)) for arguments in each]
         return [pickle.loads(result) for result in self.threads.map(self.call, packed)]
 
     def call(self, packed: bytes) -> bytes:

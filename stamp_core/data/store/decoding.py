@@ -13,10 +13,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-from tqdm.auto import tqdm
 
 from stamp_core.core import fingerprint
-from stamp_core.core.processes import progress_form
+from stamp_core.core.processes import progress_bar, progress_form
 from stamp_core.data.store import cache
 from stamp_core.data.store.cache import SUBSETS, Bytes, NamedArrays, Numbers
 
@@ -136,7 +135,7 @@ def _decode_files(listing: Listing, files: list[str], done: int, path: Path) -> 
     form = progress_form()
     with (
         ThreadPoolExecutor(os.cpu_count()) as pool,
-        tqdm(desc=name, total=total, initial=done, unit="image", disable=form != "bar") as bar,
+        progress_bar(form, desc=name, total=total, initial=done, unit="image") as advance,
         path.open("r+b") as images,
         path.with_suffix(".jsonl").open("a") as notes,
     ):
@@ -150,7 +149,7 @@ def _decode_files(listing: Listing, files: list[str], done: int, path: Path) -> 
             # The newline comes first: it also ends a line that was cut short.
             notes.write(f"\n{json.dumps(cache.note_chunk(chunk))}")
             notes.flush()
-            bar.update(end - start)
+            advance(end - start)
             if form == "lines" and 10 * end // total > 10 * start // total:
                 print(
                     f"{name}  {end}/{total} images  {time.perf_counter() - began:.1f} s", flush=True

@@ -1,7 +1,7 @@
 """Rehearsal: a client keeps exemplars of its classes and mixes them into local training."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stamp_core.client.batches import Batch, StepContext, append_exemplars
 from stamp_core.client.by_class import class_means, sample_balanced
-from stamp_core.client.runtime import ClientRuntime
+from stamp_core.client.runtime import BatchReader, ClientRuntime
 from stamp_core.config.decode import invalid
 from stamp_core.config.limits import NonNegative
 from stamp_core.core.devices import storage_device
@@ -116,9 +116,8 @@ class Rehearsal(Method):
         A client without a part in the task trains on its exemplars alone.
         """
         if not client_round.classes:
-            exemplars = self.exemplars_on_device(client_round)
-            past = self.past_indices(client_round)
-            return self.runtime.epochs(client_round, *exemplars, past)
+            memory, past = client_round.state["memory"], self.past_indices(client_round)
+            return self.runtime.epochs(client_round, memory["images"], memory["labels"], past)
         new = super().batches(client_round, context)
         return map(append_exemplars, new, self.exemplar_batches(client_round))
 
@@ -130,15 +129,13 @@ class Rehearsal(Method):
         """The exemplars of other tasks for each batch of the task; none without any."""
         memory: Memory = client_round.state["memory"]
         past = self.past_indices(client_round)
+        labels, device = memory["labels"][past], self.runtime.device
+        soft = memory["soft"][past].to(device) if memory["soft"].shape[1] else None
+        tasks = memory["tasks"][past].to(device)
+        read = BatchReader(self.runtime, memory["images"], memory["labels"], past, soft, tasks)
         draw = client_round.generator("replay")
         sizes = self.runtime.batch_sizes(len(client_round.indices))
-        labels = memory["labels"][past]
-        samples = self.runtime.draw((self.draw_exemplars(labels, n, draw) for n in sizes), draw)
-        read = self.runtime.batch_reader(*self.exemplars_on_device(client_round), past)
-        soft, tasks = (memory[name][past].to(self.runtime.device) for name in ("soft", "tasks"))
-        for drawn in samples:
-            logits = soft[drawn.index] if self.params.memory.soft else None
-            yield replace(read(drawn), soft=logits, tasks=tasks[drawn.index])
+        return read.batches((self.draw_exemplars(labels, n, draw) for n in sizes), draw)
 
     def draw_exemplars(self, labels: Tensor, new: int, draw: torch.Generator) -> Tensor:
         """Indices of the exemplars that a batch with so many new images gets.  # [m]

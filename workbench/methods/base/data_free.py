@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stamp_core.client.batches import Batch
-from stamp_core.client.runtime import ClientRuntime
+from stamp_core.client.runtime import BatchReader, ClientRuntime
 from stamp_core.config.limits import NonNegative, PositiveInt
 from stamp_core.core.seeding import address
 from stamp_core.methods.base.method import ClientRound, Group, Log, Message, State
@@ -154,10 +154,11 @@ class DataFree(TaskServer, ABC):
         draw = client_round.generator("replay")
         steps = math.ceil(len(client_round.indices) / self.runtime.training.batch_size)
         size = self.params.replay_batch_size or math.ceil(len(images) / steps)  # of a local epoch
-        read = self.runtime.reader(images.to(self.runtime.device), torch.arange(len(images)))
+        every = torch.arange(len(images))
+        reader = BatchReader(self.runtime, images.to(self.runtime.device), every, every)
         while True:
             order = torch.randperm(len(images), generator=draw)
-            yield from map(read, self.runtime.draw(order.split(size), draw))
+            yield from (batch.images for batch in reader.batches(order.split(size), draw))
 
     def loss(self, batch: Batch, context: Any) -> Tensor:
         replay: Replay | None = context.replay

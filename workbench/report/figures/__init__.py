@@ -9,7 +9,7 @@ Every figure says its n and what its bars mean. Clients count from 0, as in the 
 cell with `;` or it shows them twice.
 """
 
-from stamp_core.core.loading import without_garbage_collection
+from stamp_core.core.processes import without_garbage_collection
 
 with without_garbage_collection():
     from .analyses import angles, features
