@@ -111,10 +111,10 @@ def ablation_table(records: Sequence[Record]) -> pd.DataFrame:
 def ablation_findings(records: Sequence[Record]) -> str:
     """List items: which variants are above and below stamp and replay, by setting and part."""
     parts = {record.run[1]: PARTS[_part(record)] for record in records}
-    pairs = model_differences(_by_part(records), BASES)
-    pairs = pairs[pairs.measure.isin(JUDGED)].assign(part=pairs.method.map(parts))
+    pairs = model_differences(_by_part(records), BASES, JUDGED)
+    pairs = pairs.assign(part=pairs.method.map(parts))
     heading = "{setting}, {measure} of {part} compared with {base}"
-    return page.difference_findings(pairs, "method", ["setting", "measure", "part"], heading)
+    return page.difference_findings(pairs, heading)
 
 
 def write_ablation(records: Sequence[Record], folder: Path) -> list[Path]:
@@ -129,5 +129,5 @@ def _section(records: Sequence[Record]) -> list[str]:
     """Findings, variants and differences of one setting."""
     table = page.markdown(ablation_table(records).drop(columns="setting"))
     pairs = model_differences(_by_part(records), BASES)
-    sections = page.difference_sections(pairs, ["method", "model"], "measure")
+    sections = page.difference_sections(pairs, ["method", "model"], "{measure}")
     return [ablation_findings(records), table, *sections]
