@@ -1,5 +1,6 @@
 """The attack against an analytic one, its loss at the true images, and recovered labels."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,7 @@ from stamp_core.engine.train import Run
 from stamp_core.models.flat import split_like
 from stamp_core.models.networks import Classifier, build_network
 from workbench.studies.attacks.capture import Upload, distinct
-from workbench.studies.attacks.gradient_inversion import (
-    Attack,
-    Target,
-    inversion_loss,
-    total_variation,
-)
+from workbench.studies.attacks.gradient_inversion import Attack, inversion_loss, total_variation
 from workbench.studies.attacks.scores import (
     label_accuracy,
     pixels,
@@ -44,17 +40,10 @@ from workbench.studies.attacks.summaries import contrast, contrasts, gains_of_ro
 CNN: Any = {"kind": "cnn", "channels": [4], "features": 16}
 
 
-def exact(upload: Upload, **changes: Any) -> Target:
-    """What the server would know if it knew everything."""
-    parts = {"steps": upload.steps, "weights": upload.weights, **changes}
-    return Target(upload.received, upload.update, upload.lr, **parts)
-
-
-def loss_at_truth(run: Run, upload: Upload, target: Target) -> float:
-    """The loss of the attack at the images of the client."""
-    images = upload.images
-    classifier = run.worker.runtime.classifier
-    return inversion_loss(classifier, [target], images.labels, images.values).item()
+def loss_at_truth(run: Run, upload: Upload) -> float:
+    """The loss of the attack at the images of the client, if the server knew everything."""
+    classifier, images = run.worker.runtime.classifier, upload.images
+    return inversion_loss(classifier, [upload], images.labels, images.values).item()
 
 
 @pytest.mark.parametrize("steps", [1, 4])
@@ -62,16 +51,16 @@ def loss_at_truth(run: Run, upload: Upload, target: Target) -> float:
 def test_the_loss_is_0_at_the_true_images_and_at_no_others(method: str, steps: int) -> None:
     run = reached(EXPERIMENTS[method])
     upload = uploaded(run, 16 * steps)
-    assert abs(loss_at_truth(run, upload, exact(upload))) < 1e-6
+    assert abs(loss_at_truth(run, upload)) < 1e-6
     upload.images.values[0] += 0.5
-    assert loss_at_truth(run, upload, exact(upload)) > 1e-5
+    assert loss_at_truth(run, upload) > 1e-5
 
 
 def test_matching_changes_the_weights_and_the_loss_sees_it() -> None:
     run = reached(EXPERIMENTS["stamp"])
     upload = uploaded(run, 16)
     equal = [torch.full_like(each, 1 / len(each)) for each in upload.weights]
-    assert loss_at_truth(run, upload, exact(upload, weights=equal)) > 1e-4
+    assert loss_at_truth(run, replace(upload, weights=equal)) > 1e-4
 
 
 def test_the_loss_of_several_uploads_with_shared_exemplars_is_0_at_the_true_images() -> None:
@@ -81,12 +70,12 @@ def test_the_loss_of_several_uploads_with_shared_exemplars_is_0_at_the_true_imag
     uploads.append(uploaded(run, 16, first=16))
     images, places = distinct([each.images for each in uploads])
     assert len(images.labels) == 16 + 16 + 6  # six exemplars are in both
-    targets = [
-        exact(each, steps=[own[step] for step in each.steps])
+    joint = [
+        replace(each, steps=[own[step] for step in each.steps])
         for each, own in zip(uploads, places, strict=True)
     ]
     classifier = run.worker.runtime.classifier
-    assert abs(inversion_loss(classifier, targets, images.labels, images.values).item()) < 1e-6
+    assert abs(inversion_loss(classifier, joint, images.labels, images.values).item()) < 1e-6
 
 
 def test_one_image_of_an_mlp_is_found_as_by_the_quotient_of_gradients() -> None:
@@ -99,9 +88,9 @@ def test_one_image_of_an_mlp_is_found_as_by_the_quotient_of_gradients() -> None:
     truth = pixels(runtime, upload.images.values)
     assert float(psnr(quotient, truth)) > 80
     case = Case("fedavg", 0, batch_size=1)
-    target, labels = plan_attack(upload, case)
+    taken, labels = plan_attack(upload, case)
     draw = torch.Generator().manual_seed(0)
-    found = reconstruct(runtime, [target], labels, Attack(variation=0.0), draw)
+    found = reconstruct(runtime, [taken], labels, Attack(variation=0.0), draw)
     assert float(psnr(found, quotient)) > 60
 
 
@@ -162,12 +151,12 @@ def test_attacks_on_two_clients_are_read_as_written(tmp_path: Path) -> None:
     again = returning("tiny", ["replay"], [1], [0], Attack(iterations=1))
     for client, each in zip((2, 1), found, strict=True):
         save_attacks(tmp_path / str(client), each, again)
-    read = load_attacks(tmp_path)
-    assert read.cases.client.tolist() == [1] * 3 + [2] * 3
-    assert read.cases.name.tolist() == [*found[1].rows.name, *found[0].rows.name]
+    read, again_read = load_attacks(tmp_path)
+    assert read.rows.client.tolist() == [1] * 3 + [2] * 3
+    assert read.rows.name.tolist() == [*found[1].rows.name, *found[0].rows.name]
     written = pd.concat([found[1].rows, found[0].rows]).psnr
-    assert read.cases.psnr.tolist() == pytest.approx(written.tolist())
-    assert len(read.returning) == 2 * len(again)
+    assert read.rows.psnr.tolist() == pytest.approx(written.tolist())
+    assert len(again_read) == 2 * len(again)
     for case in cases:
         for one, other in zip(read.images[case.name], found[1].images[case.name], strict=True):
             assert (one == other).all()

@@ -24,7 +24,7 @@ from stamp_core.engine.experiment import load_experiment
 from stamp_core.engine.train import Run
 from stamp_core.engine.worker import Worker
 from workbench.studies.attacks.capture import Upload, capture, distinct, start_run, train_until
-from workbench.studies.attacks.gradient_inversion import Attack, Target, invert
+from workbench.studies.attacks.gradient_inversion import Attack, invert
 from workbench.studies.attacks.scores import (
     COMPARED,
     Pixels,
@@ -115,28 +115,27 @@ def start(
     return AttackedRun(start_run(load_experiment(setting, TRAINED, params, plain), seed), params)
 
 
-def plan_attack(upload: Upload, case: Case) -> tuple[Target, Tensor]:
-    """What the server wants to reproduce, and the labels of the images that it looks for."""
-    steps, weights = upload.steps, upload.weights
-    labels = upload.images.labels
+def plan_attack(upload: Upload, case: Case) -> tuple[Upload, Tensor]:
+    """The upload as the server takes it, and the labels of the images that it looks for."""
+    labels, steps, weights = upload.images.labels, upload.steps, upload.weights
     if case.weights == "equal":
         weights = [torch.full_like(each, 1 / len(each)) for each in weights]
     if case.steps is None:  # as many images as in the first batch stand for all
         labels, steps, weights = labels[steps[0]], [torch.arange(len(steps[0]))], weights[:1]
-    return Target(upload.received, upload.update, upload.lr, steps, weights), labels
+    return replace(upload, steps=steps, weights=weights), labels
 
 
 def reconstruct(
     runtime: ClientRuntime,
-    targets: Sequence[Target],
+    uploads: Sequence[Upload],
     labels: Tensor,
     attack: Attack,
     draw: torch.Generator,
 ) -> Tensor:
-    """The images [M] with these labels that explain the targets, with values in 0..1."""
+    """The images [M] with these labels that explain the uploads, with values in 0..1."""
     noise = torch.randn(len(labels), *runtime.shape, generator=draw)
     limits = -runtime.offset, 255 * runtime.scale - runtime.offset
-    return pixels(runtime, invert(runtime.classifier, targets, labels, noise, limits, attack))
+    return pixels(runtime, invert(runtime.classifier, uploads, labels, noise, limits, attack))
 
 
 class Study(NamedTuple):
@@ -162,8 +161,8 @@ def study(
         for client in clients:
             draw = generator(seed, client, case.experience, 0, "inversion")
             upload = attacked.upload(worker, client, case.images, case.noise)
-            target, labels = plan_attack(upload, case)
-            found = reconstruct(worker.runtime, [target], labels, attack, draw)
+            taken, labels = plan_attack(upload, case)
+            found = reconstruct(worker.runtime, [taken], labels, attack, draw)
             about = {"name": case.name, **asdict(case), "client": client}
             about |= {"labels": recovered(worker.runtime, upload)}
             outcome = worker.runtime, found, labels, upload.images
@@ -219,23 +218,15 @@ def joint_scores(
 ) -> list[dict[str, Any]]:
     """The scores of images that explain several uploads together, an exemplar being one image."""
     images, places = distinct([upload.images for upload in uploads])
-    targets = [
-        Target(u.received, u.update, u.lr, [own[step] for step in u.steps], u.weights)
-        for u, own in zip(uploads, places, strict=True)
+    joint = [
+        replace(upload, steps=[own[step] for step in upload.steps])
+        for upload, own in zip(uploads, places, strict=True)
     ]
-    found = reconstruct(runtime, targets, images.labels, attack, draw)
+    found = reconstruct(runtime, joint, images.labels, attack, draw)
     return scores(runtime, found, images.labels, images, draw)
 
 
 # --- files
-
-
-class Attacks(NamedTuple):
-    """What was found on all clients; the images are those of the first one."""
-
-    cases: pd.DataFrame  # the rows of `study`
-    returning: pd.DataFrame  # those of `returning`
-    images: dict[str, tuple[Pixels, Pixels]]  # true and found, by the names of cases
 
 
 def save_attacks(folder: Path, found: Study, returning: pd.DataFrame) -> None:
@@ -251,8 +242,8 @@ def save_attacks(folder: Path, found: Study, returning: pd.DataFrame) -> None:
         np.savez_compressed(scratch / "images.npz", **arrays)
 
 
-def load_attacks(folder: Path) -> Attacks:
-    """What was found on all clients that have a folder, by their numbers."""
+def load_attacks(folder: Path) -> tuple[Study, pd.DataFrame]:
+    """What was found on all clients that have a folder, by their numbers, and `returning` found."""
     clients = sorted(int(each.name) for each in folder.iterdir() if each.name.isdigit())
     if not clients:
         raise FileNotFoundError(f"{folder} has no client's attacks; `make privacy` makes them")
@@ -264,7 +255,7 @@ def load_attacks(folder: Path) -> Attacks:
     with np.load(folder / f"{clients[0]}/images.npz") as arrays:
         names = dict.fromkeys(cases.name[cases.client == clients[0]])
         images = {name: (arrays[f"true {k}"], arrays[f"found {k}"]) for k, name in enumerate(names)}
-    return Attacks(cases, returning, images)
+    return Study(cases, images), returning
 
 
 def _name(row: pd.Series) -> str:
