@@ -128,20 +128,19 @@ def differences(records: Sequence[Record], base: str = "fedavg") -> pd.DataFrame
     A method with a global model and personal ones has rows for both. Settings without `base` have
     no rows.
     """
-    return model_differences(records, [base]).drop(columns="base")
+    return model_differences(run_frame(records), [base]).drop(columns="base")
 
 
 def model_differences(
-    records: Sequence[Record], bases: Sequence[str], measures: Mapping[str, str] = _MEASURES
+    rows: pd.DataFrame, bases: Sequence[str], measures: Mapping[str, str] = _MEASURES
 ) -> pd.DataFrame:
-    """`differences` from each of `bases`."""
-    rows = model_frame(run_frame(records))
-    return page.paired_differences(rows, "method", bases, ["setting"], measures)
+    """`differences` of the runs of a frame from each of `bases`."""
+    return page.paired_differences(model_frame(rows), "method", bases, ["setting"], measures)
 
 
 def findings(records: Sequence[Record]) -> str:
     """List items: which methods are above and below fedavg and replay, by setting and measure."""
-    pairs = model_differences(records, _BASES[:2], JUDGED)
+    pairs = model_differences(run_frame(records), _BASES[:2], JUDGED)
     return page.difference_findings(pairs, "{setting}, {measure} compared with {base}")
 
 
@@ -206,16 +205,16 @@ def write_results(records: Sequence[Record], folder: Path) -> list[Path]:
 
 def _section(records: Sequence[Record]) -> list[str]:
     """Findings, accuracies, differences and costs of one setting."""
-    table = _score_page(results_table(records))
+    rows, table = run_frame(records), _score_page(results_table(records))
     costs = page.markdown(cost_table(records).drop(columns=["setting", "n"]))
-    pairs = model_differences(records, _BASES)
+    pairs = model_differences(rows, _BASES)
     sections = page.difference_sections(pairs, ["method", "model"], "{measure}")
     more = []
-    if len(rows := more_seeds_table(records)):
-        more = ["Methods with more seeds:", _score_page(rows)]
+    if len(seeds := more_seeds_table(records)):
+        more = ["Methods with more seeds:", _score_page(seeds)]
     budgets = page.markdown(budget_table(run_frame(shared_seeds(records))))
     return [
-        *(findings(records), table, *more, *order_section(run_frame(records)), *sections),
+        *(findings(records), table, *more, *order_section(rows), *sections),
         *("Costs:", costs, "Under a budget:", budgets),
     ]
 
