@@ -1,5 +1,6 @@
 """The attack against an analytic one, its loss at the true images, and recovered labels."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +16,34 @@ from stamp_core.engine.train import Run
 from stamp_core.models.flat import split_like
 from stamp_core.models.networks import Classifier, build_network
 from workbench.studies.attacks.capture import Upload, distinct
-from workbench.studies.attacks.files import load_attacks, save_attacks
-from workbench.studies.attacks.inversion import Attack, Target, inversion_loss, total_variation
-from workbench.studies.attacks.labels import label_accuracy, recover_counts, round_to_sum
-from workbench.studies.attacks.outcomes import attack_uploads, pixels
-from workbench.studies.attacks.returning import returning
-from workbench.studies.attacks.scores import psnr
-from workbench.studies.attacks.study import SCORES, Case, grid, plan_attack, study
+from workbench.studies.attacks.gradient_inversion import Attack, inversion_loss, total_variation
+from workbench.studies.attacks.scores import (
+    label_accuracy,
+    pixels,
+    psnr,
+    recover_counts,
+    round_to_sum,
+)
+from workbench.studies.attacks.study import (
+    SCORES,
+    Case,
+    grid,
+    load_attacks,
+    plan_attack,
+    reconstruct,
+    returning,
+    save_attacks,
+    study,
+)
 from workbench.studies.attacks.summaries import contrast, contrasts, gains_of_rounds
 
 CNN: Any = {"kind": "cnn", "channels": [4], "features": 16}
 
 
-def exact(upload: Upload, **changes: Any) -> Target:
-    """What the server would know if it knew everything."""
-    parts = {"steps": upload.steps, "weights": upload.weights, **changes}
-    return Target(upload.received, upload.update, upload.lr, **parts)
-
-
-def loss_at_truth(run: Run, upload: Upload, target: Target) -> float:
-    """The loss of the attack at the images of the client."""
-    images = upload.images
-    classifier = run.worker.runtime.classifier
-    return inversion_loss(classifier, [target], images.labels, images.values).item()
+def loss_at_truth(run: Run, upload: Upload) -> float:
+    """The loss of the attack at the images of the client, if the server knew everything."""
+    classifier, images = run.worker.runtime.classifier, upload.images
+    return inversion_loss(classifier, [upload], images.labels, images.values).item()
 
 
 @pytest.mark.parametrize("steps", [1, 4])
@@ -45,16 +51,16 @@ def loss_at_truth(run: Run, upload: Upload, target: Target) -> float:
 def test_the_loss_is_0_at_the_true_images_and_at_no_others(method: str, steps: int) -> None:
     run = reached(EXPERIMENTS[method])
     upload = uploaded(run, 16 * steps)
-    assert abs(loss_at_truth(run, upload, exact(upload))) < 1e-6
+    assert abs(loss_at_truth(run, upload)) < 1e-6
     upload.images.values[0] += 0.5
-    assert loss_at_truth(run, upload, exact(upload)) > 1e-5
+    assert loss_at_truth(run, upload) > 1e-5
 
 
 def test_matching_changes_the_weights_and_the_loss_sees_it() -> None:
     run = reached(EXPERIMENTS["stamp"])
     upload = uploaded(run, 16)
     equal = [torch.full_like(each, 1 / len(each)) for each in upload.weights]
-    assert loss_at_truth(run, upload, exact(upload, weights=equal)) > 1e-4
+    assert loss_at_truth(run, replace(upload, weights=equal)) > 1e-4
 
 
 def test_the_loss_of_several_uploads_with_shared_exemplars_is_0_at_the_true_images() -> None:
@@ -64,12 +70,12 @@ def test_the_loss_of_several_uploads_with_shared_exemplars_is_0_at_the_true_imag
     uploads.append(uploaded(run, 16, first=16))
     images, places = distinct([each.images for each in uploads])
     assert len(images.labels) == 16 + 16 + 6  # six exemplars are in both
-    targets = [
-        exact(each, steps=[own[step] for step in each.steps])
+    joint = [
+        replace(each, steps=[own[step] for step in each.steps])
         for each, own in zip(uploads, places, strict=True)
     ]
     classifier = run.worker.runtime.classifier
-    assert abs(inversion_loss(classifier, targets, images.labels, images.values).item()) < 1e-6
+    assert abs(inversion_loss(classifier, joint, images.labels, images.values).item()) < 1e-6
 
 
 def test_one_image_of_an_mlp_is_found_as_by_the_quotient_of_gradients() -> None:
@@ -82,9 +88,9 @@ def test_one_image_of_an_mlp_is_found_as_by_the_quotient_of_gradients() -> None:
     truth = pixels(runtime, upload.images.values)
     assert float(psnr(quotient, truth)) > 80
     case = Case("fedavg", 0, batch_size=1)
-    target, labels = plan_attack(upload, case)
+    taken, labels = plan_attack(upload, case)
     draw = torch.Generator().manual_seed(0)
-    found = attack_uploads(runtime, [target], labels, Attack(variation=0.0), draw).found
+    found = reconstruct(runtime, [taken], labels, Attack(variation=0.0), draw)
     assert float(psnr(found, quotient)) > 60
 
 
@@ -126,8 +132,7 @@ def test_total_variation_by_hand() -> None:
 def test_a_study_scores_new_images_and_exemplars_apart_and_repeats_itself() -> None:
     cases = [Case("fedavg", 0, 4), Case("stamp", 1, 4), Case("replay", 1, 4, None)]
     one, other = (study("tiny", cases, [0, 1], Attack(iterations=3)) for _ in range(2))
-    timeless = [each.rows.drop(columns="seconds") for each in (one, other)]
-    assert timeless[0].equals(timeless[1])
+    assert one.rows.equals(other.rows)
     kinds = one.rows.groupby("method").kind.agg(lambda kinds: sorted(set(kinds)))
     assert kinds.to_dict() == {
         "fedavg": ["new"],
@@ -136,7 +141,7 @@ def test_a_study_scores_new_images_and_exemplars_apart_and_repeats_itself() -> N
     }
     whole = one.rows[one.rows.steps.isna()]
     assert (whole.groupby("client").images.sum() == 8).all()  # one batch stands for all
-    true, found = one.images[cases[1]]
+    true, found = one.images[cases[1].name]
     assert true.shape == found.shape == (8, 1, 8, 8)
 
 
@@ -146,14 +151,14 @@ def test_attacks_on_two_clients_are_read_as_written(tmp_path: Path) -> None:
     again = returning("tiny", ["replay"], [1], [0], Attack(iterations=1))
     for client, each in zip((2, 1), found, strict=True):
         save_attacks(tmp_path / str(client), each, again)
-    read = load_attacks(tmp_path)
-    assert read.cases.client.tolist() == [1] * 3 + [2] * 3
-    assert read.cases.case.tolist() == [*found[1].rows.case, *found[0].rows.case]
+    read, again_read = load_attacks(tmp_path)
+    assert read.rows.client.tolist() == [1] * 3 + [2] * 3
+    assert read.rows.name.tolist() == [*found[1].rows.name, *found[0].rows.name]
     written = pd.concat([found[1].rows, found[0].rows]).psnr
-    assert read.cases.psnr.tolist() == pytest.approx(written.tolist())
-    assert len(read.returning) == 2 * len(again)
+    assert read.rows.psnr.tolist() == pytest.approx(written.tolist())
+    assert len(again_read) == 2 * len(again)
     for case in cases:
-        for one, other in zip(read.images[case], found[1].images[case], strict=True):
+        for one, other in zip(read.images[case.name], found[1].images[case.name], strict=True):
             assert (one == other).all()
     with pytest.raises(FileNotFoundError, match="make privacy"):
         load_attacks(tmp_path / "1")
@@ -161,7 +166,7 @@ def test_attacks_on_two_clients_are_read_as_written(tmp_path: Path) -> None:
 
 def test_contrasts_are_of_cases_of_the_grid_that_differ_in_one_thing() -> None:
     rows = pd.DataFrame(
-        {"case": case, "kind": "new", "client": client, **dict.fromkeys(SCORES, client)}
+        {"name": case.name, "kind": "new", "client": client, **dict.fromkeys(SCORES, client)}
         for case in grid()
         for client in (0, 1)
     )
@@ -193,7 +198,7 @@ def test_more_rounds_are_compared_with_one_by_client() -> None:
 def test_two_cases_are_compared_by_client() -> None:
     replay, stamp = Case("replay", 1), Case("stamp", 1)
     rows = pd.DataFrame(
-        {"case": case, "kind": "new", "client": client, **dict.fromkeys(SCORES, score)}
+        {"name": case.name, "kind": "new", "client": client, **dict.fromkeys(SCORES, score)}
         for case, scores in ((replay, (1.0, 5.0)), (stamp, (3.0, 8.0)))
         for client, score in enumerate(scores)
     )

@@ -422,14 +422,3 @@ def sensitive() -> list[Record]:
         rounds = [{"angles": {"update length": 3 * mean}}]
         records += swept(sweep, value, "stamp", (mean - 0.1, mean, mean + 0.1), rounds=rounds)
     return records
-
-
-def remembered() -> list[Record]:
-    """Memories of three methods, each with images of its own brightness."""
-    records = []
-    for place, method in enumerate(("target", "fedavg", "replay")):
-        (record,) = selected("ocs", 5, (0.5,))
-        record.about["method"]["name"] = method
-        record.memory["images"] = record.memory["images"] * 0 + np.uint8(40 * (place + 1))
-        records.append(record)
-    return records

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.report.made_records import fake_record, shifted, three_seeds
 from workbench.report.frames import run_frame
-from workbench.report.tables.budgets import budget_table
+from workbench.report.tables.results import budget_table
 
 
 def costing(method: str, images: int, accuracy: float) -> list:

@@ -11,9 +11,9 @@ from PIL import Image
 from docs.architecture import NOW, PASTS, UPDATES, architecture
 from stamp_core.core.paths import ROOT
 from stamp_core.matching.match import MatchingParams, match, match_gram
-from workbench.report import figures
-from workbench.report.figures import matching, style
+from workbench.report.figures import style
 from workbench.report.text import DASH
+from workbench.studies import matching
 
 TWO = [[1.55, 0.4], [-1.0, 0.7]]
 THREE = [[1.8, 0.2], [-0.9, 0.8], [0.3, 1.2]]
@@ -68,7 +68,7 @@ def test_the_matched_directions_of_the_architecture_are_matched():
 
 def test_the_stored_architecture_is_what_the_code_draws(tmp_path):
     assert ft2font.__freetype_version__ == "2.14.3", "not the pinned matplotlib"
-    figures.save(architecture(), tmp_path / "a.png")
+    style.save(architecture(), tmp_path / "a.png")
     paths = (ROOT / "figures" / "architecture.png", tmp_path / "a.png")
     stored, drawn = (np.asarray(Image.open(path)) for path in paths)  # bytes depend on zlib
     assert stored.shape[1] == style.WIDTH * style.DPI
@@ -88,7 +88,7 @@ def test_the_stored_architecture_is_what_the_code_draws(tmp_path):
 )
 def test_arrows_end_where_the_mathematics_says(gradients, choices):
     """Normalised gradients are drawn as they are matched: with equal lengths."""
-    found = tips(figures.plane(gradients, MatchingParams(**choices)).axes[0])
+    found = tips(matching.plane(gradients, MatchingParams(**choices)).axes[0])
     norms = np.linalg.norm(gradients, axis=1)
     length = {"mean": norms.mean(), "current": norms[-1]}.get(choices.get("normalise"), norms)
     scaled = np.array(gradients) * (length / norms)[:, None]
@@ -101,7 +101,7 @@ def test_arrows_end_where_the_mathematics_says(gradients, choices):
 
 @pytest.mark.parametrize("kappa", [0.5, 1.2])
 def test_the_ball_is_around_the_reference_and_the_free_direction_on_it(kappa):
-    axis = figures.plane(TWO, MatchingParams(kappa)).axes[0]
+    axis = matching.plane(TWO, MatchingParams(kappa)).axes[0]
     (ball,) = [each for each in axis.patches if isinstance(each, Circle)]
     reference = np.mean(TWO, axis=0)
     assert ball.center == pytest.approx(reference)
@@ -113,7 +113,7 @@ def test_the_ball_is_around_the_reference_and_the_free_direction_on_it(kappa):
 
 
 def test_the_hull_joins_the_gradients_and_half_planes_end_across_them():
-    axis = figures.plane(THREE, MatchingParams()).axes[0]
+    axis = matching.plane(THREE, MatchingParams()).axes[0]
     (hull,) = [each for each in axis.patches if each.get_label() == "hull of the $g_i$"]
     assert hull.get_xy()[:3] == pytest.approx(np.array(THREE))
     for line, gradient in zip(axis.lines, THREE, strict=True):
@@ -122,7 +122,7 @@ def test_the_hull_joins_the_gradients_and_half_planes_end_across_them():
 
 
 def test_the_caption_has_the_numbers():
-    figure = figures.plane(CONFLICTING, MatchingParams())
+    figure = matching.plane(CONFLICTING, MatchingParams())
     d, text = direction(CONFLICTING), figure.legends[0].get_title().get_text()
     least = min(np.dot(gradient, d) for gradient in CONFLICTING)
     assert f"= {least:.3g}," in text and f"{np.linalg.norm(d):.3g}" in text
@@ -130,7 +130,7 @@ def test_the_caption_has_the_numbers():
 
 
 def test_bounds_meet_where_the_exact_solver_ends_and_nowhere_else():
-    found = lines(figures.plane(TWO, MatchingParams()).axes[1])
+    found = lines(matching.plane(TWO, MatchingParams()).axes[1])
     upper, lower = (found[name].get_ydata() for name in ("F(w)", "min ⟨$g_i$, d(w)⟩"))
     assert (lower <= upper + 1e-12).all()
     ((x, y),) = found["exact"].get_xydata()
@@ -143,7 +143,7 @@ def test_bounds_meet_where_the_exact_solver_ends_and_nowhere_else():
 def test_each_solver_ends_at_its_weights(name):
     params = MatchingParams(**matching.SOLVERS[name])
     for gradients in (TWO, THREE):
-        found = lines(figures.plane(gradients, MatchingParams()).axes[1])[name].get_xydata()[0]
+        found = lines(matching.plane(gradients, MatchingParams()).axes[1])[name].get_xydata()[0]
         w = match(torch.tensor(gradients, dtype=torch.float64), params)[1].weights[0].numpy()
         expected = w @ matching.CORNERS if len(w) == 3 else [w[0], found[1]]
         assert found == pytest.approx(np.asarray(expected))
@@ -155,7 +155,7 @@ def test_each_solver_ends_at_its_weights(name):
 )
 @pytest.mark.filterwarnings("error")
 def test_degenerate_gradients_are_drawn_too(gradients):
-    figures.plane(gradients, MatchingParams(1.0, normalise="mean")).draw_without_rendering()
+    matching.plane(gradients, MatchingParams(1.0, normalise="mean")).draw_without_rendering()
 
 
 # --- in numbers
@@ -164,7 +164,7 @@ def test_degenerate_gradients_are_drawn_too(gradients):
 def test_products_are_the_numbers_of_each_match():
     gradients = [[1.6, 0.4], [-1.1, 0.6]]
     choices = {"exact": MatchingParams(), "public code": MatchingParams(solver="softmax_sgd")}
-    table = figures.products(gradients, choices)
+    table = matching.products(gradients, choices)
     for name, params in choices.items():
         d, result = match(torch.tensor(gradients, dtype=torch.float64), params)
         row, reference = table.loc[name], np.mean(gradients, axis=0)
@@ -179,7 +179,7 @@ def test_products_are_the_numbers_of_each_match():
 
 
 def test_a_direction_of_length_zero_has_no_cosine():
-    row = figures.products([[2, 0], [-0.5, 0.8], [-0.5, -0.8]], {"": MatchingParams(1.0)}).iloc[0]
+    row = matching.products([[2, 0], [-0.5, 0.8], [-0.5, -0.8]], {"": MatchingParams(1.0)}).iloc[0]
     assert row["cos(d, g0)"] == DASH and row["|d| / |g0|"] == "0.000"
     assert [row[f"⟨g{place}, d⟩"] for place in (1, 2, 3)] == ["0.000"] * 3
 
@@ -188,7 +188,7 @@ def test_a_direction_of_length_zero_has_no_cosine():
 
 
 def test_solvers_have_the_median_gap_of_random_gradients():
-    figure = figures.solvers(counts=(2, 4), spreads=(0.0, 1.0), instances=3)
+    figure = matching.solvers(counts=(2, 4), spreads=(0.0, 1.0), instances=3)
     left, right = figure.axes
     problems = matching._problems(4, 0.0, 3)
     for name, changes in matching.SOLVERS.items():
@@ -219,7 +219,7 @@ def controls(widget):
 def test_a_control_draws_its_value(monkeypatch):
     calls, plane = [], matching.plane
     monkeypatch.setattr(matching, "plane", lambda *given: calls.append(given) or plane(*given))
-    found, image = controls(figures.explore())
+    found, image = controls(matching.explore())
     values = {"gradients": 3, "kappa": 1.2, "angle 1": 40, "norm 2": 0.5, "length": "free"}
     for name, value in values.items():
         before = image.value

@@ -26,11 +26,11 @@ from PIL import Image
 from stamp_core.config.params import read_params
 from stamp_core.config.schema import Split
 from stamp_core.data import split
-from stamp_core.data.loading import load_dataset
 from stamp_core.data.sources.glyphs import CHARACTERS
 from workbench.report import figures
 from workbench.report.figures import analyses, style
 from workbench.report.tables.page import write_parts
+from workbench.report.text import SCENES
 from workbench.workflow.profiles import expand_grid, read_profile
 
 DRAWN = Path(__file__).parent / "drawn"
@@ -42,104 +42,19 @@ def close_figures() -> Iterator[None]:
     plt.close("all")
 
 
-# --- data and plans
-
-
-def make_dataset(classes: Any = "abcdef", each: int = 4, domains: Any = ("all",)) -> Any:
-    """Images of one grey value, the place of their class."""
-    y = torch.arange(len(classes)).repeat_interleave(each * len(domains))
-    d = torch.arange(len(domains)).repeat(each * len(classes))
-    x = y.to(torch.uint8)[:, None, None, None].expand(-1, 1, 3, 3)
-    return SimpleNamespace(
-        **{"name": "flat", "x_train": x, "y_train": y, "domain_train": d, "y_test": y},
-        **{"domain_test": d, "classes": tuple(classes), "domains": domains, "digest": "0"},
-        shape=(1, 3, 3),
-    )
-
-
-BARS = ("first learnt in task", "clients that learn it")
-
-
-def draw_schedule(dataset: Any, *options: Any, **more: Any) -> Figure:
-    """The schedule of a plan with that split."""
-    return figures.schedule(split.make_plan(Split(*options, **more), dataset, 0), dataset)
-
-
-def draw_shares() -> Figure:
-    dataset = make_dataset(each=30)
-    plan = split.make_plan(Split("classes", 3, 2, 2, order="common", alpha=0.5), dataset, 0)
-    return figures.shares(plan, dataset)
-
-
-def coloured() -> Any:
-    """25 classes in colour with a mask behind the colours, none of class 1."""
-    many = make_dataset([*map(str, range(24)), "$"], each=1)
-    masked = many.x_train.repeat(1, 4, 1, 1)
-    masked[:, 3] = 200
-    labels = many.y_train.clone()
-    labels[1] = 0
-    return SimpleNamespace(
-        **vars(many) | {"x_train": masked, "y_train": labels, "shape": (3, 3, 3)}
-    )
-
-
-def grey(value: int, count: int) -> Any:
-    """Small images of one grey value."""
-    return np.full((count, 1, 3, 3), value, dtype=np.uint8)
-
-
-SCENES = {"source": "scenes", "train_per_class": 1, "test_per_class": 1}
 CAPTIONS = {"kappa": ("radius κ", "2"), "other": ("other", ""), "server_lr": ("η_g", "1.0")}
-DRAW: dict[str, Callable[[], Figure]] = {
-    "ablation": lambda: figures.ablation(made_records.ablated()),
+DRAW: dict[str, Callable[[], Figure]] = {  # those that are stored
     "accuracy": lambda: figures.accuracy(made_records.compared()),
-    "accuracy_all": lambda: figures.accuracy_all(made_records.compared()),
-    "accuracy_of_many": lambda: figures.accuracy(made_records.crowd()),
     "angles": lambda: figures.angles(made_records.angled(), ["fedavg", "joint", "stamp", "none"]),
-    "angles_missing": lambda: figures.angles([fake_record(rounds=made_records.rounds_with({}))]),
-    "coreset_times": lambda: figures.coreset_times(made_records.selections()),
     "coresets": lambda: figures.coresets(made_records.selections()),
     "cost": lambda: figures.cost(made_records.compared()),
-    "exemplars": lambda: figures.exemplars(made_records.selections(), "toy", [*"abc"]),
-    "features": lambda: figures.features(
-        [made_records.with_features(name, spread=0.7) for name in ("stamp", "fedavg")], "toy", "A$~"
-    ),
-    "forgetting": lambda: figures.forgetting(made_records.compared()),
-    "ranks": lambda: figures.ranks(made_records.compared()),
     "gap": lambda: figures.gap(made_records.compared()),
     "heterogeneity": lambda: figures.heterogeneity(made_records.heterogeneous()),
-    "images": lambda: figures.images(make_dataset(), 3),
-    "images_in_colour": lambda: figures.images(coloured(), 2),
-    "masks": lambda: figures.accuracy(made_records.related()["masks"]),
     "matrices": lambda: figures.matrices(made_records.compared()),
-    "nearest_mean": lambda: figures.nearest_mean(made_records.compared()),
     "noise": lambda: figures.noise(made_records.noisy(), made_records.SPENT),
-    "overlap": lambda: figures.overlap(made_records.overlapping()),
-    "projection": lambda: figures.projection(*made_records.projected()),
-    "protection": lambda: figures.protection(
-        made_records.related()["protection"], {"projection": ("what is projected", "step")}
-    ),
-    "reconstructions": lambda: figures.reconstructions(
-        {"$ upload": (grey(30, 3), grey(40, 3)), "another": (grey(50, 1), grey(60, 1))}, most=2
-    ),
-    "returning": lambda: figures.returning(made_records.related()["returning"]),
+    "ranks": lambda: figures.ranks(made_records.compared()),
     "rounds_together": lambda: figures.rounds_together(made_records.windows()),
-    "scenes": lambda: figures.scenes(load_dataset(SCENES)),
-    "schedule": lambda: draw_schedule(make_dataset("abcde$"), "classes", 2, 3, 2),
-    "schedule_of_domains": lambda: draw_schedule(
-        make_dataset(domains=("photo", "sketch", "clip-art")), "domains", 4, 2, cycles=2
-    ),
-    "schedule_of_many": lambda: draw_schedule(
-        make_dataset([f"class {place}" for place in range(30)], 1), "classes", 2, 14, 2
-    ),
     "sensitivity": lambda: figures.sensitivity(made_records.sensitive(), CAPTIONS),
-    "shares": draw_shares,
-    "synthetic": lambda: figures.synthetic(made_records.remembered(), "toy", [*"abc"]),
-    "synthetic_without": lambda: figures.synthetic([fake_record()], "toy", [*"abc"]),
-    "exemplars_without": lambda: figures.exemplars([fake_record()], "toy", [*"abc"]),
-    "training": lambda: figures.training(
-        three_seeds(rounds=made_records.rounds_with({}, {}, {}, {}))
-    ),
 }
 
 
@@ -186,10 +101,6 @@ def describe_panel(axis: Axes) -> Iterator[str]:
         else:
             colours = sorted({to_hex(colour) for colour in each.get_facecolor()})
             yield f"  points {' '.join(colours)}: {numbers(each.get_offsets())}"
-    for image in axis.images:
-        pixels = np.asarray(image.get_array())
-        values, counts = np.unique(pixels, return_counts=True)
-        yield f"  image {pixels.shape}: {dict(zip(values.tolist(), counts.tolist(), strict=True))}"
     if axis.texts:
         yield f"  texts: {[text.get_text() for text in axis.texts]}"
 
@@ -216,17 +127,21 @@ def test_methods_of_a_page_differ_in_colour_or_marker(page: str) -> None:
     assert len({(to_hex(each["color"]), each["marker"]) for each in marks}) == len(names)
 
 
-def test_the_marks_of_a_method_go_by_its_name_alone() -> None:
-    """Every preset is listed: no method added later changes its colour."""
-    assert set(read_params()["methods"]) <= style._FIXED.keys() | style._PLACES.keys()
+def test_headline_methods_differ_from_all_others_in_colour_and_in_print() -> None:
     shown = [style.method_style(name) for name in style.HIGHLIGHTED]
-    for key in ("color", "marker"):  # in print too
+    for key in ("color", "marker"):
         assert len({each[key] for each in shown}) == len(shown)
+    presets = {name.removesuffix(SCENES) for name in read_params()["methods"]}
+    others = {style.method_style(m)["color"] for m in presets - {*style.HIGHLIGHTED}}
+    assert not others & {each["color"] for each in shown}
     assert style.method_style("mine") == style.method_style("mine") != style.method_style("yours")
-    expected = {"fedprox": "#56b4e9 8", "glfc": "#fbafe4 >", "keep_uniform": "0.35 o"}
-    for name, marks in expected.items():  # as in figures/
-        own = style.method_style(name)
-        assert f"{own['color']} {own['marker']}" == marks
+
+
+def test_eight_methods_have_names_and_the_others_a_grey_range() -> None:
+    (axis,) = figures.accuracy(made_records.crowd()).axes
+    names = [text.get_text() for text in axis.texts]
+    assert len(names) == len(axis.lines) == 8 and {"fedavg", "stamp"} <= {*names}
+    assert "#e6e6e6" in {to_hex(each.get_facecolor()[0]) for each in axis.collections}
 
 
 def test_labels_keep_the_order_of_their_points_and_a_line_of_distance() -> None:
@@ -241,12 +156,19 @@ def test_labels_keep_the_order_of_their_points_and_a_line_of_distance() -> None:
     assert heights[0] == pytest.approx(0.045, abs=0.02)
 
 
-@pytest.mark.parametrize("name", ["accuracy", "matrices", "ablation", "features"])
+BYTES: dict[str, Callable[[], Figure]] = {
+    **{name: DRAW[name] for name in ("accuracy", "matrices")},
+    "ablation": lambda: figures.ablation(made_records.ablated()),
+    "features": lambda: figures.features([made_records.with_features(spread=0.7)], "toy", "A$~"),
+}
+
+
+@pytest.mark.parametrize("name", BYTES)
 def test_equal_data_give_equal_bytes(name: str, tmp_path: Path) -> None:
-    figure = DRAW[name]()
+    figure = BYTES[name]()
     figures.save(figure, tmp_path / "new" / "a.png")
     figures.save(figure, tmp_path / "b.png")  # the same figure again
-    figures.save(DRAW[name](), tmp_path / "c.png")
+    figures.save(BYTES[name](), tmp_path / "c.png")
     first = (tmp_path / "new" / "a.png").read_bytes()
     assert (tmp_path / "b.png").read_bytes() == (tmp_path / "c.png").read_bytes() == first
     with Image.open(tmp_path / "b.png") as image:
@@ -298,9 +220,16 @@ def test_what_is_undefined_for_all_is_not_drawn(draw: Callable[..., Figure]) -> 
 
 def test_each_colour_bar_has_marks_of_its_own_range() -> None:
     """Two clients and fourteen tasks: marks up to 2 and up to 14."""
-    figure = DRAW["schedule_of_many"]()
+    y, names = torch.arange(30), tuple(f"class {place}" for place in range(30))
+    dataset: Any = SimpleNamespace(
+        **{"name": "flat", "classes": names, "domains": ("all",), "digest": "0"},
+        **{"y_train": y, "y_test": y, "domain_train": 0 * y, "domain_test": 0 * y},
+    )
+    plan = split.make_plan(Split("classes", 2, 14, 2), dataset, 0)
+    figure = figures.schedule(plan, dataset)
     figure.canvas.draw()
-    bars = [axis for axis in figure.axes if axis.get_ylabel() in BARS]
+    labels = ("first learnt in task", "clients that learn it")
+    bars = [axis for axis in figure.axes if axis.get_ylabel() in labels]
     assert len(bars) == 2
     for bar in bars:
         low, high = bar.get_ylim()

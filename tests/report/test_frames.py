@@ -193,7 +193,7 @@ def test_sentences_and_cells_say_where_the_interval_lies(gains, outcome, cell):
     records = three_seeds("stamp", finals) + three_seeds("fedavg", [(0.5, 0.5)] * len(gains))
     expected = f"- toy, accuracy compared with fedavg (n = {len(gains)}): {outcome}."
     assert tables.findings(records).splitlines()[0] == expected
-    table = page.difference_table(tables.differences(records), ["method"], "measure")
+    table = page.difference_table(tables.differences(records), ["method"], "{measure}")
     assert table.accuracy.tolist() == [cell]
 
 

@@ -1,2 +1,2 @@
-"""Tables and figures, from run records only. May import core, config, results and, for drawings of
-the method itself, data, models and matching."""
+"""Tables and figures, from run records only: of the engine this imports core, config, results and
+data."""

@@ -28,6 +28,7 @@ RULES = {  # names of selection rules that people read
     "csrel": "CSReL",
     "sre2l": "SRe²L",
 }
+UNIT = "fedavg"  # whose images and bytes are 1
 CHOOSING = 10  # seeds below it choose values, the others report
 ALL_IMAGES = 10**6  # exemplars per class with which every image is kept
 
@@ -139,6 +140,18 @@ def _costs(record: Record) -> dict[str, float]:
         "update_length": metrics.summarise(lengths)["mean"],
         "inside": metrics.summarise(inside)["mean"],
     }
+
+
+def relative_costs(rows: pd.DataFrame) -> dict[str, pd.Series]:
+    """Images and bytes of runs as multiples of the mean of `UNIT` in their setting.
+
+    NaN without that method, and where nothing is sent.
+    """
+    costs = {"images": rows.images, "bytes": rows.bytes_up + rows.bytes_down}
+    units = {
+        name: cost[rows.method == UNIT].groupby(rows.setting).mean() for name, cost in costs.items()
+    }
+    return {name: cost / rows.setting.map(units[name]) for name, cost in costs.items()}
 
 
 def model_frame(rows: pd.DataFrame) -> pd.DataFrame:
@@ -253,6 +266,12 @@ def overlap_frame(records: Sequence[Record]) -> pd.DataFrame:
     choosing = rows[rows.seed < CHOOSING].groupby(keys).main_accuracy.mean().reset_index()
     best = choosing.loc[choosing.groupby(keys[:2]).main_accuracy.idxmax(), keys]
     return rows[rows.seed >= CHOOSING].merge(best, on=keys)
+
+
+def mask_frame(records: Sequence[Record]) -> pd.DataFrame:
+    """The rows of `run_frame` with the accuracy of pixels."""
+    pixels = [final_score(record, "global", "pixels") for record in records]
+    return run_frame(records).assign(pixels=pixels)
 
 
 def projection_frame(projected: Sequence[Record], exact: Sequence[Record]) -> pd.DataFrame:

@@ -1,1 +1,1 @@
-"""Studies of questions beside the comparison: attacks on uploads, accounting of privacy."""
+"""Studies beside the comparison: matching in the plane, attacks on uploads, spent privacy."""

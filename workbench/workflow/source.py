@@ -66,8 +66,7 @@ def write_code() -> None:
     digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in texts}
     write_json("code/report", {"code": combined_fingerprint(*files), "texts": digests})
     attacks = WORKBENCH / "studies/attacks"
-    names = ("study", "returning", "files")
-    write_json("code/attack", combined_fingerprint(*(attacks / f"{name}.py" for name in names)))
+    write_json("code/attack", combined_fingerprint(attacks / "study.py"))
     write_json("code/attack_summaries", combined_fingerprint(attacks / "summaries.py"))
 
 

@@ -1,8 +1,7 @@
 """Figures from images, plans and run records: one function per figure, which returns a Figure.
 
-`images` draws data and plans, `runs`, `sweeps` and `analyses` what was recorded, `matching` the
-mathematics of gradient matching, `privacy` what noise costs and what uploads give away; `style`
-holds what all share.
+`images` draws data and plans, `runs`, `sweeps` and `analyses` what was recorded, `privacy` what
+noise costs and what uploads give away; `style` holds what all share.
 
 Every figure says its n and what its bars mean. Clients count from 0, as in the records, tasks from
 1, as in "after 3 tasks". Figures stay open: a notebook shows those of a cell at its end, so end the
@@ -14,7 +13,6 @@ from stamp_core.core.processes import without_garbage_collection
 with without_garbage_collection():
     from .analyses import angles, features
     from .images import exemplars, images, scenes, schedule, shares, synthetic
-    from .matching import explore, plane, products, solvers
     from .privacy import noise, projection, reconstructions, rounds_together
     from .runs import (
         ablation,

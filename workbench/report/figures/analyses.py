@@ -67,7 +67,7 @@ def angles(records: Sequence[Record], shown: Sequence[str] = ()) -> Figure:
         axis.set_xlabel("tasks learnt")
     defined = rows.dropna(subset=[*names], how="all")
     caption = f"{_COSINES}\n{style.seed_caption(defined)}; {style.POINTS}"
-    style.add_caption(figure, "Spatial and temporal angles between gradients", caption, axes)
+    style.add_caption(figure, "Spatial and temporal angles between gradients", caption, True)
     return figure
 
 

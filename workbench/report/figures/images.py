@@ -27,6 +27,7 @@ from workbench.report.figures.style import (
 )
 
 _CLASSES = 20  # shown of a data set
+_IMAGES = 8  # of a class
 _REMEMBERED = 10  # classes shown of a client's memory
 _LINE_LENGTH = 68  # characters in a row of the schedule
 _GENERATIVE = ("replay", "target", "lander", "fedcil", "glfc")  # with images that can be shown
@@ -36,13 +37,13 @@ _Memory = tuple[NDArray[np.uint8], NDArray[np.int64]]  # images [n, C, H, W] and
 # --- data and plans
 
 
-def images(dataset: ImageDataset, images_per_class: int = 8) -> Figure:
+def images(dataset: ImageDataset) -> Figure:
     """Training images, spread evenly over the set: a row per class, of the first 20."""
     names = [plain_text(name) for name in dataset.classes[:_CLASSES]]
     shown = []
     for label in range(len(names)):
         own = np.flatnonzero(np.asarray(dataset.y_train) == label)
-        places = np.unique(np.linspace(0, len(own) - 1, images_per_class).astype(int))
+        places = np.unique(np.linspace(0, len(own) - 1, _IMAGES).astype(int))
         chosen = dataset.x_train[own[places[: len(own)]]]
         shown.append(chosen[:, : dataset.shape[0]].numpy())
     columns = 2 if len(names) > 5 else 1
@@ -50,7 +51,7 @@ def images(dataset: ImageDataset, images_per_class: int = 8) -> Figure:
     figure, axes = panels(columns, columns, 0.42 * size)
     for first, axis in zip(range(0, len(names), size), axes, strict=True):
         part = slice(first, first + size)
-        draw_images(axis, shown[part], images_per_class, names[part])
+        draw_images(axis, shown[part], _IMAGES, names[part])
     some = f"{len(names)} of " if len(names) < len(dataset.classes) else ""
     count = f"n = {len(dataset.y_train):,} training images"
     figure.suptitle(f"{dataset.name}: {some}{len(dataset.classes)} classes, {count}")
@@ -167,12 +168,8 @@ def scenes(dataset: ImageDataset) -> Figure:
     classes = map(plain_text, dataset.classes)
     for colour, label in zip(colours, classes, strict=False):
         axis.plot([], [], "s", color=colour, markersize=8, label=label)
-    add_caption(
-        figure,
-        f"{dataset.name}: images and their masks",
-        "masks: a colour per class, grey: background",
-        [axis],
-    )
+    title = f"{dataset.name}: images and their masks"
+    add_caption(figure, title, "masks: a colour per class, grey: background", True)
     return figure
 
 
@@ -184,7 +181,7 @@ def exemplars(records: Sequence[Record], setting: str, classes: Sequence[str]) -
 
     Of several numbers of exemplars the largest is shown.
     """
-    records = [r for r in records if r.run[0] == setting and len(r.memory.get("labels", ()))]
+    records = _with_memory(records, setting)
     if not records:
         return _empty(f"{setting}: its runs keep no exemplars with their records")
     rows = frames.coreset_frame(records).assign(record=records)
@@ -205,21 +202,23 @@ def synthetic(records: Sequence[Record], setting: str, classes: Sequence[str]) -
 
     Those of replay are real images.
     """
-    records = [r for r in records if r.run[0] == setting and r.run[1] in _GENERATIVE]
-    records = [record for record in records if len(record.memory.get("labels", ()))]
-    if not records:
+    methods = {r.run[1:]: r for r in _with_memory(records, setting) if r.run[1] in _GENERATIVE}
+    if not methods:
         return _empty(f"{setting}: no method of the grid has remembered images")
-    seed = min(record.run[2] for record in records)
-    records = sorted(
-        (record for record in records if record.run[2] == seed),
-        key=lambda record: _GENERATIVE.index(record.run[1]),
-    )
-    pairs = [(record, place) for record in records for place in (0, -1)]
+    seed = min(seed for _, seed in methods)
+    shown = [methods[name, seed] for name in _GENERATIVE if (name, seed) in methods]
+    pairs = [(record, place) for record in shown for place in (0, -1)]
     names = [f"{record.run[1]}, {('first', 'last')[place]} task" for record, place in pairs]
     figure = _draw_by_class([_remembered(*pair) for pair in pairs], names, classes)
     title = f"{setting}: images remembered after a task (replay: real), seed {seed}"
     add_caption(figure, title, "blank: nothing is remembered of the class, or not as many images")
     return figure
+
+
+def _with_memory(records: Sequence[Record], setting: str) -> list[Record]:
+    """The records of a setting that remember images."""
+    own = [record for record in records if record.run[0] == setting]
+    return [record for record in own if len(record.memory.get("labels", ()))]
 
 
 def _empty(title: str) -> Figure:

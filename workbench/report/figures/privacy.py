@@ -15,6 +15,7 @@ from workbench.report.figures import style
 from workbench.report.text import epsilon_text
 
 _Pixels = NDArray[np.uint8]  # [n, C, H, W]
+_MOST = 16  # images of an upload
 _MEASURES = {"main_accuracy": "accuracy, %", "main_forgetting": "forgetting, points"}
 _KINDS = {
     "exemplar": ("exemplars", style.COLOURS[1], "s"),
@@ -38,7 +39,7 @@ def noise(records: Sequence[Record], spent: Mapping[tuple[str, str], float]) -> 
         column[0].set_title(setting, fontsize=10)
         _name_noise(column[1], setting, part.value.unique(), spent)
     caption = f"{style.seed_caption(rows, 'value')}; {style.POINTS}"
-    style.add_caption(figure, "Accuracy and forgetting by the noise on updates", caption, axes)
+    style.add_caption(figure, "Accuracy and forgetting by the noise on updates", caption, True)
     return figure
 
 
@@ -64,13 +65,12 @@ def projection(records: Sequence[Record], exact: Sequence[Record]) -> Figure:
     `exact` has the runs without projections.
     """
     rows = frames.projection_frame(records, exact)
-    figure, panels = style.setting_panels(rows, 2.6)
+    xlabel = "numbers k of a client beside its model"
+    figure, panels = style.setting_panels(rows, 2.6, xlabel=xlabel)
     for axis, _, part in panels:
         _draw_by_value(axis, part, "main_accuracy")
-        axis.set_xlabel("numbers k of a client beside its model")
     caption = f"{style.seed_caption(rows, 'value')}; {style.POINTS}"
-    axes = [axis for axis, *_ in panels]
-    style.add_caption(figure, "Matching on projections of updates", caption, axes)
+    style.add_caption(figure, "Matching on projections of updates", caption, True)
     return figure
 
 
@@ -101,18 +101,18 @@ def rounds_together(windows: pd.DataFrame) -> Figure:
         axis.grid(alpha=0.3)
     caption = f"n = {windows.n.min()} clients; bars: 95 % interval of the mean"
     title = "Images that return in every round, and images that a server sees once"
-    style.add_caption(figure, title, caption, axes)
+    style.add_caption(figure, title, caption, True)
     return figure
 
 
-def reconstructions(pairs: Mapping[str, tuple[_Pixels, _Pixels]], most: int = 16) -> Figure:
+def reconstructions(pairs: Mapping[str, tuple[_Pixels, _Pixels]]) -> Figure:
     """For every named upload a row of its images above a row of their reconstructions."""
     rows, names = [], []
     for name, (true, found) in pairs.items():
-        rows += [true[:most], found[:most]]
+        rows += [true[:_MOST], found[:_MOST]]
         names += [style.plain_text(name), "reconstructed"]
     figure, (axis,) = style.panels(1, height=0.43 * len(rows))
     style.draw_images(axis, rows, max(map(len, rows)), names)
-    caption = f"at most {most} images of an upload, in pairs with the least squared error"
+    caption = f"at most {_MOST} images of an upload, in pairs with the least squared error"
     style.add_caption(figure, "Images of clients and what the server reconstructs", caption)
     return figure

@@ -28,7 +28,6 @@ _MATRICES = 9  # in a line of panels
 _HEIGHT = 1.12  # inches of a line of matrices
 _ANNOTATED = 6  # tasks in a heat map whose numbers can be read
 _HEAT: dict[str, Any] = {"cmap": "viridis", "fmt": ".0f", "vmin": 0}
-_UNIT = "fedavg"  # whose costs are 1
 
 
 # --- by experience
@@ -72,14 +71,13 @@ def _highlights(rows: pd.DataFrame, title: str, unit: str) -> Figure:
     present = list(defined.method.unique())
     ordered = dict.fromkeys(name for name in (*style.HIGHLIGHTED, *present) if name in present)
     shown = most & defined.method.isin(list(ordered)[:_NAMED])
-    figure, panels = style.setting_panels(rows, 3.4, unit, sharey=True)
+    figure, panels = style.setting_panels(rows, 3.4, unit, "tasks learnt", sharey=True)
     labels = dict[Axes, list[style.Label]]()
     for axis, setting, _ in panels:
         here = defined.setting == setting
         if unit == "percentage points":
             axis.axhline(0, color="0.3", linewidth=0.8, zorder=1)
         labels[axis] = style.draw_lines(axis, defined[here & shown], "experience", "percent")
-        axis.set_xlabel("tasks learnt")
     for axis, setting, _ in panels:  # now that the range of the shared axis is known
         axis.set_ylim(axis.get_ylim())
         _draw_context(axis, defined[(defined.setting == setting) & ~shown])
@@ -350,7 +348,8 @@ def nearest_mean(records: Sequence[Record]) -> Figure:
     rows = frames.run_frame(frames.shared_seeds(records))
     rows = rows.dropna(subset=["accuracy", "nearest_mean"])
     names = _ordered_names(rows, "accuracy")
-    figure, panels = style.setting_panels(rows, 0.22 * len(names) + 0.8, "", sharey=True)
+    height, xlabel = 0.22 * len(names) + 0.8, "final accuracy, %"
+    figure, panels = style.setting_panels(rows, height, "", xlabel, sharey=True)
     for axis, _, part in panels:
         for method, group in part.groupby("method", sort=False):
             place, color = [*names].index(method), style.row_style(str(method))["color"]
@@ -358,7 +357,6 @@ def nearest_mean(records: Sequence[Record]) -> Figure:
             axis.plot([head, features], [place, place], color=color, linewidth=1)
             axis.plot(features, place, "o", color=color, markerfacecolor="white", markersize=9)
             axis.plot(head, place, "o", color=color, markersize=4.5)
-        axis.set_xlabel("final accuracy, %")
         _draw_rows(axis, names)
     caption = "dot: the network with its head; ring: the nearest class mean of its features"
     caption += f"\nmeans; {style.seed_caption(rows)}{_row_caption(names)}"
@@ -374,11 +372,8 @@ def cost(records: Sequence[Record]) -> Figure:
     """
     rows = frames.run_frame(frames.shared_seeds(records)).dropna(subset="main_accuracy")
     names = _ordered_names(rows, "main_accuracy")
-    columns = {
-        "accuracy, %": 100 * rows.main_accuracy,
-        "images": _relative(rows, rows.images),
-        "bytes in a round": _relative(rows, rows.bytes_up + rows.bytes_down),
-    }
+    images, sent = (cost.replace(0, np.nan) for cost in frames.relative_costs(rows).values())
+    columns = {"accuracy, %": 100 * rows.main_accuracy, "images": images, "bytes in a round": sent}
     shapes = dict(zip(rows.setting.unique(), itertools.cycle(_SHAPES), strict=False))
     figure, axes = style.panels(len(columns), height=0.22 * len(names) + 1.0, sharey=True)
     for axis, (label, values) in zip(axes, columns.items(), strict=True):
@@ -390,16 +385,10 @@ def cost(records: Sequence[Record]) -> Figure:
             axis.plot([], [], shape, color="0.3", label=setting)  # for the legend
         if label != "accuracy, %":
             style.set_log_scale(axis)
-            label += f", {_UNIT} = 1"
+            label += f", {frames.UNIT} = 1"
         axis.set_xlabel(label)
         _draw_rows(axis, names)
     caption = "images: differentiated in a run; bytes: sent in both directions, if any"
     caption += f"\nmeans; {style.seed_caption(rows)}{_row_caption(names)}"
-    style.add_caption(figure, "Final accuracy and its cost", caption, axes)
+    style.add_caption(figure, "Final accuracy and its cost", caption, True)
     return figure
-
-
-def _relative(rows: pd.DataFrame, values: pd.Series) -> pd.Series:
-    """Values as multiples of the mean of `_UNIT` in the setting; undefined without that method."""
-    unit = values[rows.method == _UNIT].groupby(rows.setting).mean()
-    return (values / rows.setting.map(unit)).replace(0, np.nan)

@@ -3,6 +3,7 @@
 import math
 import zlib
 from collections.abc import Hashable, Sequence
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from scipy.optimize import isotonic_regression
 
+from stamp_core.config.params import read_params
 from stamp_core.core.atomic import atomic_write
 from stamp_core.results import metrics
 from workbench.report.frames import EXPERIMENT
@@ -37,9 +39,8 @@ LARGE = 2**20  # bytes of a file
 # seaborn's colourblind palette without its grey, which a control has, and its yellow, too faint in
 # print. The highlighted methods differ in colour and marker from one another and from all others.
 COLOURS = ["#0173b2", "#d55e00", "#029e73", "#cc78bc", "#de8f05", "#56b4e9", "#ca9161", "#fbafe4"]
-_MARKERS = "X<>ph8H"  # of the others; 7 markers and 8 colours: 56 methods differ
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1)))
-_FIXED = {
+_HEADLINE = {
     "fedavg": (COLOURS[0], "o", 0),
     "replay": (COLOURS[2], "D", 2),
     "joint": ("black", "*", 0),
@@ -50,28 +51,11 @@ _FIXED = {
     "fedomg": (COLOURS[4], "^", 2),
     "fedavg_step": (COLOURS[5], "s", 1),
     "local": ("0.5", "d", 1),
-    "keep_uniform": ("0.35", "o", 1),
-    "fedavg_tuned": (COLOURS[0], "H", 2),
 }
-HIGHLIGHTED = tuple(_FIXED)[:10]  # in figures with names, which have room for 8
-_OTHERS = """
-stamp_rehearsal stamp_paper stamp_code stamp_code_coreset stamp_round_softmax fedprox fedala gradma
-feddbe fedas fedl2p fedl2p_fcl fedssi agem gpm gpm_drift fsdgpm vrmcl refed affcl fedweit target
-lander glfc lga pfeddil srfdil tagfed tagfed_avg fbl fedcil gem_pure sam tam sam_tam sam_pcs
-tam_pcs sam_tam_pcs replay_herded replay_step replay_as_round replay_as_gem replay_anchored
-rehearsal_mean rehearsal_free stamp_round_mean stamp_round_current stamp_round_gradients
-stamp_round_unscaled keep_herding
-keep_k_centre keep_least_squares keep_nonnegative keep_ocs keep_bcsr keep_csrel keep_sre2l keep_all
-replay_scenes stamp_scenes fbl_scenes fbl_relation_scenes refed_published affcl_published
-fedweit_published target_published lander_published glfc_published lga_published fedcil_published
-stamp_mean stamp_segments_sam stamp_segments_mean replay_sam mean_pcs
-"""  # a new method at the end: the others keep their places, so their colours and markers
-_PLACES = {method: place for place, method in enumerate(_OTHERS.split())}
-# Dark colours that no highlighted method has, for those that are drawn as lines beside them.
-_DARK = ("#332288", "#882255", "#999933", "#661100")
-_OWN_COLOURS = dict(zip(("stamp_code", "keep_all", "gradma", "stamp_mean"), _DARK, strict=True))
-# On no figure beside stamp_code, keep_all and gradma.
-_OWN_COLOURS |= {"feddbe": _DARK[0], "sam_tam_pcs": _DARK[1], "mean_pcs": _DARK[2]}
+HIGHLIGHTED = tuple(_HEADLINE)  # in figures with names, which have room for 8
+# Of the others, by their places: Paul Tol's muted colours, safe for the colour-blind as well.
+_MUTED = ["#882255", "#117733", "#661100", "#999933", "#44aa99", "#aa4499", "#332288", "#6699cc"]
+_MARKERS = "X<>ph8H"  # 7 markers and 8 colours: 56 methods in a row differ
 _PLAIN = "0.45"  # of methods that their row names, so that no colour stands for two of them
 
 
@@ -87,16 +71,20 @@ class Label(NamedTuple):
 def method_style(method: str) -> _Style:
     """Colour, marker and dashes of a method, by its name alone: the same in every figure.
 
-    A name that is not listed here, as that of a new method, has those of its checksum, in a colour
-    of no highlighted method. A preset for scenes is marked as the method that it is one of.
+    Of others than the headline methods they follow from the place in params/methods.yaml, of names
+    that are not there from the checksum. Presets for scenes are marked as what they are one of.
     """
     method = method.removesuffix(SCENES)
-    place = _PLACES.get(method, zlib.crc32(method.encode()))
-    colours = COLOURS if method in _PLACES else _DARK
-    colour = _OWN_COLOURS.get(method, colours[place % len(colours)])
-    other = (colour, _MARKERS[place % len(_MARKERS)], place % len(_DASHES))
-    color, marker, dashes = _FIXED.get(method, other)
+    place = _places().get(method, zlib.crc32(method.encode()))
+    other = (_MUTED[place % len(_MUTED)], _MARKERS[place % len(_MARKERS)], place % len(_DASHES))
+    color, marker, dashes = _HEADLINE.get(method, other)
     return {"color": color, "marker": marker, "linestyle": _DASHES[dashes]}
+
+
+@cache
+def _places() -> dict[str, int]:
+    """The presets by their places."""
+    return {method: place for place, method in enumerate(read_params()["methods"])}
 
 
 def row_style(method: str) -> _Style:
@@ -149,9 +137,10 @@ def panels(
     return figure, flat[:count]
 
 
-def add_caption(figure: Figure, title: str, caption: str, axes: Sequence[Axes] = ()) -> None:
-    """The title above a figure; below it how to read it, and one legend of `axes`."""
+def add_caption(figure: Figure, title: str, caption: str, legend: bool = False) -> None:
+    """The title above a figure; below it how to read it, and one legend of all panels."""
     figure.suptitle(title, fontsize=13)
+    axes = figure.axes if legend else []
     handles = [handle for axis in axes for handle in axis.get_legend_handles_labels()[0]]
     once = list({str(handle.get_label()): handle for handle in handles}.values())
     style: _Style = {"loc": "outside lower center", "ncols": _LEGEND_COLUMNS, "frameon": False}
@@ -204,7 +193,7 @@ def draw_seeds(axis: Axes, rows: pd.DataFrame, x: str, y: str, **marks: Any) -> 
 
 
 def setting_panels(
-    rows: pd.DataFrame, height: float, ylabel: str = "accuracy, %", **grid: Any
+    rows: pd.DataFrame, height: float, ylabel: str = "accuracy, %", xlabel: str = "", **grid: Any
 ) -> tuple[Figure, list[tuple[Axes, str, pd.DataFrame]]]:
     """A figure with a panel per setting; each panel with its setting and that setting's rows."""
     settings = rows.groupby("setting", sort=False)
@@ -213,6 +202,7 @@ def setting_panels(
     filled = [(axis, name, part) for axis, (name, part) in zip(axes, settings, strict=True)]
     for axis, name, _ in filled:
         axis.set_title(name)
+        axis.set_xlabel(xlabel)
     return figure, filled
 
 

@@ -42,16 +42,15 @@ def coresets(records: Sequence[Record]) -> Figure:
     rules += [rule for rule in limited.selection.unique() if rule not in rules]
     numbers = sorted(limited.exemplars.unique(), reverse=True)
     height = max(0.36, 0.12 * len(numbers)) * len(rules) + 1.2
-    figure, panels = style.setting_panels(rows, height, "", sharey=True)
+    figure, panels = style.setting_panels(rows, height, "", "accuracy, %", sharey=True)
     for axis, title, part in panels:
         for name, own in frames.reference_memories(part).items():
             title += f"\n{name}: {own.accuracy.mean():.1f} %" if len(own) else ""
         axis.set_title(title, fontsize=10)
         _draw_rules(axis, frames.limited_memory(part), rules, numbers)
     caption = f"{style.seed_caption(rows, 'exemplars')}; small marks: seeds, large: means"
-    axes = [axis for axis, *_ in panels]
     title = "Final accuracy by selection rule and exemplars per class"
-    style.add_caption(figure, title, f"{caption}; no mark: not run", axes)
+    style.add_caption(figure, title, f"{caption}; no mark: not run", True)
     return figure
 
 
@@ -69,7 +68,6 @@ def _draw_rules(
         means = own.accuracy.groupby(own.selection).mean()
         heights = [rules.index(rule) + shift for rule in means.index]
         axis.plot(means, heights, marker, color=colour, label=f"{number} exemplars per class")
-    axis.set_xlabel("accuracy, %")
     axis.grid(alpha=0.3)
     style.set_rows(axis, rules)
 
@@ -79,28 +77,25 @@ def coreset_times(records: Sequence[Record]) -> Figure:
     rows = _percent(frames.limited_memory(frames.coreset_frame(records)))
     times = rows.groupby(["setting", "selection", "exemplars"]).selection_ms.transform("mean")
     rows = rows.assign(time=times)
-    figure, panels = style.setting_panels(rows, 3.4)
+    figure, panels = style.setting_panels(rows, 3.4, xlabel="selection time, ms")
     for axis, _, part in panels:
         style.draw_lines(axis, part, "time", "accuracy", "selection")
         axis.axvline(part.training_ms.mean(), color="0.4", linewidth=1, linestyle="--")
         style.set_log_scale(axis)
-        axis.set_xlabel("selection time, ms")
     caption = "points: seeds, lines: means by exemplars per class, dashed: training of the task"
     caption = f"{style.seed_caption(rows, 'exemplars')}; {caption}"
-    axes = [axis for axis, *_ in panels]
-    style.add_caption(
-        figure, "Final accuracy by selection time of a client for a task", caption, axes
-    )
+    title = "Final accuracy by selection time of a client for a task"
+    style.add_caption(figure, title, caption, True)
     return figure
 
 
 def heterogeneity(records: Sequence[Record]) -> Figure:
     """Final accuracy by α on a logarithmic axis: a line per method, a panel per setting."""
     rows = _percent(frames.run_frame(records))
-    figure, panels = style.setting_panels(rows, 3.4)
+    xlabel = "α (small: different clients, large: similar)"
+    figure, panels = style.setting_panels(rows, 3.4, xlabel=xlabel)
     for axis, _, part in panels:
-        _draw_by_number(axis, part, "alpha", "method")
-        axis.set_xlabel("α (small: different clients, large: similar)")
+        _draw_by_number(axis, part, "alpha")
     caption = f"{style.seed_caption(rows, 'alpha')}; {style.POINTS}"
     style.add_caption(figure, "Accuracy by data heterogeneity", caption)
     return figure
@@ -116,7 +111,7 @@ def overlap(records: Sequence[Record]) -> Figure:
     figure, axes = style.panels(len(sizes), height=3.4)
     axes[0].set_ylabel("accuracy, %")
     for axis, (size, part) in zip(axes, sizes, strict=False):
-        _draw_by_number(axis, part, "overlap", "method")
+        _draw_by_number(axis, part, "overlap")
         axis.set_title(f"{size} classes per task")
         axis.set_xlabel("classes in common, %")
     caption = f"{style.seed_caption(rows)}; {style.POINTS}; each method at its own step"
@@ -130,9 +125,9 @@ def _percent(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(**{name: 100 * rows[column] for name, column in columns.items()})
 
 
-def _draw_by_number(axis: Axes, rows: pd.DataFrame, x: str, by: str) -> None:
+def _draw_by_number(axis: Axes, rows: pd.DataFrame, x: str) -> None:
     """Lines of accuracy with labels, by a number on a logarithmic axis that names each value."""
-    labels = style.draw_lines(axis, rows, x, "accuracy", by)
+    labels = style.draw_lines(axis, rows, x, "accuracy")
     numbers = sorted(rows[x].unique())
     axis.set_xscale("log")
     axis.set_xticks(numbers, [f"{number:g}" for number in numbers])

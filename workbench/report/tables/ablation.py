@@ -35,7 +35,7 @@ _CELLS: dict[str, page.Cell] = {
 
 
 def ablation_frame(records: Sequence[Record]) -> pd.DataFrame:
-    """One row a run: that of `run_frame`, its parameters as text, and `relative_length`.
+    """One row a run: that of `run_frame`, parameters as text, and `relative_length`.
 
     That is the length of its updates in units of fedavg's with the same seed and setting.
     """
@@ -47,9 +47,9 @@ def ablation_frame(records: Sequence[Record]) -> pd.DataFrame:
     return rows.assign(relative_length=rows.update_length / reference.to_numpy())
 
 
-def _by_part(records: Sequence[Record]) -> list[Record]:
-    """The records in the order of PARTS."""
-    return sorted(records, key=lambda record: [*PARTS].index(_part(record)))
+def _by_part(records: Sequence[Record]) -> pd.DataFrame:
+    """`ablation_frame` in the order of PARTS."""
+    return ablation_frame(sorted(records, key=lambda record: [*PARTS].index(_part(record))))
 
 
 def _part(record: Record) -> str:
@@ -105,16 +105,16 @@ def _other_parameters(params: dict[str, Any], stamp: dict[str, Any]) -> Iterator
 
 def ablation_table(records: Sequence[Record]) -> pd.DataFrame:
     """One row a variant and setting, as text: its parameters and what it reaches."""
-    return page.group_table(ablation_frame(_by_part(records)), _PARAMETERS, _CELLS)
+    return page.group_table(_by_part(records), _PARAMETERS, _CELLS)
 
 
 def ablation_findings(records: Sequence[Record]) -> str:
     """List items: which variants are above and below stamp and replay, by setting and part."""
-    parts = {record.run[1]: PARTS[_part(record)] for record in records}
-    pairs = model_differences(_by_part(records), BASES)
-    pairs = pairs[pairs.measure.isin(JUDGED)].assign(part=pairs.method.map(parts))
+    rows = _by_part(records)
+    pairs = model_differences(rows, BASES, JUDGED)
+    pairs["part"] = pairs.method.map(dict(zip(rows.method, rows.part, strict=True)))
     heading = "{setting}, {measure} of {part} compared with {base}"
-    return page.difference_findings(pairs, "method", ["setting", "measure", "part"], heading)
+    return page.difference_findings(pairs, heading)
 
 
 def write_ablation(records: Sequence[Record], folder: Path) -> list[Path]:
@@ -129,5 +129,5 @@ def _section(records: Sequence[Record]) -> list[str]:
     """Findings, variants and differences of one setting."""
     table = page.markdown(ablation_table(records).drop(columns="setting"))
     pairs = model_differences(_by_part(records), BASES)
-    sections = page.difference_sections(pairs, ["method", "model"], "measure")
+    sections = page.difference_sections(pairs, ["method", "model"], "{measure}")
     return [ablation_findings(records), table, *sections]

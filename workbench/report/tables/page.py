@@ -1,15 +1,16 @@
 """The scheme of all pages: frame -> table -> page.
 
 A frame of report/frames.py has a row per run and numbers. A table has a row per group of runs and
-text: `group_table`, `accuracy_table`, and `paired_differences` with their sentences and sections. A
-page is Markdown: what was run, a section of tables for each setting, and definitions.
+text: `group_table`, `accuracy_table`, and the differences of a `Comparison` with their sentences. A
+`Page` is Markdown: what was run, for each setting sentences and tables, and definitions.
 """
 
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from string import Formatter
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -103,14 +104,15 @@ def peak(column: str, figures: int = 3) -> Cell:
     return lambda runs: significant(runs[column].max() / MB, figures)
 
 
-def accuracy_table(rows: pd.DataFrame, keys: Sequence[str], by: str, heading: str) -> pd.DataFrame:
-    """The keys, n, and accuracy at each value of `by`, as text: one row per first key."""
-    table = []
-    for _, group in rows.groupby(keys[0], sort=False):
+def accuracy_table(rows: pd.DataFrame, keys: Sequence[str], heading: str) -> pd.DataFrame:
+    """Accuracy as text: a row per combination of keys, a column per value in `heading`."""
+    (by,), table = columns_in(heading), []
+    for values, group in rows.groupby(list(keys), sort=False):
         counts = count_range(group.groupby(by).seed.nunique())
-        labels = {key: group[key].iloc[0] for key in keys} | {"n": counts}
+        labels = dict(zip(keys, values, strict=True)) | {"n": counts}
         for value in sorted(rows[by].unique()):
-            labels[heading.format(value)] = mean_std(group[group[by] == value].main_accuracy)
+            scores = group[group[by] == value].main_accuracy
+            labels[heading.format(**{by: value})] = mean_std(scores)
         table.append(labels)
     return pd.DataFrame(table)
 
@@ -151,20 +153,17 @@ def paired_differences(
     return pairs.assign(interval=np.select([*places.values()], [*places], "includes 0"))
 
 
-def difference_sections(
-    pairs: pd.DataFrame, keys: Sequence[str], by: str, heading: str = "{}"
-) -> list[str]:
+def difference_sections(pairs: pd.DataFrame, keys: Sequence[str], heading: str) -> list[str]:
     """For each base of `paired_differences` a line with its name and their table.
 
-    The table has a row per combination of `keys` and a column per value of `by`. Below it stands
-    how many of its intervals would exclude 0 if all differences were 0, and how many of them hold
-    for all of the table together.
+    Below it stands how many of its intervals would exclude 0 if all differences were 0, and how
+    many of them hold for all of the table together.
     """
     sections = []
     for base, own in pairs.groupby("base", sort=False):
         p = [ranks.interval_p_value(pair.low, pair.high, pair.n) for pair in own.itertuples()]
         corrected = own.assign(holds=ranks.holm(p) < ranks.LEVEL)
-        table = difference_table(corrected, keys, by, heading)
+        table = difference_table(corrected, keys, heading)
         sections += [f"Difference from {base}:", markdown(table)]
         if count := int(own.low.notna().sum()):
             outside = int(own.interval.isin(_EXCLUDES_0).sum())
@@ -174,14 +173,12 @@ def difference_sections(
     return sections
 
 
-def difference_table(
-    pairs: pd.DataFrame, keys: Sequence[str], by: str, heading: str = "{}"
-) -> pd.DataFrame:
-    """`paired_differences` as text: one row per combination of keys, one column per `by`."""
+def difference_table(pairs: pd.DataFrame, keys: Sequence[str], heading: str) -> pd.DataFrame:
+    """`paired_differences` as text: a row per combination of keys, a column per `heading`."""
     table = []
     for values, group in pairs.groupby(list(keys), sort=False):
         labels = dict(zip(keys, values, strict=True)) | {"n": count_range(group.n)}
-        cells = {heading.format(row[by]): _cell(row) for row in group.to_dict("records")}
+        cells = {heading.format(**row): _cell(row) for row in group.to_dict("records")}
         table.append(labels | cells)
     return pd.DataFrame(table).fillna(DASH)
 
@@ -207,13 +204,11 @@ def _limit(value: float, interval: str) -> str:
     return f"{value:+z.{digits}f}"
 
 
-def difference_findings(pairs: pd.DataFrame, name: str, by: Sequence[str], heading: str) -> str:
-    """A list item for each base and group of `by`: whose differences are above 0, below or neither.
-
-    `heading` names the comparison, with columns of the differences in braces.
-    """
-    items = []
-    for _, group in pairs.groupby(["base", *by], sort=False):
+def difference_findings(pairs: pd.DataFrame, heading: str) -> str:
+    """A list item for each base and heading: whose differences are above 0, below 0 or neither."""
+    items, name = [], "selection" if "selection" in pairs else "method"
+    by = dict.fromkeys(["base", *columns_in(heading)])
+    for _, group in pairs.groupby([*by], sort=False):
         outcomes = [
             f"{words} {', '.join(_names(group[group.interval == outcome], name))}"
             for outcome, words in _OUTCOMES.items()
@@ -236,7 +231,73 @@ def _names(pairs: pd.DataFrame, name: str) -> Iterator[str]:
         yield f"{label} ({', '.join(notes)})" if notes else label
 
 
+def columns_in(heading: str) -> list[str]:
+    """The columns that stand in braces in a heading."""
+    return [name for _, name, *_ in Formatter().parse(heading) if name]
+
+
+class Comparison(NamedTuple):
+    """Differences of a page: each value of `name` minus the `bases`, paired in groups of `by`.
+
+    Headings have columns in braces: `finding` that of its sentences, `heading` that of the columns
+    of its tables, whose rows are combinations of `keys`.
+    """
+
+    name: str
+    bases: Sequence[object]  # none: the first value
+    by: Sequence[str]
+    finding: str = ""  # none: no sentences
+    heading: str = ""  # none: no tables
+    keys: Sequence[str] = ("method",)
+    measures: Mapping[str, str] = _ACCURACY
+    select: Callable[[pd.DataFrame], pd.DataFrame] = lambda rows: rows  # and sort
+
+    def differences(self, rows: pd.DataFrame) -> pd.DataFrame:
+        """The `paired_differences` of a frame."""
+        rows = self.select(rows)
+        bases = self.bases or rows[self.name][:1]
+        return paired_differences(rows, self.name, bases, self.by, self.measures)
+
+
 # --- pages
+
+
+class Page(NamedTuple):
+    """A page of one shape: a frame of runs, its findings, a table, and tables of differences."""
+
+    name: str  # of its file
+    title: str
+    frame: Callable[[Sequence[Record]], pd.DataFrame]
+    table: Callable[[pd.DataFrame], pd.DataFrame]
+    comparisons: Sequence[Comparison] = ()
+
+    def findings(self, rows: pd.DataFrame) -> str:
+        """List items: whose intervals exclude 0."""
+        found = [(each.differences(rows), each.finding) for each in self.comparisons]
+        items = (difference_findings(*each) for each in found if each[1])
+        return "\n".join(filter(None, items))
+
+    def differences(self, rows: pd.DataFrame, base: object) -> pd.DataFrame:
+        """The differences from one base that the tables show, as numbers."""
+        pairs = pd.concat(each.differences(rows) for each in self.comparisons if each.heading)
+        return pairs[pairs.base == base].drop(columns="base")
+
+    def tables(self, rows: pd.DataFrame) -> list[str]:
+        """The table, and those of differences."""
+        parts = [markdown(self.table(rows))]
+        for each in self.comparisons:
+            if each.heading:
+                parts += difference_sections(each.differences(rows), each.keys, each.heading)
+        return parts
+
+    def section(self, records: Sequence[Record]) -> list[str]:
+        """The parts about some runs."""
+        rows = self.frame(records)
+        return [self.findings(rows), *self.tables(rows)]
+
+    def write(self, records: Sequence[Record], folder: Path) -> Path:
+        """The file written, with a section for each setting."""
+        return write_page(folder / f"{self.name}.md", self.title, records, self.section)
 
 
 def markdown(rows: pd.DataFrame) -> str:
@@ -272,7 +333,7 @@ def diverged_runs(records: Iterable[Record]) -> list[str]:
 
 
 def write_page(
-    path: Path, title: str, records: Sequence[Record], section: Callable[[list[Record]], list[str]]
+    path: Path, title: str, records: Sequence[Record], section: Callable[..., list[str]]
 ) -> Path:
     """Write a page: what was run, a section for the records of each setting, definitions."""
     parts = [f"# {title}", describe_runs(records)]

@@ -1,22 +1,17 @@
 """The paper's tables, settings and networks compared with ours: paper.md."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 
 from stamp_core.config.params import parameter_file, read_params, read_setting, read_yaml
-from stamp_core.config.schema import Network, Setting
+from stamp_core.config.schema import Setting
 from stamp_core.core.paths import ROOT
 from stamp_core.data.loading import source_options
-from stamp_core.models.encoders import Shape
-from stamp_core.models.networks import build_network
 from stamp_core.results import metrics
 from stamp_core.results.records import Record, history_total
 from workbench.report.frames import run_frame
@@ -49,21 +44,7 @@ OURS = {  # the paper's attributes and the fields of a setting behind them
     "Rounds per Task": "training.rounds",
 }
 
-MIB = 2**20
-_RESNET, _SWIN = Network("resnet18", norm="batch"), Network("swin_t")
-_NETWORKS: list[tuple[str, Network, Shape, int]] = [  # data, network, images, classes
-    ("CIFAR-10", _RESNET, (3, 32, 32), 10),
-    ("CIFAR-100", _RESNET, (3, 32, 32), 100),
-    ("Digit-10", _RESNET, (1, 28, 28), 10),
-    ("Office-31", _RESNET, (3, 300, 300), 31),
-    ("ImageNet-1K", _SWIN, (3, 224, 224), 1000),
-    ("ImageNet-1K", _RESNET, (3, 224, 224), 1000),
-    ("CIFAR-10", replace(_RESNET, stem="small"), (3, 32, 32), 10),
-    ("CIFAR-100", replace(_RESNET, stem="small"), (3, 32, 32), 100),
-    ("CIFAR-100", Network("resnet18", norm="group", stem="small"), (3, 32, 32), 100),
-    ("CIFAR-100", Network("cnn", features=512, channels=(32, 64)), (3, 32, 32), 100),
-    ("CIFAR-100", Network("lenet"), (3, 32, 32), 100),
-]
+_UNITS = {"MB": MB, "MiB": 2**20}
 
 
 # --- scores and costs
@@ -197,19 +178,11 @@ def modified_networks() -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-@cache
 def _millions(names: str, kind: str | None) -> str:
     """The parameters of a kind of network on some data sets, `11.2 M`; a dash for no kind."""
-    rows = [row for row in _NETWORKS if row[0] in names.split(", ") and row[1].kind == kind]
-    return ", ".join(sorted({f"{network_size(*row[1:])[0] / 1e6:.1f} M" for row in rows})) or DASH
-
-
-def network_size(network: Network, shape: Shape, classes: int) -> tuple[int, int]:
-    """The numbers of parameters and of values in buffers, counted without storing any."""
-    with torch.device("meta"):
-        module = build_network(replace(network, pretrained=None), shape, classes, seed=0)
-    buffers = (b.numel() for b in module.buffers() if b.is_floating_point())
-    return sum(p.numel() for p in module.parameters()), sum(buffers)
+    own = printed.NETWORKS[printed.NETWORKS.data.isin(names.split(", "))]
+    sizes = own[own.network == kind].parameters.astype(float)
+    return ", ".join(sorted({f"{size / 1e6:.1f} M" for size in sizes})) or DASH
 
 
 def architectures() -> pd.DataFrame:
@@ -221,27 +194,16 @@ def architectures() -> pd.DataFrame:
         for data in row.data.split(", ")
     }
     table = []
-    for data, network, shape, classes in _NETWORKS:
-        parameters, buffers = network_size(network, shape, classes)
-        size = 4 * (parameters + buffers)  # bytes
-        paper = printed.rows("tab:baselines-task2", data)
-        known = stated.get((data, network.kind), DASH)
-        row = {
-            "data": data,
-            "network": network.kind,
-            "stem": network.stem if network.kind == "resnet18" else DASH,
-            "norm": network.norm if network.norm != "none" else DASH,
-            "images": " x ".join(map(str, shape)),
-            "classes": f"{classes:,}",
-            "parameters": f"{parameters:,}",
-            "buffers": f"{buffers:,}",
-            "MB one way": significant(size / MB, 4),
-            "MiB one way": significant(size / MIB, 4),
-            "paper: parameters": known,
-            "paper: MB one way": DASH
-            if known == DASH or paper.empty
-            else f"{paper.mb_up['fedavg']}",
-        }
+    for row in printed.NETWORKS.to_dict("records"):
+        numbers = {name: int(row[name]) for name in ("classes", "parameters", "buffers")}
+        size = 4 * (numbers["parameters"] + numbers["buffers"])  # bytes
+        paper = printed.rows("tab:baselines-task2", row["data"])
+        known = stated.get((row["data"], row["network"]), DASH)
+        row |= {name: f"{number:,}" for name, number in numbers.items()}
+        row |= {f"{name} one way": significant(size / unit, 4) for name, unit in _UNITS.items()}
+        shown = known != DASH and len(paper)
+        row["paper: parameters"] = known
+        row["paper: MB one way"] = f"{paper.mb_up['fedavg']}" if shown else DASH
         table.append(row)
     return pd.DataFrame(table)
 

@@ -8,6 +8,7 @@ import pandas as pd
 from stamp_core.results.records import Record
 from workbench.report.frames import projection_frame, run_frame
 from workbench.report.tables import page
+from workbench.report.tables.results import JUDGED
 from workbench.report.text import epsilon_text, mean_std
 
 # a method, and the one that lacks nothing but what the pair is about
@@ -17,19 +18,17 @@ PAIRS = (
     ("stamp_mean", "replay"),
     ("stamp", "replay"),
 )
-_MEASURES = {"accuracy": "main_accuracy", "forgetting": "main_forgetting"}
 _SCORES = {"psnr": "PSNR, dB", "ssim": "SSIM", "identified": "identified"}
 Spent = Mapping[tuple[str, str], float]
 
 
 def noise_differences(records: Sequence[Record]) -> pd.DataFrame:
     """One row a setting, pair, value and measure: what matching changes under noise."""
-    rows = run_frame(records)
-    found = []
-    for pair in PAIRS:
-        own = rows[rows.method.isin(pair)]
-        by = ["setting", "value"]
-        found.append(page.paired_differences(own, "method", [pair[1]], by, _MEASURES))
+    rows, by = run_frame(records), ["setting", "value"]
+    found = [
+        page.paired_differences(rows[rows.method.isin(pair)], "method", pair[1:], by, JUDGED)
+        for pair in PAIRS
+    ]
     numbers = [pairs for pairs in found if len(pairs)]  # an empty one would make them objects
     return pd.concat(numbers, ignore_index=True)
 
@@ -39,22 +38,15 @@ def noise_table(records: Sequence[Record], spent: Spent) -> pd.DataFrame:
     rows = run_frame(records)
     rows["ε"] = [epsilon_text(spent.get(key)) for key in zip(rows.setting, rows.value, strict=True)]
     rows = rows.rename(columns={"value": "noise multiplier"})
-    return _accuracies(rows, ["setting", "noise multiplier", "ε"], "method", "{}")
+    return page.accuracy_table(rows, ["setting", "noise multiplier", "ε"], "{method}")
 
 
 def projection_table(rows: pd.DataFrame) -> pd.DataFrame:
     """One row a setting and method of `projection_frame`, as text: accuracy by k, and exact."""
     numbers = rows[rows.value != "exact"].assign(k=lambda each: each.value.astype(int))
-    table = _accuracies(numbers, ["setting", "method"], "k", "k = {}")
+    table = page.accuracy_table(numbers, ["setting", "method"], "k = {k}")
     exact = rows[rows.value == "exact"].groupby(["setting", "method"]).main_accuracy.agg(mean_std)
-    return table.assign(exact=[exact[row.setting, row.method] for row in table.itertuples()])
-
-
-def _accuracies(rows: pd.DataFrame, keys: Sequence[str], by: str, heading: str) -> pd.DataFrame:
-    """`page.accuracy_table` with a row for each combination of keys."""
-    joined = rows[list(keys)].agg(" ".join, axis=1)
-    table = page.accuracy_table(rows.assign(joined=joined), ["joined", *keys], by, heading)
-    return table.drop(columns="joined")
+    return table.merge(exact.rename("exact").reset_index())
 
 
 def write_privacy(
@@ -75,10 +67,10 @@ def write_privacy(
     parts = [
         *("# Privacy", page.describe_runs(noisy), "## Noise"),
         page.markdown(noise_table(noisy, spent)),
-        *page.difference_sections(accuracy, ["setting", "pair"], "value"),
+        *page.difference_sections(accuracy, ["setting", "pair"], "{value}"),
         *("## Matching on projections", page.describe_runs(projected)),
         page.markdown(projection_table(rows)),
-        *page.difference_sections(sizes, keys, "value", "k = {}"),
+        *page.difference_sections(sizes, keys, "k = {value}"),
     ]
     if inversion:
         parts += ["## Inversion", *_inversion_section(*inversion)]
@@ -91,45 +83,43 @@ def _inversion_section(
 ) -> list[str]:
     """Tables of the attacks: of single uploads, of pairs of them, and of several together."""
     pairs = contrasts[contrasts.score.isin(_SCORES)]
-    pairs = pairs.assign(
-        value=[_interval(*row) for row in pairs[["mean", "low", "high"]].to_numpy()]
-    )
-    shown = pairs.pivot_table(
-        "value", ["one", "other", "kind"], "score", aggfunc="first", sort=False
-    ).reset_index()[["one", "other", "kind", *_SCORES]]
-    return [
-        f"n = {cases.n.min()} clients; mean with its 95 % interval.",
-        page.markdown(_scores(cases, ["name", "kind"]).rename(columns={"name": "upload"})),
-        "Differences on the same clients and images:",
-        page.markdown(shown.rename(columns=_SCORES)),
-        "Several rounds inverted together:",
-        page.markdown(_scores(windows, ["method", "rounds", "kind"])),
-        "PSNR of several rounds together minus that of one, dB, on the same clients:",
-        page.markdown(_gains(gains)),
-    ]
+    more = [f"{rounds} rounds" for rounds in gains.rounds]
+    tables = {
+        f"n = {cases.n.min()} clients; mean with its 95 % interval.": _scores(
+            cases.assign(upload=cases.name), ["upload", "kind"]
+        ),
+        "Differences on the same clients and images:": _wide(
+            pairs, ["one", "other", "kind"], pairs.score.map(_SCORES)
+        ),
+        "Several rounds inverted together:": _scores(windows, ["method", "rounds", "kind"]),
+        "PSNR of several rounds together minus that of one, dB, on the same clients:": _wide(
+            gains, ["method", "kind"], more
+        ),
+    }
+    return [part for text, table in tables.items() for part in (text, page.markdown(table))]
 
 
 def _scores(rows: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
     """Each score with its interval and its gain over other images, as text."""
     table = rows[list(keys)].astype(str)
     for column, label in _SCORES.items():
-        ends = rows[[column, f"{column}_low", f"{column}_high"]].to_numpy()
-        table[label] = [_interval(*each) for each in ends]
-        ends = rows[[f"{column}_gain", f"{column}_gain_low", f"{column}_gain_high"]].to_numpy()
-        table[f"{label}: gain"] = [_interval(*each) for each in ends]
+        table[label] = _intervals(rows, column, f"{column}_low", f"{column}_high")
+        gain = f"{column}_gain"
+        table[f"{label}: gain"] = _intervals(rows, gain, f"{gain}_low", f"{gain}_high")
     if "labels" in rows:
         table["labels recovered"] = [f"{value:.2f}" for value in rows.labels]
     return table
 
 
-def _gains(gains: pd.DataFrame) -> pd.DataFrame:
-    """The gains of `gains_of_rounds` as text: a column for each number of rounds."""
-    text = [_interval(*each) for each in gains[["mean", "low", "high"]].to_numpy()]
-    gains = gains.assign(text=text, column=[f"{rounds} rounds" for rounds in gains.rounds])
-    keys = ["method", "kind"]
-    return gains.pivot_table("text", keys, "column", "first", sort=False).reset_index()
+def _wide(rows: pd.DataFrame, keys: Sequence[str], columns: Sequence[str]) -> pd.DataFrame:
+    """Differences as text: a row per combination of keys, `columns` has the column of each."""
+    rows = rows.assign(text=_intervals(rows, "mean", "low", "high"), column=columns)
+    return rows.pivot_table("text", list(keys), "column", "first", sort=False).reset_index()
 
 
-def _interval(mean: float, low: float, high: float) -> str:
-    """A mean and the ends of its interval, where it has one."""
-    return f"{mean:.2f}" + (f" ({low:.2f} to {high:.2f})" if low <= high else "")
+def _intervals(rows: pd.DataFrame, *columns: str) -> list[str]:
+    """Of each row a mean and the ends of its interval, where it has one."""
+    return [
+        f"{mean:.2f}" + (f" ({low:.2f} to {high:.2f})" if low <= high else "")
+        for mean, low, high in rows[list(columns)].to_numpy()
+    ]

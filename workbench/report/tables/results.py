@@ -1,8 +1,11 @@
-"""The comparison of all methods: results.md, accuracy.csv and summary.json."""
+"""The comparison of all methods: results.md, accuracy.csv and summary.json.
+
+With the order of methods beside the paper's, and who is most accurate within a budget.
+"""
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +17,26 @@ from stamp_core.results.records import Record
 from workbench.report.frames import (
     EXPERIMENT,
     GROUPS,
+    UNIT,
     experience_frame,
     model_frame,
+    relative_costs,
     run_frame,
     shared_seeds,
 )
+from workbench.report.ranks import rank_correlation
 from workbench.report.tables import page, printed
-from workbench.report.tables.budgets import budget_table
-from workbench.report.tables.order import order_section
-from workbench.report.text import DASH, MB
+from workbench.report.text import DASH, MB, mean_std, significant
 
 _BASES = ("fedavg", "replay", "stamp")  # that the page compares all methods with
+_BOUND = "joint"  # has the data of all clients: it is no method under a budget
+_FEWEST = 5  # methods, below which an order says nothing
+JUDGED = {"accuracy": "main_accuracy", "forgetting": "main_forgetting"}  # in findings
 _MEASURES = {
-    "accuracy": "main_accuracy",
-    "forgetting": "main_forgetting",
+    **JUDGED,
     "average incremental accuracy": "main_average_incremental_accuracy",
     "learning accuracy": "main_learning_accuracy",
 }
-JUDGED = ("accuracy", "forgetting")  # measures that the findings name
 _SUMMARY = """accuracy nearest_mean personal_accuracy local_accuracy
 main_average_incremental_accuracy main_learning_accuracy main_forgetting main_forgetting_diagonal
 main_worst_client gap images update_length client_seconds bytes_up bytes_down disk"""
@@ -123,21 +128,20 @@ def differences(records: Sequence[Record], base: str = "fedavg") -> pd.DataFrame
     A method with a global model and personal ones has rows for both. Settings without `base` have
     no rows.
     """
-    return model_differences(records, [base]).drop(columns="base")
+    return model_differences(run_frame(records), [base]).drop(columns="base")
 
 
-def model_differences(records: Sequence[Record], bases: Sequence[str]) -> pd.DataFrame:
-    """`differences` from each of `bases`."""
-    rows = model_frame(run_frame(records))
-    return page.paired_differences(rows, "method", bases, ["setting"], _MEASURES)
+def model_differences(
+    rows: pd.DataFrame, bases: Sequence[str], measures: Mapping[str, str] = _MEASURES
+) -> pd.DataFrame:
+    """`differences` of the runs of a frame from each of `bases`."""
+    return page.paired_differences(model_frame(rows), "method", bases, ["setting"], measures)
 
 
 def findings(records: Sequence[Record]) -> str:
     """List items: which methods are above and below fedavg and replay, by setting and measure."""
-    pairs = model_differences(records, _BASES[:2])
-    heading = "{setting}, {measure} compared with {base}"
-    shown = pairs[pairs.measure.isin(JUDGED)]
-    return page.difference_findings(shown, "method", ["setting", "measure"], heading)
+    pairs = model_differences(run_frame(records), _BASES[:2], JUDGED)
+    return page.difference_findings(pairs, "{setting}, {measure} compared with {base}")
 
 
 def matching_table(records: Sequence[Record]) -> pd.DataFrame:
@@ -201,16 +205,16 @@ def write_results(records: Sequence[Record], folder: Path) -> list[Path]:
 
 def _section(records: Sequence[Record]) -> list[str]:
     """Findings, accuracies, differences and costs of one setting."""
-    table = _score_page(results_table(records))
+    rows, table = run_frame(records), _score_page(results_table(records))
     costs = page.markdown(cost_table(records).drop(columns=["setting", "n"]))
-    pairs = model_differences(records, _BASES)
-    sections = page.difference_sections(pairs, ["method", "model"], "measure")
+    pairs = model_differences(rows, _BASES)
+    sections = page.difference_sections(pairs, ["method", "model"], "{measure}")
     more = []
-    if len(rows := more_seeds_table(records)):
-        more = ["Methods with more seeds:", _score_page(rows)]
+    if len(seeds := more_seeds_table(records)):
+        more = ["Methods with more seeds:", _score_page(seeds)]
     budgets = page.markdown(budget_table(run_frame(shared_seeds(records))))
     return [
-        *(findings(records), table, *more, *order_section(run_frame(records)), *sections),
+        *(findings(records), table, *more, *order_section(rows), *sections),
         *("Costs:", costs, "Under a budget:", budgets),
     ]
 
@@ -218,3 +222,76 @@ def _section(records: Sequence[Record]) -> list[str]:
 def _score_page(table: pd.DataFrame) -> str:
     """A table of results of one setting, in Markdown."""
     return page.markdown(results_text(table).drop(columns="setting"))
+
+
+# --- the order of methods beside the paper's
+
+
+def order_section(rows: pd.DataFrame) -> list[str]:
+    """Ranks of the methods of a setting that its table in the paper has, too, its best first.
+
+    `rows` is a `run_frame` of the setting, or of a miniature of it; none where few are in both.
+    """
+    table = printed.table_of(rows.setting.iloc[0])
+    if table is None:
+        return []
+    groups = rows.groupby("method").main_accuracy
+    scores = pd.DataFrame({"ours": groups.mean(), "paper": printed.rows(*table).accuracy}).dropna()
+    if len(scores) < _FEWEST:
+        return []
+    scores = scores.sort_values("paper", ascending=False)
+    ranks = scores.rank(ascending=False)
+    shown = {
+        "method": scores.index,
+        "accuracy": [mean_std(groups.get_group(method)) for method in scores.index],
+        "rank, ours": ranks.ours.map("{:g}".format),
+        "paper": scores.paper.map("{:.1f}".format),
+        "rank, paper": ranks.paper.map("{:g}".format),
+    }
+    found = rank_correlation(scores.ours, scores.paper)
+    agreement = (
+        f"Spearman's ρ between the two orders is {found['rho']:+.2f} "
+        f"({found['low']:+.2f} to {found['high']:+.2f}, n = {len(scores)} methods)."
+    )
+    return ["Order beside the paper's:", page.markdown(pd.DataFrame(shown)), agreement]
+
+
+# --- budgets: of images, of bytes, of what a client keeps
+
+
+def budget_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """For each cost the methods that are more accurate than all that cost less, as text.
+
+    `rows` is a `run_frame` of one setting. From a row's cost on its method is the most accurate,
+    until the cost of the next row. The difference is that from the row before, over common seeds.
+    """
+    rows = rows[rows.main_accuracy.notna() & (rows.method != _BOUND)]
+    relative = {f"{name}, {UNIT} = 1": cost for name, cost in relative_costs(rows).items()}
+    costs = {**relative, "kept by a client, kB": rows.disk / 1e3}
+    return pd.DataFrame(line for cost in costs.items() for line in _frontier(rows, *cost))
+
+
+def _frontier(rows: pd.DataFrame, name: str, costs: pd.Series) -> Iterator[dict[str, str]]:
+    """A line for each method that is more accurate than all that cost no more."""
+    groups = rows.assign(cost=costs).groupby("method")
+    table = groups[["cost", "main_accuracy"]].mean().dropna().round({"cost": 2})
+    table = table.sort_values(["cost", "main_accuracy"], ascending=[True, False])
+    before: dict[int, float] = {}
+    best = -1.0
+    for method, (cost, accuracy) in zip(table.index, table.to_numpy(), strict=True):
+        if accuracy <= best:
+            continue
+        runs = groups.get_group(method)
+        scores = dict(zip(runs.seed, 100 * runs.main_accuracy, strict=True))
+        pair = metrics.paired_difference(scores, before)
+        yield {
+            "budget": name,
+            "from": significant(cost),
+            "method": str(method),
+            "n": str(len(runs)),
+            "accuracy": mean_std(runs.main_accuracy),
+            "above the row before": "{mean:+.1f} ({low:+.1f} to {high:+.1f})".format(**pair)
+            if pair["n"] > 1
+            else DASH,
+        }
+        before, best = scores, accuracy

@@ -1,8 +1,8 @@
-"""The pages of sweeps: sensitivity, coresets, data heterogeneity, related work, and tuning."""
+"""The pages of sweeps: sensitivity, coresets, heterogeneity, overlap, related work, and tuning."""
 
-import itertools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -11,18 +11,19 @@ from stamp_core.results.records import Record
 from workbench.report.frames import (
     RULES,
     coreset_frame,
-    final_score,
     limited_memory,
+    mask_frame,
     model_frame,
+    overlap_frame,
     reference_memories,
     run_frame,
 )
 from workbench.report.tables import page
-from workbench.report.text import DASH, MB, marked, mean_std, significant
+from workbench.report.tables.page import Comparison, Page
+from workbench.report.text import DASH, MB, count_range, marked, mean_std, significant
 
 _BASES = ("fedavg", "replay")  # that pages compare methods with, where they were run
 _CONTROLS = (*_BASES, "stamp_mean")
-_ALPHA, _NORM = "α = {:g}", "normalisation {}"  # headings of columns
 _RANDOM = RULES["uniform"]
 
 
@@ -35,25 +36,23 @@ def write_sensitivity(
     """The file written: sensitivity.md. `captions` are those of its figure."""
 
     def section(own: Sequence[Record]) -> list[str]:
-        sweeps = run_frame(own).groupby("sweep", sort=False)
-        parts = (_sensitivity_section(rows, *captions[str(name)]) for name, rows in sweeps)
-        return [*itertools.chain.from_iterable(parts)]
+        """For each sweep accuracy by value, and differences from the preset's value."""
+        parts = []
+        for name, rows in run_frame(own).groupby("sweep", sort=False):
+            label, preset = captions[str(name)]
+            pairs = page.paired_differences(rows, "value", [preset], ["setting", "method"])
+            table = page.markdown(page.accuracy_table(rows, ["method"], "{value}"))
+            sections = page.difference_sections(pairs, ["method"], "{value}")
+            parts += [f"### {label[0].upper()}{label[1:]}", table, *sections]
+        return parts
 
     return page.write_page(folder / "sensitivity.md", "Sensitivity", records, section)
-
-
-def _sensitivity_section(rows: pd.DataFrame, label: str, preset: str) -> list[str]:
-    """Accuracy by the value of one parameter, and differences from the preset's value."""
-    pairs = page.paired_differences(rows, "value", [preset], ["setting", "method"])
-    table = page.accuracy_table(rows, ["method"], "value", "{}")
-    differences = page.difference_sections(pairs, ["method"], "value")
-    return [f"### {label[0].upper()}{label[1:]}", page.markdown(table), *differences]
 
 
 # --- coresets
 
 
-def coreset_accuracies(rows: pd.DataFrame) -> pd.DataFrame:
+def _coreset_accuracies(rows: pd.DataFrame) -> pd.DataFrame:
     """One row a rule of one setting, as text: accuracy by exemplars per class, none and all."""
     limited = limited_memory(rows)
     numbers = limited.exemplars.unique()
@@ -62,24 +61,7 @@ def coreset_accuracies(rows: pd.DataFrame) -> pd.DataFrame:
         for name, runs in reference_memories(rows).items()
     )
     shown = pd.concat([*none, limited, *complete])
-    return page.accuracy_table(shown, ["selection"], "exemplars", "{} per class")
-
-
-def coreset_differences(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row a setting, rule and number of exemplars: its paired difference from `random`."""
-    return _coreset_differences(rows, [_RANDOM]).drop(columns="base")
-
-
-def _coreset_differences(rows: pd.DataFrame, bases: Sequence[str]) -> pd.DataFrame:
-    rows = limited_memory(rows).sort_values("exemplars", kind="stable")
-    return page.paired_differences(rows, "selection", bases, ["setting", "exemplars"])
-
-
-def coreset_findings(rows: pd.DataFrame) -> str:
-    """List items: which rules are above and below random selection and herding, by exemplars."""
-    pairs = _coreset_differences(rows, [_RANDOM, RULES["herding"]])
-    heading = "{setting}, accuracy compared with {base} at {exemplars} per class"
-    return page.difference_findings(pairs, "selection", ["setting", "exemplars"], heading)
+    return page.accuracy_table(shown, ["selection"], "{exemplars} per class")
 
 
 def coreset_costs(rows: pd.DataFrame) -> pd.DataFrame:
@@ -102,16 +84,28 @@ def coreset_costs(rows: pd.DataFrame) -> pd.DataFrame:
     return page.group_table(most, ["selection", "exemplars"], cells).drop(columns="n")
 
 
+_BY_RULE = Comparison(
+    "selection",
+    [_RANDOM],
+    ["setting", "exemplars"],
+    heading="{exemplars} per class",
+    keys=["selection"],
+    select=lambda rows: limited_memory(rows).sort_values("exemplars", kind="stable"),
+)
+_JUDGED = _BY_RULE._replace(
+    bases=[_RANDOM, RULES["herding"]],
+    finding="{setting}, accuracy compared with {base} at {exemplars} per class",
+    heading="",
+)
+CORESETS = Page("coresets", "Coresets", coreset_frame, _coreset_accuracies, [_JUDGED, _BY_RULE])
+
+
 def write_coresets(records: Sequence[Record], folder: Path) -> Path:
     """The file written: coresets.md."""
 
     def section(own: Sequence[Record]) -> list[str]:
-        rows = coreset_frame(own)
-        pairs = _coreset_differences(rows, [_RANDOM])
-        sections = page.difference_sections(pairs, ["selection"], "exemplars", "{} per class")
-        table = page.markdown(coreset_accuracies(rows))
-        costs = page.markdown(coreset_costs(rows))
-        return [coreset_findings(rows), table, *sections, "Costs:", costs]
+        costs = page.markdown(coreset_costs(coreset_frame(own)))
+        return [*CORESETS.section(own), "Costs:", costs]
 
     return page.write_page(folder / "coresets.md", "Coresets", records, section)
 
@@ -119,117 +113,98 @@ def write_coresets(records: Sequence[Record], folder: Path) -> Path:
 # --- data heterogeneity, normalisation of the network
 
 
-def alpha_accuracies(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row a method of one setting, as text: accuracy by α."""
-    return page.accuracy_table(rows, ["method", "model"], "alpha", _ALPHA)
+def _by_method(column: str, heading: str, changes: Comparison) -> list[Comparison]:
+    """Of each method from itself, then from the controls at each value of a column."""
+    finding = f"{{setting}}, accuracy compared with {{base}} at {heading}"
+    controls = Comparison("method", _CONTROLS, ["setting", column], finding, heading)
+    by_value = partial(pd.DataFrame.sort_values, by=column, kind="stable")
+    return [changes, controls._replace(select=by_value)]
 
 
-def alpha_differences(rows: pd.DataFrame) -> pd.DataFrame:
-    """One row a setting, method and α: its paired difference from fedavg."""
-    return _method_differences(rows, "alpha", _BASES[:1]).drop(columns="base")
+def _alpha_ends(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with the least and the largest α, the least first."""
+    ends = rows[rows.alpha.isin([rows.alpha.min(), rows.alpha.max()])]
+    return ends.sort_values("alpha", kind="stable")
 
 
-def _method_differences(
-    rows: pd.DataFrame, by: str, bases: Sequence[str] = _CONTROLS
-) -> pd.DataFrame:
-    """One row a base, setting, method and value of `by`."""
-    rows = rows.sort_values(by, kind="stable")
-    return page.paired_differences(rows, "method", bases, ["setting", by])
+_ITSELF = ["setting", "method"]
+_ALPHA, _NORM = "α = {alpha:g}", "normalisation {value}"
+_ALPHA_CHANGE = "{setting}, accuracy at α = {alpha:g} compared with α = {base:g}"
+_NORM_CHANGE = "{setting}, accuracy at normalisation {value} compared with normalisation {base}"
+HETEROGENEITY = Page(
+    "heterogeneity",
+    "Data heterogeneity",
+    run_frame,
+    partial(page.accuracy_table, keys=["method", "model"], heading=_ALPHA),
+    _by_method(
+        "alpha", _ALPHA, Comparison("alpha", [], _ITSELF, _ALPHA_CHANGE, select=_alpha_ends)
+    ),
+)
+NORMALISATION = Page(  # the first value of the sweep is the setting's
+    "normalisation",
+    "Normalisation",
+    run_frame,
+    partial(page.accuracy_table, keys=["method", "model"], heading=_NORM),
+    _by_method("value", _NORM, Comparison("value", [], _ITSELF, _NORM_CHANGE, _NORM)),
+)
 
 
-def alpha_findings(rows: pd.DataFrame) -> str:
-    """List items of one setting: whose accuracy changes between the extremes of α; who is above."""
-    least = rows.alpha.min()
-    ends = rows[rows.alpha.isin([least, rows.alpha.max()])]
-    trend = page.paired_differences(ends, "alpha", [least], ["setting", "method"])
-    return _findings_by(trend, _method_differences(rows, "alpha"), "alpha", _ALPHA)
+# --- overlap of classes: each method at the server learning rate that is best on choosing seeds
 
 
-def _findings_by(changes: pd.DataFrame, pairs: pd.DataFrame, by: str, heading: str) -> str:
-    """List items: whose accuracy changes with `by`; who is above the controls at each value."""
-    value, base = (heading.replace("{", f"{{{name}") for name in (by, "base"))
-    comparisons = (
-        (changes, f"{{setting}}, accuracy at {value} compared with {base}"),
-        (pairs, f"{{setting}}, accuracy compared with {{base}} at {value}"),
-    )
-    items = (
-        page.difference_findings(each, "method", ["setting", by], text)
-        for each, text in comparisons
-    )
-    return "\n".join(filter(None, items))
+def overlap_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row a setting of `overlap_frame`, as text: accuracy and chosen value of each method."""
+    table = []
+    for (size, overlap), part in rows.groupby(["size", "overlap"]):
+        cells = {"classes per task": f"{size}", "classes in common, %": f"{overlap:g}"}
+        for method, own in part.groupby("method", sort=False):
+            cells[str(method)] = f"{mean_std(own.main_accuracy)} at {own.value.iloc[0]}"
+        table.append({**cells, "n": count_range([part.seed.nunique()])})
+    return pd.DataFrame(table)
 
 
-def write_heterogeneity(records: Sequence[Record], folder: Path) -> Path:
-    """The file written: heterogeneity.md."""
-
-    def section(own: Sequence[Record]) -> list[str]:
-        rows = run_frame(own)
-        pairs = _method_differences(rows, "alpha")
-        sections = page.difference_sections(pairs, ["method"], "alpha", _ALPHA)
-        return [alpha_findings(rows), page.markdown(alpha_accuracies(rows)), *sections]
-
-    return page.write_page(folder / "heterogeneity.md", "Data heterogeneity", records, section)
+_FROM_REPLAY = Comparison(
+    "method",
+    ["replay"],
+    ["size", "overlap", "setting"],
+    "{size} classes per task, {overlap:g} % in common, accuracy compared with {base}",
+    "{size}, {overlap:g} %",
+)
+OVERLAP = Page("overlap", "Overlap", overlap_frame, overlap_table, [_FROM_REPLAY])
 
 
-def _normalisation_differences(rows: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Of each method from itself at the sweep's first value, and from the controls at each."""
-    changes = page.paired_differences(rows, "value", rows.value[:1], ["setting", "method"])
-    return changes, _method_differences(rows, "value")
-
-
-def normalisation_findings(records: Sequence[Record]) -> str:
-    """List items: whose accuracy normalisation changes; who is above the controls with each."""
-    return _findings_by(*_normalisation_differences(run_frame(records)), "value", _NORM)
-
-
-def write_normalisation(records: Sequence[Record], folder: Path) -> Path:
-    """The file written: normalisation.md; the first value of the sweep is the setting's."""
-
-    def section(own: Sequence[Record]) -> list[str]:
-        rows = run_frame(own)
-        table = page.accuracy_table(rows, ["method", "model"], "value", _NORM)
-        parts = [normalisation_findings(own), page.markdown(table)]
-        for pairs in _normalisation_differences(rows):
-            parts += page.difference_sections(pairs, ["method"], "value", _NORM)
-        return parts
-
-    return page.write_page(folder / "normalisation.md", "Normalisation", records, section)
+def write_overlap(records: Sequence[Record], folder: Path) -> Path:
+    """The file written: overlap.md, all settings together."""
+    about, intervals = page.definitions("Overlap"), page.definitions("Intervals")
+    parts = ["# Overlap", about, *OVERLAP.section(records), intervals]
+    return page.write_parts(folder / "overlap.md", parts)
 
 
 # --- related work
 
 
-def protection_table(records: Sequence[Record]) -> pd.DataFrame:
+def protection_table(rows: pd.DataFrame) -> pd.DataFrame:
     """One row a sweep and value, as text."""
     cells = {
         "update inside, %": page.percent("inside"),
         "accuracy": page.percent("main_accuracy"),
         "forgetting": page.percent("main_forgetting"),
     }
-    return page.group_table(run_frame(records), ["setting", "sweep", "value"], cells)
+    return page.group_table(rows, ["setting", "sweep", "value"], cells)
 
 
-def returning_table(records: Sequence[Record]) -> pd.DataFrame:
+def returning_table(rows: pd.DataFrame) -> pd.DataFrame:
     """One row a setting and model: accuracy by number of cycles, and where the task is given."""
-    rows = model_frame(run_frame(records))
     named = rows.assign(method=[f"{marked(r.method)} ({r.model})" for r in rows.itertuples()])
-    parts = [_returning_rows(part) for _, part in named.groupby("setting", sort=False)]
-    table = pd.concat(parts, ignore_index=True).fillna(DASH)
-    return table[["setting", *table.columns.drop("setting")]]
+    keys = ["setting", "method"]
+    last = named[named.cycles == named.groupby("setting").cycles.transform("max")]
+    given = last.groupby(keys, sort=False).task_accuracy.agg(mean_std)
+    table = page.accuracy_table(named, keys, "accuracy, cycles = {cycles}")
+    return table.merge(given.rename("task-incremental, last").reset_index())
 
 
-def _returning_rows(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of `returning_table` for one setting."""
-    keys = ["method", "setting"]
-    table = page.accuracy_table(rows, keys, "cycles", "accuracy, cycles = {}")
-    last = rows[rows.cycles == rows.cycles.max()].groupby("method")
-    given = last.task_accuracy.agg(mean_std)
-    return table.assign(**{"task-incremental, last": given[table.method].tolist()})
-
-
-def masks_table(records: Sequence[Record]) -> pd.DataFrame:
+def masks_table(rows: pd.DataFrame) -> pd.DataFrame:
     """One row a method as text: intersection over union, and the accuracy of pixels."""
-    pixels = [final_score(record, "global", "pixels") for record in records]
     cells = {
         "mean IoU": page.percent("main_accuracy"),
         "learning IoU": page.percent("main_learning_accuracy"),
@@ -238,56 +213,57 @@ def masks_table(records: Sequence[Record]) -> pd.DataFrame:
         "s / round": page.average("client_seconds", figures=2),
         "MB up / round": page.average("bytes_up", MB),
     }
-    return page.group_table(run_frame(records).assign(pixels=pixels), ["method"], cells)
+    return page.group_table(rows, ["method"], cells)
 
 
-def _masks_differences(records: Sequence[Record]) -> pd.DataFrame:
-    """The differences of each method's mean IoU and forgetting from those of fedavg."""
-    measures = {"mean IoU": "main_accuracy", "forgetting": "main_forgetting"}
-    rows = run_frame(records)
-    return page.paired_differences(rows, "method", _BASES[:1], ["setting"], measures)
+PROTECTION = Page("protection", "Protected subspaces", run_frame, protection_table)
+RETURNING = Page(
+    "returning",
+    "Returning tasks",
+    lambda records: model_frame(run_frame(records)),
+    returning_table,
+    [
+        Comparison(
+            "cycles",
+            [],
+            ["setting", "method", "model"],
+            "{setting}, accuracy with {cycles} cycles compared with one",
+            select=lambda rows: rows.sort_values(["model", "cycles"]),  # global models first
+        ),
+        Comparison(
+            "method",
+            _BASES,
+            ["setting", "cycles"],
+            "{setting}, accuracy with cycles = {cycles} compared with {base}",
+            "cycles = {cycles}",
+            ["setting", "method", "model"],
+        ),
+    ],
+)
+_MEASURES = {"mean IoU": "main_accuracy", "forgetting": "main_forgetting"}
+_FROM_FEDAVG = Comparison(
+    *("method", _BASES[:1], ["setting"], "{setting}, {measure} compared with {base}"),
+    heading="{measure}",
+    measures=_MEASURES,
+)
+MASKS = Page("masks", "Masks", mask_frame, masks_table, [_FROM_FEDAVG])
+_RELATED = (PROTECTION, RETURNING, MASKS)
 
 
 def related_findings(records: Mapping[str, Sequence[Record]]) -> str:
     """List items on tasks that return and on masks: whose intervals exclude 0."""
-    rows = model_frame(run_frame(records["returning"]))
-    by = ["setting", "cycles"]
-    models = rows.sort_values("model", kind="stable")  # global models first
-    fewest = [rows.cycles.min()]
-    more = page.paired_differences(models, "cycles", fewest, ["setting", "method", "model"])
-    heading = "{setting}, accuracy with {cycles} cycles compared with one"
-    items = [page.difference_findings(more, "method", by, heading)]
-    heading = "{setting}, accuracy with cycles = {cycles} compared with {base}"
-    pairs = page.paired_differences(rows, "method", _BASES, by)
-    items.append(page.difference_findings(pairs, "method", by, heading))
-    masks = _masks_differences(records["masks"])
-    heading = "{setting}, {measure} compared with {base}"
-    items.append(page.difference_findings(masks, "method", ["setting", "measure"], heading))
-    return "\n".join(filter(None, items))
+    found = (each.findings(each.frame(records[each.name])) for each in _RELATED)
+    return "\n".join(filter(None, found))
 
 
 def write_related(records: Mapping[str, Sequence[Record]], folder: Path) -> Path:
     """The file written, related.md; records are those of "protection", "returning", "masks"."""
-    rows = model_frame(run_frame(records["returning"]))
-    returning = page.paired_differences(rows, "method", _BASES, ["setting", "cycles"])
-    masks = _masks_differences(records["masks"])
-    sections = {
-        "Protected subspaces": [page.markdown(protection_table(records["protection"]))],
-        "Returning tasks": [
-            page.markdown(returning_table(records["returning"])),
-            *page.difference_sections(
-                returning, ["setting", "method", "model"], "cycles", "cycles = {}"
-            ),
-        ],
-        "Masks": [
-            page.markdown(masks_table(records["masks"])),
-            *page.difference_sections(masks, ["method"], "measure"),
-        ],
-    }
     parts = ["# Related work", related_findings(records)]
-    for (title, section), runs in zip(sections.items(), records.values(), strict=True):
-        about = page.definitions(f"Related work: {title}")
-        parts += [f"## {title}", page.describe_runs(runs), about, *section]
+    for each in _RELATED:
+        own = records[each.name]
+        about = page.definitions(f"Related work: {each.title}")
+        tables = each.tables(each.frame(own))
+        parts += [f"## {each.title}", page.describe_runs(own), about, *tables]
     parts += ["## Definitions", page.definitions("Intervals")]
     return page.write_parts(folder / "related.md", parts)
 

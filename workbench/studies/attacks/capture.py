@@ -39,7 +39,7 @@ class Images:
 
 @dataclass(frozen=True, eq=False)
 class Upload:
-    """One client round: the server sees the first three fields, only the client has the others.
+    """One client round: the server sees the first three fields; the attack is given the last two.
 
     An image that is in several batches, as an exemplar may be, has one place.
     """

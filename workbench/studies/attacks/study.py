@@ -2,28 +2,33 @@
 
 All methods are attacked in the same rounds of one run of STAMP. They receive the same model and
 have the same memory and batches, so their uploads differ by what a method does with them alone.
+What is found on a client has a folder of its own: a killed campaign goes on.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
-from stamp_core.client.runtime import RoundId
+from stamp_core.client.runtime import ClientRuntime, RoundId
 from stamp_core.config.params import Params
+from stamp_core.core.atomic import atomic_folder
 from stamp_core.core.seeding import generator
 from stamp_core.engine.experiment import load_experiment
 from stamp_core.engine.train import Run
 from stamp_core.engine.worker import Worker
-from workbench.studies.attacks.capture import Upload, capture, start_run, train_until
-from workbench.studies.attacks.inversion import Attack, Target
-from workbench.studies.attacks.outcomes import (
+from workbench.studies.attacks.capture import Upload, capture, distinct, start_run, train_until
+from workbench.studies.attacks.gradient_inversion import Attack, invert
+from workbench.studies.attacks.scores import (
     COMPARED,
     Pixels,
-    attack_uploads,
+    pixels,
     recovered,
     scores,
     side_by_side,
@@ -31,6 +36,7 @@ from workbench.studies.attacks.outcomes import (
 
 TRAINED = "stamp"  # the preset whose run is attacked
 METHODS = ("fedavg", "replay", "stamp")
+EXEMPLARS = 2  # of a class, where they return
 NOISE = (1e-3, 1e-2)  # multipliers of the norm of the update
 SCORES = (*COMPARED, *(f"{name}_gain" for name in COMPARED), "psnr_over_mean", "labels")
 
@@ -109,22 +115,34 @@ def start(
     return AttackedRun(start_run(load_experiment(setting, TRAINED, params, plain), seed), params)
 
 
-def plan_attack(upload: Upload, case: Case) -> tuple[Target, Tensor]:
-    """What the server wants to reproduce, and the labels of the images that it looks for."""
-    steps, weights = upload.steps, upload.weights
-    labels = upload.images.labels
+def plan_attack(upload: Upload, case: Case) -> tuple[Upload, Tensor]:
+    """The upload as the server takes it, and the labels of the images that it looks for."""
+    labels, steps, weights = upload.images.labels, upload.steps, upload.weights
     if case.weights == "equal":
         weights = [torch.full_like(each, 1 / len(each)) for each in weights]
     if case.steps is None:  # as many images as in the first batch stand for all
         labels, steps, weights = labels[steps[0]], [torch.arange(len(steps[0]))], weights[:1]
-    return Target(upload.received, upload.update, upload.lr, steps, weights), labels
+    return replace(upload, steps=steps, weights=weights), labels
+
+
+def reconstruct(
+    runtime: ClientRuntime,
+    uploads: Sequence[Upload],
+    labels: Tensor,
+    attack: Attack,
+    draw: torch.Generator,
+) -> Tensor:
+    """The images [M] with these labels that explain the uploads, with values in 0..1."""
+    noise = torch.randn(len(labels), *runtime.shape, generator=draw)
+    limits = -runtime.offset, 255 * runtime.scale - runtime.offset
+    return pixels(runtime, invert(runtime.classifier, uploads, labels, noise, limits, attack))
 
 
 class Study(NamedTuple):
     """Scores, and for each case the first client's images beside their reconstructions."""
 
     rows: pd.DataFrame  # a row for each case, client and kind of image
-    images: dict[Case, tuple[Pixels, Pixels]]  # true and found, in the same order
+    images: dict[str, tuple[Pixels, Pixels]]  # true and found, by the names of cases
 
 
 def study(
@@ -143,12 +161,104 @@ def study(
         for client in clients:
             draw = generator(seed, client, case.experience, 0, "inversion")
             upload = attacked.upload(worker, client, case.images, case.noise)
-            target, labels = plan_attack(upload, case)
-            outcome = attack_uploads(worker.runtime, [target], labels, attack, draw)
-            about = {"case": case, "name": case.name, **asdict(case), "client": client}
+            taken, labels = plan_attack(upload, case)
+            found = reconstruct(worker.runtime, [taken], labels, attack, draw)
+            about = {"name": case.name, **asdict(case), "client": client}
             about |= {"labels": recovered(worker.runtime, upload)}
-            about |= {"loss": outcome.loss, "seconds": outcome.seconds}
-            rows += [about | row for row in scores(worker.runtime, outcome, upload.images, draw)]
+            outcome = worker.runtime, found, labels, upload.images
+            rows += [about | row for row in scores(*outcome, draw)]
             if client == clients[0]:
-                shown[case] = side_by_side(worker.runtime, outcome, upload.images)
+                shown[case.name] = side_by_side(*outcome)
     return Study(pd.DataFrame(rows), shown)
+
+
+# --- exemplars that return
+
+
+def returning(
+    setting: str,
+    methods: Sequence[str],
+    rounds: Sequence[int],
+    clients: Sequence[int],
+    attack: Attack,
+    params: Params | None = None,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """Whether an exemplar that is in the uploads of several rounds leaks more than a new image.
+
+    Every upload is one SGD step on new images and on all exemplars, as many of each; the server
+    inverts those of several rounds together. A row for each method, number of rounds, client, first
+    round and kind of image. The rounds of an experience are divided into windows, so that the
+    models of all rounds count equally at every number.
+    """
+    most = max(rounds)
+    changes = {"memory.exemplars_per_class": EXEMPLARS, "setting.training.rounds": most}
+    attacked = start(setting, params, seed, changes)
+    batch_size = EXEMPLARS * len(attacked.run.plan.clients[0][0].classes)
+    workers = {method: attacked.worker(method, batch_size) for method in methods}
+    uploads: dict[tuple[str, int], list[Upload]] = {pair: [] for pair in product(methods, clients)}
+    for round_ in range(most):
+        train_until(attacked.run, 1, round_)
+        images = slice(round_ * batch_size, (round_ + 1) * batch_size)
+        for (method, client), kept in uploads.items():
+            kept.append(attacked.upload(workers[method], client, images))
+    rows = []
+    for count, ((method, client), kept) in product(rounds, uploads.items()):
+        for first in range(0, most, count):
+            draw = generator(seed, client, first, count, "returning")
+            about = {"method": method, "rounds": count, "client": client, "first": first}
+            window = kept[first : first + count]
+            found = joint_scores(workers[method].runtime, window, attack, draw)
+            rows += [about | row for row in found]
+    return pd.DataFrame(rows)
+
+
+def joint_scores(
+    runtime: ClientRuntime, uploads: Sequence[Upload], attack: Attack, draw: torch.Generator
+) -> list[dict[str, Any]]:
+    """The scores of images that explain several uploads together, an exemplar being one image."""
+    images, places = distinct([upload.images for upload in uploads])
+    joint = [
+        replace(upload, steps=[own[step] for step in upload.steps])
+        for upload, own in zip(uploads, places, strict=True)
+    ]
+    found = reconstruct(runtime, joint, images.labels, attack, draw)
+    return scores(runtime, found, images.labels, images, draw)
+
+
+# --- files
+
+
+def save_attacks(folder: Path, found: Study, returning: pd.DataFrame) -> None:
+    """Write what was found on one client."""
+    arrays: dict[str, Any] = {
+        f"{name} {k}": pixels
+        for k, pair in enumerate(found.images.values())
+        for name, pixels in zip(("true", "found"), pair, strict=True)
+    }
+    with atomic_folder(folder) as scratch:
+        found.rows.drop(columns="name").to_csv(scratch / "cases.csv", index=False)
+        returning.to_csv(scratch / "returning.csv", index=False)
+        np.savez_compressed(scratch / "images.npz", **arrays)
+
+
+def load_attacks(folder: Path) -> tuple[Study, pd.DataFrame]:
+    """What was found on all clients that have a folder, by their numbers, and `returning` found."""
+    clients = sorted(int(each.name) for each in folder.iterdir() if each.name.isdigit())
+    if not clients:
+        raise FileNotFoundError(f"{folder} has no client's attacks; `make privacy` makes them")
+    cases, returning = (
+        pd.concat([pd.read_csv(folder / f"{k}/{name}.csv") for k in clients], ignore_index=True)
+        for name in ("cases", "returning")
+    )
+    cases["name"] = [_name(row) for _, row in cases.iterrows()]
+    with np.load(folder / f"{clients[0]}/images.npz") as arrays:
+        names = dict.fromkeys(cases.name[cases.client == clients[0]])
+        images = {name: (arrays[f"true {k}"], arrays[f"found {k}"]) for k, name in enumerate(names)}
+    return Study(cases, images), returning
+
+
+def _name(row: pd.Series) -> str:
+    """The name of a row's case."""
+    steps = None if pd.isna(row.steps) else int(row.steps)
+    return Case(row.method, row.experience, row.batch_size, steps, row.weights, row.noise).name

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pandas as pd
 
 from stamp_core.results.metrics import summarise
-from workbench.studies.attacks.outcomes import Pixels
+from workbench.studies.attacks.scores import Pixels
 from workbench.studies.attacks.study import METHODS, NOISE, SCORES, SIZES, Case
 
 _Pair = tuple[Pixels, Pixels]  # true and found
@@ -18,14 +18,11 @@ def summary(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     `n` counts clients: the images of one upload are not independent. Several rows of a client are
     averaged first.
     """
-    values = [name for name in SCORES if name in rows]
-    grouped = rows.groupby([*by, "kind"], sort=False, dropna=False)
+    keys, values = [*by, "kind"], [name for name in SCORES if name in rows]
     found = []
-    for key, group in grouped:
-        clients = group.groupby("client")[[*values, "images", "seconds"]].mean()
-        row = dict(zip([*by, "kind"], key, strict=True))
-        row |= {"n": len(clients), "images": clients.images.mean()}
-        row |= {"seconds": clients.seconds.mean()}
+    for key, group in rows.groupby(keys, sort=False, dropna=False):
+        clients = group.groupby("client")[values].mean()
+        row = dict(zip(keys, key, strict=True)) | {"n": len(clients)}
         for name in values:
             of = summarise(clients[name])
             row |= {name: of["mean"], f"{name}_low": of["low"], f"{name}_high": of["high"]}
@@ -39,7 +36,8 @@ def contrast(rows: pd.DataFrame, one: Case, other: Case) -> pd.DataFrame:
     With n and the limits of the 95 % interval: STAMP and replay had the same batches.
     """
     first, second = (
-        rows[rows.case == case].set_index(["kind", "client"])[[*SCORES]] for case in (one, other)
+        rows[rows.name == case.name].set_index(["kind", "client"])[[*SCORES]]
+        for case in (one, other)
     )
     differences = (first - second).dropna()
     return pd.DataFrame(
@@ -61,13 +59,13 @@ def contrasts(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(found, ignore_index=True)
 
 
-def shown_cases(images: Mapping[Case, _Pair]) -> dict[str, _Pair]:
+def shown_cases(images: Mapping[str, _Pair]) -> dict[str, _Pair]:
     """The images of some cases by their names: of more and more of them, and under noise."""
     sizes = [(1, 1), (4, 1), (16, 1), (16, None)]
     cases = [Case("fedavg", 0, *size) for size in sizes]
     cases += [Case(method, 1, 16, 1) for method in METHODS[1:]]
     cases += [replace(cases[0], noise=z) for z in NOISE]
-    return {case.name: images[case] for case in cases}
+    return {case.name: images[case.name] for case in cases}
 
 
 def gains_of_rounds(rows: pd.DataFrame) -> pd.DataFrame:

@@ -78,7 +78,7 @@ def plane(gradients: _Gradients, matching: MatchingParams) -> Figure:
     numbers = f"min ⟨$g_i$, d⟩ = {least:.3g},  |d| = {float(direction.norm()):.3g}"
     certificate = f"gap {_gap(result)} |$g_0$|²,  status: {result.status}"
     title = f"Matching {len(given)} gradients, κ = {matching.kappa:g}"
-    add_caption(figure, title, f"{numbers},  {certificate}", [left, right])
+    add_caption(figure, title, f"{numbers},  {certificate}", True)
     return figure
 
 
@@ -200,7 +200,7 @@ def solvers(
     left.minorticks_off()
     right.set(title="K = 10, lengths spread by exp(σ N(0, 1))", xlabel="σ", xticks=spreads)
     caption = f"n = {instances} draws each: median and range; {_PARAMETERS} parameters, κ = 0.5"
-    add_caption(figure, "How far from the optimum each solver stops", caption, [left])
+    add_caption(figure, "How far from the optimum each solver stops", caption, True)
     return figure
 
 

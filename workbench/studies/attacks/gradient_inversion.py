@@ -5,91 +5,79 @@ et al., 2020). The server is given the labels and, for several SGD steps, which 
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from stamp_core.config.limits import NonNegative, Positive, PositiveInt
 from stamp_core.models.flat import split_like
 from stamp_core.models.networks import Classifier
 from workbench.adam import Adam
+from workbench.studies.attacks.capture import Upload
 
 DECAYS = (3 / 8, 5 / 8, 7 / 8)  # shares of the iterations after which the step is a tenth
 
 
-@dataclass(frozen=True)
-class Attack:
+class Attack(NamedTuple):
     """How images are optimised."""
 
-    iterations: PositiveInt = 300
-    lr: Positive = 0.1  # of normalised images
-    variation: NonNegative = 1e-2  # weight of total variation
-
-
-@dataclass(frozen=True, eq=False)
-class Target:
-    """An update to reproduce, and the SGD steps of the simulated client."""
-
-    received: Tensor  # [P]
-    update: Tensor  # [P]
-    lr: float
-    steps: Sequence[Tensor]  # the places of each step's images: int64 [N]
-    weights: Sequence[Tensor]  # of these images' gradients in the gradient of the step: [N]
+    iterations: int = 300
+    lr: float = 0.1  # of normalised images
+    variation: float = 1e-2  # weight of total variation
 
 
 def invert(
     classifier: Classifier,
-    targets: Sequence[Target],
+    uploads: Sequence[Upload],
     labels: Tensor,
     start: Tensor,
     limits: tuple[Tensor, Tensor],
     attack: Attack,
-) -> tuple[Tensor, float]:
-    """Images [M, C, H, W] with labels [M] that explain all targets together, and the loss left.
+) -> Tensor:
+    """Images [M, C, H, W] with labels [M] that explain all uploads together.
 
     `start` are the first images, `limits` the least and the largest value of a channel [C, 1, 1].
     """
     images = start.clone().requires_grad_()
     adam = Adam(images.detach(), (0.9, 0.999))  # moves the same values
     for iteration in range(attack.iterations):
-        loss = inversion_loss(classifier, targets, labels, images)
+        loss = inversion_loss(classifier, uploads, labels, images)
         (slope,) = torch.autograd.grad(loss + attack.variation * total_variation(images), [images])
         decays = sum(iteration >= share * attack.iterations for share in DECAYS)
         adam.descend(slope.sign(), attack.lr * 0.1**decays)
         adam.x.clamp_(*limits)
-    return adam.x, inversion_loss(classifier, targets, labels, adam.x).item()
+    return adam.x
 
 
 def inversion_loss(
-    classifier: Classifier, targets: Iterable[Target], labels: Tensor, images: Tensor
+    classifier: Classifier, uploads: Iterable[Upload], labels: Tensor, images: Tensor
 ) -> Tensor:
-    """The mean over targets of 1 - cosine similarity of an update and its simulation."""
+    """The mean over uploads of 1 - cosine similarity of an update and its simulation."""
     similar = [
         F.cosine_similarity(simulated_update(classifier, each, labels, images), each.update, 0)
-        for each in targets
+        for each in uploads
     ]
     return 1 - torch.stack(similar).mean()
 
 
 def simulated_update(
-    classifier: Classifier, target: Target, labels: Tensor, images: Tensor
+    classifier: Classifier, upload: Upload, labels: Tensor, images: Tensor
 ) -> Tensor:
-    """The update of a client that takes the target's SGD steps on these images.  # [P]
+    """The update of a client that takes the upload's SGD steps on these images.  # [P]
 
     It can be differentiated by them.
     """
     names, tensors = zip(*classifier.named_parameters(), strict=True)
-    values = [each.clone().requires_grad_() for each in split_like(target.received, tensors)]
-    update = torch.zeros_like(target.received)
-    for step, weights in zip(target.steps, target.weights, strict=True):
+    values = [each.clone().requires_grad_() for each in split_like(upload.received, tensors)]
+    update = torch.zeros_like(upload.received)
+    for step, weights in zip(upload.steps, upload.weights, strict=True):
         logits = functional_call(classifier, dict(zip(names, values, strict=True)), (images[step],))
         loss = weights @ F.cross_entropy(logits, labels[step], reduction="none")
         slopes = torch.autograd.grad(loss, values, create_graph=True)
-        values = [v - target.lr * slope for v, slope in zip(values, slopes, strict=True)]
-        update = update + target.lr * torch.cat([slope.flatten() for slope in slopes])
+        values = [v - upload.lr * slope for v, slope in zip(values, slopes, strict=True)]
+        update = update + upload.lr * torch.cat([slope.flatten() for slope in slopes])
     return update
 
 
