@@ -8,12 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from stamp_core import ROOT, load_experiment, read_params, train
+from stamp_core import load_experiment, read_params, train
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.params import QUICK, parse_seeds
-from stamp_core.core.vision import load_torchvision
 from stamp_core.data.loading import load_dataset
-from stamp_core.data.sources.torchvision_sets import provide_files
 from stamp_core.results.records import Record, load_record
 from workbench import load_plans, run_folder
 from workbench.workflow.grid import load_records, save_plans, train_and_save
@@ -41,7 +39,7 @@ def train_small(method: str = "stamp", seeds: str = "0to1", workers: int = 1) ->
     """Digests of plans and records: those on disk are kept, others trained or resumed."""
     experiment = load_experiment("tiny", method)
     plans = load_plans(experiment.setting, experiment.dataset(), seeds, QUICK)
-    save_plans(plans, experiment.setting, seeds, QUICK)
+    save_plans(plans, experiment.setting, QUICK)
     records = load_records(experiment, seeds, QUICK, outdated=False)
     records = records or train_and_save(experiment, seeds, QUICK, workers, "cpu")
     folder, digests = run_folder(experiment, seeds, QUICK), {}
@@ -101,14 +99,3 @@ def load_pretrained(file: str) -> None:
     setting = load_experiment("tiny", "fedavg").setting
     network = dataclasses.replace(setting.network, pretrained=file)
     ClientRuntime(dataclasses.replace(setting, network=network), load_dataset(setting.data))
-
-
-def unpack(archive: str) -> list[str]:
-    """Provide a data set's file from an archive in data/raw by torchvision, as the sources do."""
-    extract_archive = load_torchvision().datasets.utils.extract_archive
-
-    def download(root: Path) -> None:
-        extract_archive(str(root / archive), str(root))
-
-    provide_files("hostile", {"hostile/inside": None}, {archive: None}, download)
-    return sorted(str(path) for path in (ROOT / "data/raw").rglob("*"))

@@ -1,11 +1,10 @@
-"""Hostile input: archives that leave their folder, images that fill memory, pickles that run."""
+"""Hostile input: images and arrays that fill memory or are none, pickles that run."""
 
 import io
 import os
 import pickle
 import random
 import struct
-import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -29,76 +28,6 @@ def judged(place: Place, what: str, answer: Answer, right: object, *names: str) 
     if sprung := place.sprung():
         return Outcome(what, "executed", ", ".join(sprung))
     return answer.judged(what, right, *names)
-
-
-# --- archives
-
-SOURCES = {  # the files that a source unpacks, below data/raw
-    "cifar10": "cifar-10-python.tar.gz",
-    "cifar100": "cifar-100-python.tar.gz",
-    "emnist_digits": "EMNIST/raw/gzip.zip",
-}
-
-
-def tar_members(outside: Path) -> list[tuple[tarfile.TarInfo, bytes]]:
-    """Members that leave the folder: upwards, absolute, through a link, as a link."""
-    members = []
-    up = "/".join([".."] * 12)
-    for name in (f"{up}{outside}/up", f"{outside}/absolute", "inside/link/through"):
-        info = tarfile.TarInfo(name)
-        info.size = 4
-        members.append((info, b"trap"))
-    for kind, name in ((tarfile.SYMTYPE, "inside/link"), (tarfile.LNKTYPE, "inside/hard")):
-        info = tarfile.TarInfo(name)
-        info.type, info.linkname = kind, str(outside)
-        members.append((info, b""))
-    return members
-
-
-def write_archive(path: Path, outside: Path, draw: random.Random) -> str:
-    """An archive with one or all of the hostile members; which, in words."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    members = tar_members(outside)
-    chosen = draw.choice([*([each] for each in members), members[2:4][::-1], members])
-    if path.suffix == ".zip":
-        with zipfile.ZipFile(path, "w") as archive:
-            for info, content in chosen:
-                archive.writestr(info.name, content or info.linkname)
-    else:
-        with tarfile.open(path, "w:gz") as tar:
-            for info, content in chosen:
-                tar.addfile(info, io.BytesIO(content))
-    return ", ".join(Path(info.name).name for info, _ in chosen)
-
-
-def hostile_archive(place: Place, draw: random.Random, number: int) -> list[Outcome]:
-    """An archive that would leave the folder of downloads: by a source, or without its checksum."""
-    agent, source = place.agent, list(SOURCES)[number // 2 % len(SOURCES)]
-    agent.forget()
-    path = agent.root / "data/raw" / SOURCES[source]
-    chosen = write_archive(path, place.traps, draw)
-    before = files_outside(place)
-    if number % 2:
-        answer, what = agent.call("unpack", archive=SOURCES[source]), "without a checksum"
-    else:
-        answer, what = agent.call("dataset_digest", source=source), "with its checksum"
-    what = f"archive {what}: {source}, {chosen}"
-    if new := files_outside(place) - before:
-        place.sprung()
-        return [Outcome(what, "executed", f"outside the folder: {', '.join(sorted(new))}"[:300])]
-    if number % 2:
-        return [Outcome(what, "refused" if answer.error else "survived")]
-    return [judged(place, what, answer, None, str(path), path.name)]
-
-
-def files_outside(place: Place) -> set[str]:
-    """All files but those below the folder of downloads, and where it has links to."""
-    data, found = place.agent.root / "data", set()
-    for path in place.folder.rglob("*"):
-        inside = path.is_relative_to(data) and path.resolve().is_relative_to(data)
-        if not inside and not path.is_relative_to(place.agent.answers):
-            found.add(str(path))
-    return {each for each in found if "__pycache__" not in each}
 
 
 # --- images
@@ -288,12 +217,6 @@ def hostile_pickle(place: Place, draw: random.Random, number: int) -> list[Outco
 
 
 KINDS = {
-    "archives": Kind(
-        "members with `..`, absolute paths, symbolic and hard links in the archives that the "
-        "sources unpack: as they are, which the checksums refuse, and without a checksum",
-        hostile_archive,
-        36,
-    ),
     "images": Kind(
         "60,000 x 1 pixels, bombs, cut or no images, links that loop, in a folder of images; each "
         "within a limit of memory",

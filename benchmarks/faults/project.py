@@ -22,7 +22,7 @@ from benchmarks.faults import Outcome, judge_error
 from stamp_core.core.paths import ROOT
 
 COPIED = (
-    *("stamp_core", "workbench.workflow", "benchmarks", "notebooks", "params", "pipelines"),
+    *("stamp_core", "workbench", "benchmarks", "notebooks", "params", "pipelines"),
     *(".dvc", ".dvcignore", ".gitignore", "dvc.yaml", "pyproject.toml"),
 )
 PAPER = {  # the paper's images are on few machines
@@ -44,9 +44,16 @@ MEASURED = re.compile(
     r"\bs (/|setup)|\bms\b|seconds|memory|time|peak|\bshare\b"
 )  # columns of tables
 PATIENCE = 120  # seconds until a call counts as hanging
-QUIET = 75  # seconds without a line of output until a pipeline counts as hanging
+QUIET = 150  # seconds without a line of output until a pipeline counts as hanging
 HANGS = "the call hangs"
-DRIVER = (sys.executable, "-m", "workbench.workflow.repro")  # what `make repro` runs
+REPRO = ("dvc", "repro")  # what `make repro` runs
+# Refusals of DVC itself, whose cures docs/pipeline.md tells; and the file that has to go, if any.
+OF_DVC = {
+    "is busy, it is being blocked by": None,
+    "Unable to acquire lock": None,
+    "RWLock-file": ".dvc/tmp/rwlock",
+    "dvc.lock": "dvc.lock",
+}
 
 
 def copy_project(root: Path, rounds: int = 2) -> None:
@@ -166,10 +173,6 @@ class Agent:
         seconds, operations = time.monotonic() - start, answer.get("operations", 0)
         return Answer(status, answer.get("value"), error, output, seconds, operations)
 
-    def first_stage(self) -> Answer:
-        """What the first stage of the pipeline says of the parameters."""
-        return self.call("first_stage")
-
     def forget(self) -> None:
         """Remove everything computed, and undo changes of parameters."""
         remove(self.root / "data")
@@ -188,6 +191,11 @@ class Agent:
         line = self.process.stdout.readline()
         assert line, "the agent has ended"
         return line.strip()
+
+
+def delete(path: Path) -> None:
+    """Remove a file, or a folder in its place."""
+    remove(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def remove(path: Path) -> None:
@@ -210,7 +218,7 @@ class Pipeline:
             copy_project(root)
         self.environment = environment(root, **changes)
 
-    def start(self, command: tuple[str, ...] = DRIVER, **options: Any) -> "subprocess.Popen[bytes]":
+    def start(self, command: tuple[str, ...] = REPRO, **options: Any) -> "subprocess.Popen[bytes]":
         """Start a command in a session of its own; its output goes into the file `output`."""
         with self.log.open("ab") as output:
             return subprocess.Popen(
@@ -229,7 +237,7 @@ class Pipeline:
         """Where the output of the pipeline goes."""
         return self.root.parent / f"{self.root.name}.log"
 
-    def run(self, command: tuple[str, ...] = DRIVER) -> tuple[int, str]:
+    def run(self, command: tuple[str, ...] = REPRO) -> tuple[int, str]:
         """The exit status and the output of a command."""
         before = self.log.stat().st_size if self.log.exists() else 0
         process = self.start(command)
@@ -266,28 +274,48 @@ class Pipeline:
         return found
 
     def judged(self, what: str, status: int, output: str, place: "Place", *names: str) -> Outcome:
-        """The outcome of a fault after which the next call ended so."""
-        if status:
-            return judge_output(what, status, output, *names)
+        """The outcome of a fault after which the next call ended so; DVC's refusals are cured."""
+        if not status:
+            return self.compared(Outcome(what, "survived"), place)
+        said = judge_output(what, status, output, *names)
+        if file := OF_DVC.get(refusal_of_dvc(output)):
+            delete(self.root / file)
+            status, output = self.run()
+            again = f"still ends with status {status} without {file}: {output[-200:]}"
+            return Outcome(what, "lost", again) if status else self.compared(said, place)
+        return said
+
+    def compared(self, said: Outcome, place: "Place") -> Outcome:
+        """An outcome of a pipeline that has ended well, unless its results are others."""
         right, found = place.shared.digests, self.digests(place.agent)
         wrong = [key for key in {**right, **found} if right.get(key) != found.get(key)]
         if wrong:
-            return Outcome(what, "silently wrong", f"differ: {', '.join(sorted(wrong))}"[:300])
-        return Outcome(what, "survived")
+            return Outcome(said.what, "silently wrong", f"differ: {', '.join(sorted(wrong))}"[:300])
+        return said
+
+
+def errors_of_dvc(output: str) -> list[str]:
+    """The lines that DVC has printed as errors."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", output)
+    return re.findall(r"^ERROR: .+$", plain, re.M)
+
+
+def refusal_of_dvc(output: str) -> str:
+    """The refusal of DVC itself in an output, a key of OF_DVC; or ""."""
+    lines = errors_of_dvc(output)
+    return next((words for words in OF_DVC for line in lines if words in line), "")
 
 
 def judge_output(what: str, status: int, output: str, *names: str) -> Outcome:
     """The outcome of a fault after which a command ended with an error: its last line counts."""
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", output)
-    found = re.findall(
-        r"^(?:\S+ +)?(?:[\w.]+\.)?([A-Z]\w*(?:Error|Warning|Exception)): (.+)$", plain, re.M
-    )
+    if HANGS in output.splitlines()[-1:]:
+        return Outcome(what, "lost", HANGS)
+    if said := refusal_of_dvc(output):
+        return Outcome(what, "refused", f"by DVC: {said}")
+    found = re.findall(r"^(?:[\w.]+\.)?([A-Z]\w*(?:Error|Exception)): (.+)$", output, re.M)
     found = [each for each in found if each[0] != "PapermillExecutionError"]
-    if found:
-        return judge_error(what, *found[-1], *names)
-    lines = [line for line in plain.splitlines() if line.strip()] or ["no output"]
-    said = [line for line in lines if re.match("ERROR|failed:", line) or line == HANGS]
-    return judge_error(what, f"status {status}", (said or lines)[-1], *names)
+    lines = errors_of_dvc(output) or output.split("\n")
+    return judge_error(what, *(found or [(f"status {status}", lines[-1])])[-1], *names)
 
 
 def without_measurements(path: Path) -> str:
@@ -350,7 +378,7 @@ class Place:
         if "first stage" not in self.shared.small:
             written = {path: path.read_bytes() for path in self.agent.parameter_files()}
             self.agent.forget()
-            self.shared.small["first stage"] = self.agent.first_stage().value
+            self.shared.small["first stage"] = self.agent.call("first_stage").value
             for path, content in written.items():
                 path.write_bytes(content)
         return str(self.shared.small["first stage"])

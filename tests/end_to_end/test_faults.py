@@ -18,7 +18,6 @@ SAMPLE = {  # numbers of cases
     "damage parameters": (0,),
     "slips": (0, 2),
     "names, first stage": (0, 1),
-    "archives": (3,),
     "images": (2, 12),
     "npz": (0, 1),
     "pickles": (2, 6, 7),
