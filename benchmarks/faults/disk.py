@@ -86,8 +86,9 @@ def fill_training(place: Place, draw: random.Random, number: int) -> list[Outcom
 def fill_pipeline(place: Place, draw: random.Random, number: int) -> list[Outcome]:
     """A disk that is full somewhere in the pipeline, then has room again."""
     pipeline = place.pipeline(draw)
-    # Python 3.11 keeps bytecode that a full disk has cut, and fails at it: it is there before.
-    compileall.compile_dir(pipeline.root / "stamp_core", quiet=1)
+    for package in ("stamp_core", "workbench"):
+        # Python 3.11 keeps bytecode that a full disk has cut, and fails at it: it is there before.
+        compileall.compile_dir(pipeline.root / package, quiet=1)
     if mountable():
         kept, disk = pipeline.root.with_name(f"{pipeline.root.name}-kept"), pipeline.root
         disk.rename(kept)
@@ -96,18 +97,15 @@ def fill_pipeline(place: Place, draw: random.Random, number: int) -> list[Outcom
             assert place.shared.finished
             size = used(disk) + draw.randrange(8192, 2 * used(place.shared.finished / "data"))
             resize(disk, size)
-            status, _ = pipeline.run()
+            what = f"tmpfs: {size:,} bytes, status {pipeline.run()[0]}"
             resize(disk, ROOM)
-            outcome = pipeline.judged(
-                f"tmpfs: {size:,} bytes, status {status}", *pipeline.run(), place, str(disk)
-            )
+            outcome = pipeline.judged(what, *pipeline.run(), place, str(disk))
         remove(kept)
     else:
         size = int(10 ** draw.uniform(2, 6))
-        process = pipeline.start(
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-        )
-        what = f"RLIMIT_FSIZE: {size:,} bytes, status {process.wait()}"
+        limit = resource.RLIMIT_FSIZE, (size, size)
+        process = pipeline.start(preexec_fn=lambda: resource.setrlimit(*limit))
+        what = f"RLIMIT_FSIZE: {size:,} bytes, status {pipeline.ended(process)[0]}"
         outcome = pipeline.judged(what, *pipeline.run(), place, str(pipeline.root))
     remove(pipeline.root)
     return [outcome]

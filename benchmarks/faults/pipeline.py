@@ -5,19 +5,30 @@ import random
 import signal
 import subprocess
 import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
-from benchmarks.faults import FAILURES, Kind, Outcome
-from benchmarks.faults.project import Pipeline, Place, remove
+from benchmarks.faults import VERDICTS, Kind, Outcome
+from benchmarks.faults.project import HANGING, Pipeline, Place, judge_output, remove
+
+ALONE = 60  # seconds until what a killed process has started must have ended
 
 # From DVC downwards: what a fork of a fork server is follows from the server's own parent.
 PROCESSES = ("DVC", "papermill", "kernel", "fork server", "training", "worker")
+COMMANDS = {"ipykernel_launcher": "kernel", "bin/papermill ": "papermill"}
 FORKS = {
     **{"kernel": "fork server", "fork server": "training"},
     **{"training": "fork server of workers", "fork server of workers": "worker"},
 }
+
+
+def role(command: str, parent: str) -> str:
+    """What a process is by its command, or by its parent."""
+    found = [name for part, name in COMMANDS.items() if part in command]
+    return FORKS.get(parent, "") if "forkserver" in command else (found or [""])[0]
 
 
 def find(dvc: int, kind: str) -> list[psutil.Process]:
@@ -26,35 +37,25 @@ def find(dvc: int, kind: str) -> list[psutil.Process]:
         top = psutil.Process(dvc)
         roles = {dvc: "DVC"}
         for process in (below := top.children(recursive=True)):  # parents come first
-            line, parent = " ".join(process.cmdline()), roles.get(process.ppid(), "")
-            roles[process.pid] = (
-                FORKS.get(parent, "")
-                if "forkserver" in line
-                else "kernel"
-                if "ipykernel_launcher" in line
-                else "papermill"
-                if "bin/papermill " in line
-                else parent
-            )
+            roles[process.pid] = role(" ".join(process.cmdline()), roles.get(process.ppid(), ""))
     except psutil.NoSuchProcess:
         return []
     return [each for each in (top, *below) if roles[each.pid] == kind]
 
 
-def strike(dvc: "subprocess.Popen[bytes]", kind: str, moment: float) -> str:
-    """Kill a process of a kind after so many seconds, as soon as there is one; what was killed."""
-    end = time.monotonic() + moment
+def strike(dvc: "subprocess.Popen[bytes]", root: Path, kind: str, moment: float) -> Outcome | None:
+    """Kill a process of a kind after so many seconds, as soon as there is one."""
+    begin = time.monotonic() + moment
     while dvc.poll() is None:
-        late = time.monotonic() - end
+        late = time.monotonic() - begin
         kind = kind if late < 10 else "DVC"
         if late >= 0 and (found := find(dvc.pid, kind)):
-            try:
+            with suppress(psutil.NoSuchProcess):
                 found[-1].kill()
-                return kind
-            except psutil.NoSuchProcess:
-                continue
+                what = f"{kind}: after {moment:.1f} s"
+                return alone(what, root) if kind == "DVC" else Outcome(what, "survived")
         time.sleep(0.02)
-    return ""
+    return None
 
 
 def remaining(root: Path) -> list[psutil.Process]:
@@ -73,112 +74,68 @@ def end_remaining(root: Path) -> None:
             continue
 
 
-def all_end(root: Path, seconds: float = 20) -> bool:
-    """Whether everything in a copy of the project ends by itself."""
-    end = time.monotonic() + seconds
-    while remaining(root) and time.monotonic() < end:
+def alone(what: str, root: Path) -> Outcome:
+    """The outcome of a fault after which everything in a copy of the project ends by itself."""
+    end = time.monotonic() + ALONE
+    while running := remaining(root):
+        if time.monotonic() > end:
+            names = ", ".join(sorted(each.name() for each in running))
+            return Outcome(what, "lost", f"goes on for {ALONE} s: {names}")
         time.sleep(0.1)
-    return not remaining(root)
+    return Outcome(what, "survived")
 
 
-class Chain:
+Fault = Callable[["subprocess.Popen[bytes]", Path], Outcome | None]  # DVC, and its project
+
+
+def chain(place: Place, draw: random.Random, faults: Iterable[Fault]) -> list[Outcome]:
     """Faults one after the other on the way to one result, which is compared when it is there."""
+    pipeline = place.pipeline(draw)
+    outcomes = [Outcome("no fault: before the first", "survived")]
+    for fault in faults:
+        dvc = pipeline.start()
+        struck = fault(dvc, pipeline.root)
+        outcomes += [struck] if struck else []
+        status, output = pipeline.ended(dvc)
+        if not struck or status in (0, HANGING):
+            outcomes[-1] = settled(outcomes[-1], pipeline, status, output, place)
+            pipeline = place.pipeline(draw)
+        else:
+            pipeline.cure(output)
+    outcomes[-1] = settled(outcomes[-1], pipeline, *pipeline.run(), place)
+    return outcomes[1:]
 
-    def __init__(self, place: Place, draw: random.Random) -> None:
-        self.place, self.draw = place, draw
-        self.outcomes: list[Outcome] = []
-        self.renew()
 
-    def renew(self) -> None:
-        """Start from nothing."""
-        self.pipeline = self.place.pipeline(self.draw)
-        self.dvc: subprocess.Popen[bytes] | None = None
-        self.struck = False  # since DVC was started
-
-    def running(self) -> "subprocess.Popen[bytes]":
-        """DVC; one that has ended well is judged, and a new result begun."""
-        if self.dvc and self.dvc.poll() is None:
-            return self.dvc
-        if self.dvc:
-            self.judge_ended(self.dvc.returncode)
-        self.start = self.pipeline.log.stat().st_size if self.pipeline.log.exists() else 0
-        self.dvc, self.struck = self.pipeline.start(), False
-        return self.dvc
-
-    def judge_ended(self, status: int) -> None:
-        """Judge a DVC that has ended by itself: it may fail only if something was struck."""
-        if status and self.struck:
-            return
-        output = self.pipeline.log.read_bytes()[self.start :].decode(errors="replace")
-        what = self.outcomes[-1].what if self.outcomes else "no fault: before the first"
-        outcome = self.pipeline.judged(what, status, output, self.place, str(self.pipeline.root))
-        self.outcomes[-1:] = [outcome]
-        self.clear()
-        self.renew()
-
-    def finish(self) -> list[Outcome]:
-        """Let the pipeline end, and judge it; twice, where the last call was struck."""
-        for _ in range(2):
-            dvc = self.dvc or self.running()
-            status = self.pipeline.wait(dvc)
-            if status is None:
-                what = "hangs, struck" if self.struck else "hangs, called again"
-                faults = " / ".join(outcome.what for outcome in self.outcomes)
-                self.outcomes[-1] = Outcome(self.outcomes[-1].what, "lost", f"{what}: {faults}")
-                break
-            if not (status and self.struck):
-                self.judge_ended(status)
-                break
-            self.dvc = None
-        self.clear()
-        return self.outcomes
-
-    def clear(self) -> None:
-        """End what still runs, and remove the copy."""
-        end_remaining(self.pipeline.root)
-        time.sleep(0.2)  # a process that was killed may just be writing there
-        remove(self.pipeline.root)
+def settled(last: Outcome, pipeline: Pipeline, status: int, output: str, place: Place) -> Outcome:
+    """The last outcome, or a worse one of the call that followed; its project is removed."""
+    judged = pipeline.judged(last.what, status, output, place, str(pipeline.root))
+    end_remaining(pipeline.root)
+    time.sleep(0.2)  # a process that was killed may just be writing there
+    remove(pipeline.root)
+    return max(last, judged, key=lambda outcome: VERDICTS.index(outcome.verdict))
 
 
 def kill_pipeline(place: Place, draw: random.Random, number: int) -> list[Outcome]:
     """SIGKILL to a process of each kind, one after the other, on the way to one result."""
-    chain = Chain(place, draw)
-    for kind in draw.sample([*PROCESSES, *PROCESSES], 2 * len(PROCESSES)):
-        dvc, moment = chain.running(), draw.uniform(0.5, 9)
-        killed = strike(dvc, kind, moment)
-        if killed:
-            chain.struck = True
-            what, root = f"{killed}: after {moment:.1f} s", chain.pipeline.root
-            chain.outcomes.append(Outcome(what, "survived"))
-        if killed == "DVC":
-            dvc.wait()
-            if draw.random() < 0.5 and not all_end(root):
-                chain.outcomes[-1] = Outcome(what, "lost", "what DVC has started goes on")
-    return chain.finish()
+
+    def kill(kind: str) -> Fault:
+        return lambda dvc, root: strike(dvc, root, kind, draw.uniform(0.5, 9))
+
+    return chain(place, draw, map(kill, draw.sample([*PROCESSES, *PROCESSES], 2 * len(PROCESSES))))
 
 
 def interrupt_pipeline(place: Place, draw: random.Random, number: int) -> list[Outcome]:
     """SIGINT to DVC's process group, as a terminal sends it, several times in a run."""
-    chain = Chain(place, draw)
-    for _ in range(11):
-        dvc, moment = chain.running(), draw.uniform(0.5, 10)
-        try:
+
+    def interrupt(dvc: "subprocess.Popen[bytes]", root: Path) -> Outcome | None:
+        moment = draw.uniform(0.5, 10)
+        with suppress(subprocess.TimeoutExpired):
             dvc.wait(moment)
-            continue  # ended before; the next round begins anew
-        except subprocess.TimeoutExpired:
-            os.killpg(dvc.pid, signal.SIGINT)
-        chain.struck = True
-        what = f"Ctrl-C: after {moment:.1f} s"
-        try:
-            status = dvc.wait(60)
-            ended = Outcome(what, "survived", f"status {status}")
-        except subprocess.TimeoutExpired:
-            dvc.kill()
-            ended = Outcome(what, "lost", "does not end within a minute")
-        if not all_end(chain.pipeline.root):
-            ended = Outcome(what, "lost", "what DVC has started goes on")
-        chain.outcomes.append(ended)
-    return chain.finish()
+            return None
+        os.killpg(dvc.pid, signal.SIGINT)
+        return alone(f"Ctrl-C: after {moment:.1f} s", root)
+
+    return chain(place, draw, [interrupt] * 11)
 
 
 def two_at_once(place: Place, draw: random.Random, number: int) -> list[Outcome]:
@@ -194,15 +151,10 @@ def two_at_once(place: Place, draw: random.Random, number: int) -> list[Outcome]
         first.kill()
         what = f"second call: the first was killed after {moment:.1f} s"
     status, output = pipeline.run()
-    if status and not number % 2:  # one of both waits in vain for the other, and says so
-        said = pipeline.judged(what, status, output, place, str(pipeline.root))
-        if said.verdict in FAILURES:
-            return [said]
-    pipeline.wait(first)
-    outcome = pipeline.judged(what, *pipeline.run(), place, str(pipeline.root))
-    end_remaining(pipeline.root)
-    remove(pipeline.root)
-    return [outcome]
+    root = str(pipeline.root)
+    said = judge_output(what, status, output, root) if status else Outcome(what, "survived")
+    pipeline.ended(first)
+    return [settled(said, pipeline, *pipeline.run(), place)]
 
 
 def surroundings(place: Place, draw: random.Random, number: int) -> list[Outcome]:

@@ -45,12 +45,12 @@ MEASURED = re.compile(
 )  # columns of tables
 PATIENCE = 120  # seconds until a call counts as hanging
 QUIET = 150  # seconds without a line of output until a pipeline counts as hanging
-HANGS = "the call hangs"
+HANGING = -1000  # status of a call that was killed as it printed nothing
+KEPT = ("data/splits", "data/metrics", "figures")  # folders of results beside records
 REPRO = ("dvc", "repro")  # what `make repro` runs
-# Refusals of DVC itself, whose cures docs/pipeline.md tells; and the file that has to go, if any.
-OF_DVC = {
-    "is busy, it is being blocked by": None,
-    "Unable to acquire lock": None,
+OF_DVC = {  # refusals of DVC itself, whose cures docs/pipeline.md tells; what has to be deleted
+    "is busy, it is being blocked by": "",  # wait
+    "Unable to acquire lock": "",
     "RWLock-file": ".dvc/tmp/rwlock",
     "dvc.lock": "dvc.lock",
 }
@@ -221,6 +221,7 @@ class Pipeline:
     def start(self, command: tuple[str, ...] = REPRO, **options: Any) -> "subprocess.Popen[bytes]":
         """Start a command in a session of its own; its output goes into the file `output`."""
         with self.log.open("ab") as output:
+            self.begin = output.tell()
             return subprocess.Popen(
                 command,
                 cwd=self.root,
@@ -239,14 +240,13 @@ class Pipeline:
 
     def run(self, command: tuple[str, ...] = REPRO) -> tuple[int, str]:
         """The exit status and the output of a command."""
-        before = self.log.stat().st_size if self.log.exists() else 0
-        process = self.start(command)
-        status = self.wait(process)
-        output = self.log.read_bytes()[before:].decode(errors="replace")
-        return (1, f"{output}\n{HANGS}") if status is None else (status, output)
+        return self.ended(self.start(command))
 
-    def wait(self, process: "subprocess.Popen[bytes]") -> int | None:
-        """The exit status of a command; None, and it is killed, if it has long printed nothing."""
+    def ended(self, process: "subprocess.Popen[bytes]") -> tuple[int, str]:
+        """The exit status and the output of the command that was started last, once it has ended.
+
+        One that prints nothing for long is killed.
+        """
         size, last = 0, time.monotonic()
         while (status := process.poll()) is None:
             if (now := self.log.stat().st_size) > size:
@@ -254,14 +254,22 @@ class Pipeline:
             if time.monotonic() > last + QUIET:
                 process.kill()
                 process.wait()
-                return None
+                status = HANGING
+                break
             time.sleep(0.05)
-        return status
+        output = self.log.read_bytes()[self.begin :].decode(errors="replace")
+        return status, re.sub(r"\x1b\[[0-9;]*m", "", output)
+
+    def cure(self, output: str) -> bool:
+        """Whether DVC itself has refused; the file that it refuses is deleted."""
+        if said := refusal_of_dvc(output):
+            delete(self.root / (OF_DVC[said] or "nothing"))
+        return bool(said)
 
     def digests(self, agent: Agent) -> dict[str, str]:
         """All results but what is measured: plans, records, tables and figures."""
         found = {}
-        for path in sorted([*self.root.glob("data/splits/**/*"), *self.root.glob("figures/**/*")]):
+        for path in sorted(path for name in KEPT for path in self.root.glob(f"{name}/**/*")):
             if path.is_file() and path.name not in ("cost.png", "coresets_time.png"):
                 content = without_measurements(path).encode("latin-1")
                 found[str(path.relative_to(self.root))] = hashlib.sha256(content).hexdigest()
@@ -278,12 +286,11 @@ class Pipeline:
         if not status:
             return self.compared(Outcome(what, "survived"), place)
         said = judge_output(what, status, output, *names)
-        if file := OF_DVC.get(refusal_of_dvc(output)):
-            delete(self.root / file)
-            status, output = self.run()
-            again = f"still ends with status {status} without {file}: {output[-200:]}"
-            return Outcome(what, "lost", again) if status else self.compared(said, place)
-        return said
+        if not self.cure(output):
+            return said
+        status, output = self.run()
+        again = f"still ends with status {status} after the cure: {output[-200:]}"
+        return Outcome(what, "lost", again) if status else self.compared(said, place)
 
     def compared(self, said: Outcome, place: "Place") -> Outcome:
         """An outcome of a pipeline that has ended well, unless its results are others."""
@@ -296,8 +303,7 @@ class Pipeline:
 
 def errors_of_dvc(output: str) -> list[str]:
     """The lines that DVC has printed as errors."""
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", output)
-    return re.findall(r"^ERROR: .+$", plain, re.M)
+    return re.findall(r"^ERROR: .+$", output, re.M)
 
 
 def refusal_of_dvc(output: str) -> str:
@@ -308,8 +314,8 @@ def refusal_of_dvc(output: str) -> str:
 
 def judge_output(what: str, status: int, output: str, *names: str) -> Outcome:
     """The outcome of a fault after which a command ended with an error: its last line counts."""
-    if HANGS in output.splitlines()[-1:]:
-        return Outcome(what, "lost", HANGS)
+    if status == HANGING:
+        return Outcome(what, "lost", "the call hangs")
     if said := refusal_of_dvc(output):
         return Outcome(what, "refused", f"by DVC: {said}")
     found = re.findall(r"^(?:[\w.]+\.)?([A-Z]\w*(?:Error|Exception)): (.+)$", output, re.M)

@@ -81,7 +81,6 @@ def test_the_next_call_is_judged_by_error_status_and_bytes() -> None:
             "refused",
         ),
         ("ValueError: f is cut", "lost"),
-        ("the call hangs", "lost"),
     ],
 )
 def test_the_last_error_in_an_output_counts(last: str, verdict: str) -> None:
