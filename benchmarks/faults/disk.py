@@ -50,16 +50,12 @@ def used(folder: Path) -> int:
 
 def judge_training(what: str, full: Answer, again: Answer, right: object, root: Path) -> Outcome:
     """The outcome of a full disk: the next call's, and the file named in an error before."""
-    if full.error and "No space" not in full.error[1] and "too large" not in full.error[1]:
-        lacking = refusal(*full.error, str(root))
-        if lacking:
-            return Outcome(
-                what, "lost", f"on the full disk, {lacking}: {': '.join(full.error)}"[:300]
-            )
-    if full.error and str(root) not in full.error[1]:
-        return Outcome(
-            what, "lost", f"on the full disk, names no file: {': '.join(full.error)}"[:300]
-        )
+    if full.error:
+        kind, message = full.error
+        known = "No space" in message or "too large" in message  # what the system says
+        if lacking := refusal(kind, f"{message}; free space" if known else message, str(root)):
+            text = f"on the full disk, {lacking}: {kind}: {message}"
+            return Outcome(what, "lost", text[:300])
     return again.judged(what, right, str(root))
 
 

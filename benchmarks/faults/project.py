@@ -352,6 +352,7 @@ def _unmeasured(tree: Any) -> Any:
 class Shared:
     """What an unbroken run gives, for all places."""
 
+    first_stage: str
     small: dict[str, Any]  # of the small training, by method
     seconds: dict[str, float]  # of the small training, by method
     operations: dict[str, int]  # of the small training on files, by method
@@ -370,7 +371,8 @@ class Place:
 
     def measure(self) -> Shared:
         """The small training without a fault."""
-        shared = Shared({}, {}, {}, {}, None)
+        first = self.agent.call("first_stage").value
+        shared = Shared(first, {}, {}, {}, {}, None)
         for method in ("stamp", "replay"):
             answer = self.agent.call("train_small", method=method, count=True)
             assert not answer.error, answer
@@ -378,16 +380,6 @@ class Place:
             shared.seconds[method], shared.operations[method] = answer.seconds, answer.operations
             self.agent.forget()
         return shared
-
-    def untouched(self) -> str:
-        """What the first stage says without a fault."""
-        if "first stage" not in self.shared.small:
-            written = {path: path.read_bytes() for path in self.agent.parameter_files()}
-            self.agent.forget()
-            self.shared.small["first stage"] = self.agent.call("first_stage").value
-            for path, content in written.items():
-                path.write_bytes(content)
-        return str(self.shared.small["first stage"])
 
     def measure_pipeline(self) -> None:
         """The complete pipeline without a fault."""

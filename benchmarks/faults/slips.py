@@ -81,7 +81,7 @@ def slip_parameters(place: Place, draw: random.Random, number: int) -> list[Outc
     if answer.error:
         names = [str(part) for part in path if isinstance(part, str)]
         return [judge_error(what, *answer.error, name, *names)]
-    if "renamed" in what and answer.value == place.untouched():
+    if "renamed" in what and answer.value == place.shared.first_stage:
         return [Outcome(what, "silently wrong", "accepted, and changes nothing")]
     return [trained(place, what, name, path)]
 
