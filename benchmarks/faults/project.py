@@ -30,6 +30,7 @@ PAPER = {  # the paper's images are on few machines
     "ablation": {"baselines": ["fedavg"], "method": []},
     "sweeps": {},
 }
+SWEEPS = ("kappa", "exemplars_tiny", "alpha_tiny")  # of the quick profile
 SMALLER: dict[str, Any] = {  # than the quick profile, but with every stage
     "grid.method": ["fedavg", "replay", "sam"],
     "tour.method": ["fedavg", "replay", "sam"],
@@ -44,7 +45,7 @@ MEASURED = re.compile(
     r"\bs (/|setup)|\bms\b|seconds|memory|time|peak|\bshare\b"
 )  # columns of tables
 PATIENCE = 120  # seconds until a call counts as hanging
-QUIET = 150  # seconds without a line of output until a pipeline counts as hanging
+QUIET = 300  # seconds without a line of output until a pipeline counts as hanging
 HANGING = -1000  # status of a call that was killed as it printed nothing
 KEPT = ("data/splits", "data/metrics", "figures")  # folders of results beside records
 REPRO = ("dvc", "repro")  # what `make repro` runs
@@ -69,6 +70,8 @@ def copy_project(root: Path, rounds: int = 2) -> None:
     (root / "data/executed").mkdir(parents=True)
     (root / "figures").mkdir()
     shutil.copy(root / "params/quick.yaml", root / "params.yaml")
+    quick = YAML().load(root / "params.yaml")
+    change(root / "params.yaml", "sweeps", {name: quick["sweeps"][name] for name in SWEEPS})
     for key, value in SMALLER.items():
         change(root / "params.yaml", key, value)
     change(root / "params/settings.yaml", "tiny.training.rounds", rounds)
