@@ -40,7 +40,7 @@ def train_small(method: str = "stamp", seeds: str = "0to1", workers: int = 1) ->
     """Digests of plans and records: those on disk are kept, others trained or resumed."""
     experiment = load_experiment("tiny", method)
     plans = load_plans(experiment.setting, experiment.dataset(), seeds, QUICK)
-    save_plans(plans, experiment.setting, seeds, QUICK)
+    save_plans(plans, experiment.setting, QUICK)
     records = load_records(experiment, seeds, QUICK, outdated=False)
     records = records or train_and_save(experiment, seeds, QUICK, workers, "cpu")
     folder, digests = run_folder(experiment, seeds, QUICK), {}

@@ -146,7 +146,7 @@ def damage_parameters(place: Place, draw: random.Random, number: int) -> list[Ou
         path = agent.root / "params.yaml"
     how = ways[number % len(ways)]
     HOW[how](path, draw)
-    answer = agent.first_stage()
+    answer = agent.call("first_stage")
     if path.is_dir():
         remove(path)
     what, name = f"{path.name}: {how}", path.relative_to(agent.root)
@@ -167,7 +167,7 @@ WHOLE = {
 
 
 def damage_pipeline(place: Place, draw: random.Random, number: int) -> list[Outcome]:
-    """Damage to one file of a pipeline that has ended; then the driver is called again."""
+    """Damage to one file of a pipeline that has ended; then DVC is called again."""
     kind = list(WHOLE)[number % len(WHOLE)]
     pipeline = place.pipeline(draw, finished=True)
     path = draw.choice(sorted(each for each in pipeline.root.glob(WHOLE[kind]) if each.is_file()))
@@ -198,7 +198,7 @@ KINDS = {
     ),
     "damage pipeline": Kind(
         "dvc.lock, executed notebooks, plans, records, records of sweeps, objects of DVC's cache, "
-        "fingerprints of the finished pipeline; then `make repro`",
+        "fingerprints of the finished pipeline; then `dvc repro`",
         damage_pipeline,
         14,
         whole=True,

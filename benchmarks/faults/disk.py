@@ -50,16 +50,12 @@ def used(folder: Path) -> int:
 
 def judge_training(what: str, full: Answer, again: Answer, right: object, root: Path) -> Outcome:
     """The outcome of a full disk: the next call's, and the file named in an error before."""
-    if full.error and "No space" not in full.error[1] and "too large" not in full.error[1]:
-        lacking = refusal(*full.error, str(root))
-        if lacking:
-            return Outcome(
-                what, "lost", f"on the full disk, {lacking}: {': '.join(full.error)}"[:300]
-            )
-    if full.error and str(root) not in full.error[1]:
-        return Outcome(
-            what, "lost", f"on the full disk, names no file: {': '.join(full.error)}"[:300]
-        )
+    if full.error:
+        kind, message = full.error
+        known = "No space" in message or "too large" in message  # what the system says
+        if lacking := refusal(kind, f"{message}; free space" if known else message, str(root)):
+            text = f"on the full disk, {lacking}: {kind}: {message}"
+            return Outcome(what, "lost", text[:300])
     return again.judged(what, right, str(root))
 
 
@@ -86,8 +82,9 @@ def fill_training(place: Place, draw: random.Random, number: int) -> list[Outcom
 def fill_pipeline(place: Place, draw: random.Random, number: int) -> list[Outcome]:
     """A disk that is full somewhere in the pipeline, then has room again."""
     pipeline = place.pipeline(draw)
-    # Python 3.11 keeps bytecode that a full disk has cut, and fails at it: it is there before.
-    compileall.compile_dir(pipeline.root / "stamp_core", quiet=1)
+    for package in ("stamp_core", "workbench"):
+        # Python 3.11 keeps bytecode that a full disk has cut, and fails at it: it is there before.
+        compileall.compile_dir(pipeline.root / package, quiet=1)
     if mountable():
         kept, disk = pipeline.root.with_name(f"{pipeline.root.name}-kept"), pipeline.root
         disk.rename(kept)
@@ -96,18 +93,15 @@ def fill_pipeline(place: Place, draw: random.Random, number: int) -> list[Outcom
             assert place.shared.finished
             size = used(disk) + draw.randrange(8192, 2 * used(place.shared.finished / "data"))
             resize(disk, size)
-            status, _ = pipeline.run()
+            what = f"tmpfs: {size:,} bytes, status {pipeline.run()[0]}"
             resize(disk, ROOM)
-            outcome = pipeline.judged(
-                f"tmpfs: {size:,} bytes, status {status}", *pipeline.run(), place, str(disk)
-            )
+            outcome = pipeline.judged(what, *pipeline.run(), place, str(disk))
         remove(kept)
     else:
         size = int(10 ** draw.uniform(2, 6))
-        process = pipeline.start(
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-        )
-        what = f"RLIMIT_FSIZE: {size:,} bytes, status {process.wait()}"
+        limit = resource.RLIMIT_FSIZE, (size, size)
+        process = pipeline.start(preexec_fn=lambda: resource.setrlimit(*limit))
+        what = f"RLIMIT_FSIZE: {size:,} bytes, status {pipeline.ended(process)[0]}"
         outcome = pipeline.judged(what, *pipeline.run(), place, str(pipeline.root))
     remove(pipeline.root)
     return [outcome]

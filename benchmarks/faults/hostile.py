@@ -1,4 +1,4 @@
-"""Hostile input: images that fill memory, arrays that are none, pickles that run."""
+"""Hostile input: images and arrays that fill memory or are none, pickles that run."""
 
 import io
 import os

@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -26,7 +27,8 @@ def kill_training(place: Place, draw: random.Random, number: int) -> list[Outcom
                 _kill_worker(process, moment)
             else:
                 time.sleep(moment)
-                _kill(process)
+                with suppress(ProcessLookupError):  # it has ended meanwhile
+                    os.kill(process, signal.SIGKILL)
 
         broken = agent.call("train_small", during=strike, method=method, workers=workers)
     else:
@@ -42,27 +44,18 @@ def kill_training(place: Place, draw: random.Random, number: int) -> list[Outcom
     return [again.judged(what, shared.small[method], *files)]
 
 
-def _kill(process: int) -> None:
-    try:
-        os.kill(process, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # it has ended meanwhile
-
-
-def _kill_worker(process: int, moment: float) -> None:
+def _kill_worker(training: int, moment: float) -> None:
     """Kill a worker process of a training so many seconds after it was started."""
     end = time.monotonic() + 20
-    while time.monotonic() < end and psutil.pid_exists(process):
-        try:
-            family = psutil.Process(process).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return
-        workers = [each for each in family if each.ppid() != process]  # of its fork server
-        if workers:
-            time.sleep(moment)
-            _kill(workers[-1].pid)
-            return
-        time.sleep(0.01)
+    with suppress(psutil.NoSuchProcess, IndexError):
+        process = psutil.Process(training)
+        workers: list[psutil.Process] = []
+        while not workers and time.monotonic() < end:
+            family = process.children(recursive=True)
+            workers = [each for each in family if each.ppid() != training]  # of its fork server
+            time.sleep(0.01)
+        time.sleep(moment)
+        workers[-1].kill()
 
 
 KINDS = {

@@ -22,7 +22,7 @@ from benchmarks.faults import Outcome, judge_error
 from stamp_core.core.paths import ROOT
 
 COPIED = (
-    *("stamp_core", "workbench.workflow", "benchmarks", "notebooks", "params", "pipelines"),
+    *("stamp_core", "workbench", "benchmarks", "notebooks", "params", "pipelines"),
     *(".dvc", ".dvcignore", ".gitignore", "dvc.yaml", "pyproject.toml"),
 )
 PAPER = {  # the paper's images are on few machines
@@ -30,6 +30,7 @@ PAPER = {  # the paper's images are on few machines
     "ablation": {"baselines": ["fedavg"], "method": []},
     "sweeps": {},
 }
+SWEEPS = ("kappa", "exemplars_tiny", "alpha_tiny")  # of the quick profile
 SMALLER: dict[str, Any] = {  # than the quick profile, but with every stage
     "grid.method": ["fedavg", "replay", "sam"],
     "tour.method": ["fedavg", "replay", "sam"],
@@ -44,9 +45,16 @@ MEASURED = re.compile(
     r"\bs (/|setup)|\bms\b|seconds|memory|time|peak|\bshare\b"
 )  # columns of tables
 PATIENCE = 120  # seconds until a call counts as hanging
-QUIET = 75  # seconds without a line of output until a pipeline counts as hanging
-HANGS = "the call hangs"
-DRIVER = (sys.executable, "-m", "workbench.workflow.repro")  # what `make repro` runs
+QUIET = 300  # seconds without a line of output until a pipeline counts as hanging
+HANGING = -1000  # status of a call that was killed as it printed nothing
+KEPT = ("data/splits", "data/metrics", "figures")  # folders of results beside records
+REPRO = ("dvc", "repro")  # what `make repro` runs
+OF_DVC = {  # refusals of DVC itself, whose cures docs/pipeline.md tells; what has to be deleted
+    "is busy, it is being blocked by": "",  # wait
+    "Unable to acquire lock": "",
+    "RWLock-file": ".dvc/tmp/rwlock",
+    "dvc.lock": "dvc.lock",
+}
 
 
 def copy_project(root: Path, rounds: int = 2) -> None:
@@ -62,6 +70,8 @@ def copy_project(root: Path, rounds: int = 2) -> None:
     (root / "data/executed").mkdir(parents=True)
     (root / "figures").mkdir()
     shutil.copy(root / "params/quick.yaml", root / "params.yaml")
+    quick = YAML().load(root / "params.yaml")
+    change(root / "params.yaml", "sweeps", {name: quick["sweeps"][name] for name in SWEEPS})
     for key, value in SMALLER.items():
         change(root / "params.yaml", key, value)
     change(root / "params/settings.yaml", "tiny.training.rounds", rounds)
@@ -166,10 +176,6 @@ class Agent:
         seconds, operations = time.monotonic() - start, answer.get("operations", 0)
         return Answer(status, answer.get("value"), error, output, seconds, operations)
 
-    def first_stage(self) -> Answer:
-        """What the first stage of the pipeline says of the parameters."""
-        return self.call("first_stage")
-
     def forget(self) -> None:
         """Remove everything computed, and undo changes of parameters."""
         remove(self.root / "data")
@@ -188,6 +194,11 @@ class Agent:
         line = self.process.stdout.readline()
         assert line, "the agent has ended"
         return line.strip()
+
+
+def delete(path: Path) -> None:
+    """Remove a file, or a folder in its place."""
+    remove(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def remove(path: Path) -> None:
@@ -210,9 +221,10 @@ class Pipeline:
             copy_project(root)
         self.environment = environment(root, **changes)
 
-    def start(self, command: tuple[str, ...] = DRIVER, **options: Any) -> "subprocess.Popen[bytes]":
+    def start(self, command: tuple[str, ...] = REPRO, **options: Any) -> "subprocess.Popen[bytes]":
         """Start a command in a session of its own; its output goes into the file `output`."""
         with self.log.open("ab") as output:
+            self.begin = output.tell()
             return subprocess.Popen(
                 command,
                 cwd=self.root,
@@ -229,16 +241,15 @@ class Pipeline:
         """Where the output of the pipeline goes."""
         return self.root.parent / f"{self.root.name}.log"
 
-    def run(self, command: tuple[str, ...] = DRIVER) -> tuple[int, str]:
+    def run(self, command: tuple[str, ...] = REPRO) -> tuple[int, str]:
         """The exit status and the output of a command."""
-        before = self.log.stat().st_size if self.log.exists() else 0
-        process = self.start(command)
-        status = self.wait(process)
-        output = self.log.read_bytes()[before:].decode(errors="replace")
-        return (1, f"{output}\n{HANGS}") if status is None else (status, output)
+        return self.ended(self.start(command))
 
-    def wait(self, process: "subprocess.Popen[bytes]") -> int | None:
-        """The exit status of a command; None, and it is killed, if it has long printed nothing."""
+    def ended(self, process: "subprocess.Popen[bytes]") -> tuple[int, str]:
+        """The exit status and the output of the command that was started last, once it has ended.
+
+        One that prints nothing for long is killed.
+        """
         size, last = 0, time.monotonic()
         while (status := process.poll()) is None:
             if (now := self.log.stat().st_size) > size:
@@ -246,14 +257,22 @@ class Pipeline:
             if time.monotonic() > last + QUIET:
                 process.kill()
                 process.wait()
-                return None
+                status = HANGING
+                break
             time.sleep(0.05)
-        return status
+        output = self.log.read_bytes()[self.begin :].decode(errors="replace")
+        return status, re.sub(r"\x1b\[[0-9;]*m", "", output)
+
+    def cure(self, output: str) -> bool:
+        """Whether DVC itself has refused; the file that it refuses is deleted."""
+        if said := refusal_of_dvc(output):
+            delete(self.root / (OF_DVC[said] or "nothing"))
+        return bool(said)
 
     def digests(self, agent: Agent) -> dict[str, str]:
         """All results but what is measured: plans, records, tables and figures."""
         found = {}
-        for path in sorted([*self.root.glob("data/splits/**/*"), *self.root.glob("figures/**/*")]):
+        for path in sorted(path for name in KEPT for path in self.root.glob(f"{name}/**/*")):
             if path.is_file() and path.name not in ("cost.png", "coresets_time.png"):
                 content = without_measurements(path).encode("latin-1")
                 found[str(path.relative_to(self.root))] = hashlib.sha256(content).hexdigest()
@@ -266,28 +285,46 @@ class Pipeline:
         return found
 
     def judged(self, what: str, status: int, output: str, place: "Place", *names: str) -> Outcome:
-        """The outcome of a fault after which the next call ended so."""
-        if status:
-            return judge_output(what, status, output, *names)
+        """The outcome of a fault after which the next call ended so; DVC's refusals are cured."""
+        if not status:
+            return self.compared(Outcome(what, "survived"), place)
+        said = judge_output(what, status, output, *names)
+        if not self.cure(output):
+            return said
+        status, output = self.run()
+        again = f"still ends with status {status} after the cure: {output[-200:]}"
+        return Outcome(what, "lost", again) if status else self.compared(said, place)
+
+    def compared(self, said: Outcome, place: "Place") -> Outcome:
+        """An outcome of a pipeline that has ended well, unless its results are others."""
         right, found = place.shared.digests, self.digests(place.agent)
         wrong = [key for key in {**right, **found} if right.get(key) != found.get(key)]
         if wrong:
-            return Outcome(what, "silently wrong", f"differ: {', '.join(sorted(wrong))}"[:300])
-        return Outcome(what, "survived")
+            return Outcome(said.what, "silently wrong", f"differ: {', '.join(sorted(wrong))}"[:300])
+        return said
+
+
+def errors_of_dvc(output: str) -> list[str]:
+    """The lines that DVC has printed as errors."""
+    return re.findall(r"^ERROR: .+$", output, re.M)
+
+
+def refusal_of_dvc(output: str) -> str:
+    """The refusal of DVC itself in an output, a key of OF_DVC; or ""."""
+    lines = errors_of_dvc(output)
+    return next((words for words in OF_DVC for line in lines if words in line), "")
 
 
 def judge_output(what: str, status: int, output: str, *names: str) -> Outcome:
     """The outcome of a fault after which a command ended with an error: its last line counts."""
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", output)
-    found = re.findall(
-        r"^(?:\S+ +)?(?:[\w.]+\.)?([A-Z]\w*(?:Error|Warning|Exception)): (.+)$", plain, re.M
-    )
+    if status == HANGING:
+        return Outcome(what, "lost", "the call hangs")
+    if said := refusal_of_dvc(output):
+        return Outcome(what, "refused", f"by DVC: {said}")
+    found = re.findall(r"^(?:[\w.]+\.)?([A-Z]\w*(?:Error|Exception)): (.+)$", output, re.M)
     found = [each for each in found if each[0] != "PapermillExecutionError"]
-    if found:
-        return judge_error(what, *found[-1], *names)
-    lines = [line for line in plain.splitlines() if line.strip()] or ["no output"]
-    said = [line for line in lines if re.match("ERROR|failed:", line) or line == HANGS]
-    return judge_error(what, f"status {status}", (said or lines)[-1], *names)
+    lines = errors_of_dvc(output) or output.split("\n")
+    return judge_error(what, *(found or [(f"status {status}", lines[-1])])[-1], *names)
 
 
 def without_measurements(path: Path) -> str:
@@ -318,6 +355,7 @@ def _unmeasured(tree: Any) -> Any:
 class Shared:
     """What an unbroken run gives, for all places."""
 
+    first_stage: str
     small: dict[str, Any]  # of the small training, by method
     seconds: dict[str, float]  # of the small training, by method
     operations: dict[str, int]  # of the small training on files, by method
@@ -336,7 +374,8 @@ class Place:
 
     def measure(self) -> Shared:
         """The small training without a fault."""
-        shared = Shared({}, {}, {}, {}, None)
+        first = self.agent.call("first_stage").value
+        shared = Shared(first, {}, {}, {}, {}, None)
         for method in ("stamp", "replay"):
             answer = self.agent.call("train_small", method=method, count=True)
             assert not answer.error, answer
@@ -344,16 +383,6 @@ class Place:
             shared.seconds[method], shared.operations[method] = answer.seconds, answer.operations
             self.agent.forget()
         return shared
-
-    def untouched(self) -> str:
-        """What the first stage says without a fault."""
-        if "first stage" not in self.shared.small:
-            written = {path: path.read_bytes() for path in self.agent.parameter_files()}
-            self.agent.forget()
-            self.shared.small["first stage"] = self.agent.first_stage().value
-            for path, content in written.items():
-                path.write_bytes(content)
-        return str(self.shared.small["first stage"])
 
     def measure_pipeline(self) -> None:
         """The complete pipeline without a fault."""

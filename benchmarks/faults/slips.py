@@ -2,13 +2,14 @@
 
 import copy
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
 
 from benchmarks.faults import Kind, Outcome, judge_error
-from benchmarks.faults.project import DRIVER, Answer, Place, judge_output, remove
+from benchmarks.faults.project import REPRO, Answer, Place, judge_output, remove
 
 TRAINED_AT_MOST = 5  # seconds of CPU in which a training with an accepted slip shows an error
 MEMORY = 4 << 30  # bytes that such a training may take
@@ -74,13 +75,13 @@ def slip_parameters(place: Place, draw: random.Random, number: int) -> list[Outc
     what, path = slip(tree, draw, place.traps / "slip")
     write(tree, agent.root / name)
     what = f"{name}: {what}"
-    answer = agent.first_stage()
+    answer = agent.call("first_stage")
     if sprung := place.sprung():
         return [Outcome(what, "executed", ", ".join(sprung))]
     if answer.error:
         names = [str(part) for part in path if isinstance(part, str)]
         return [judge_error(what, *answer.error, name, *names)]
-    if "renamed" in what and answer.value == place.untouched():
+    if "renamed" in what and answer.value == place.shared.first_stage:
         return [Outcome(what, "silently wrong", "accepted, and changes nothing")]
     return [trained(place, what, name, path)]
 
@@ -109,6 +110,8 @@ def trained(place: Place, what: str, name: str, path: tuple[Any, ...]) -> Outcom
 
 # --- names
 
+Edit = Callable[[Any, str], Any]  # of a parameter file as a tree, to a name
+
 NAMES = (
     "a; touch {} #",
     "$(touch {})",
@@ -133,79 +136,51 @@ def rename(tree: Any, old: str, new: str) -> Any:
     return new if tree == old else tree
 
 
-def hostile_setting(root: Path, name: str) -> None:
-    """A setting of this name, in params/settings.yaml and in the grids."""
-    for file in ("params/settings.yaml", "params.yaml", "params/paper.yaml"):
-        rewrite(root / file, lambda tree: rename(tree, "tiny", name))
+def renamed(old: str) -> Edit:
+    """What gives a name to what has another one."""
+    return lambda tree, name: rename(tree, old, name)
 
 
-def hostile_method(root: Path, name: str) -> None:
-    """A preset of this name, in params/methods.yaml and in the grids."""
-    for file in ("params/methods.yaml", "params.yaml"):
-        rewrite(root / file, lambda tree: rename(tree, "sam", name))
+def put(*path: str) -> Edit:
+    """What puts a name in place of one value."""
+
+    def edit(tree: Any, name: str) -> Any:
+        block = tree
+        for part in path[:-1]:
+            block = block[part]
+        block[path[-1]] = [name] if path[-1] == "seeds" else name
+        return tree
+
+    return edit
 
 
-def hostile_sweep(root: Path, name: str) -> None:
-    """A sweep of this name."""
-    rewrite(root / "params.yaml", lambda tree: rename(tree, "kappa", name))
+SETTINGS, METHODS, GRID = "params/settings.yaml", "params/methods.yaml", "params.yaml"
+HOLDERS: dict[str, tuple[Edit, tuple[str, ...]]] = {  # who has a hostile name; the files to edit
+    "setting": (renamed("tiny"), (SETTINGS, GRID, "params/paper.yaml")),
+    "method": (renamed("sam"), (METHODS, GRID)),
+    "sweep": (renamed("kappa"), (GRID,)),
+    "source": (put("tiny", "data", "source"), (SETTINGS,)),
+    "weights": (put("tiny", "network", "pretrained"), (SETTINGS,)),
+    "seeds": (put("grid", "seeds"), (GRID,)),
+    "kind": (put("sam", "kind"), (METHODS,)),
+}
 
 
-def hostile_source(root: Path, name: str) -> None:
-    """A data source of this name."""
-    rewrite(root / "params/settings.yaml", lambda tree: put(tree, ["tiny", "data", "source"], name))
-
-
-def hostile_weights(root: Path, name: str) -> None:
-    """A file of pretrained weights of this name."""
-    where = ["tiny", "network", "pretrained"]
-    rewrite(root / "params/settings.yaml", lambda tree: put(tree, where, name))
-
-
-def hostile_seeds(root: Path, name: str) -> None:
-    """A range of seeds of this text."""
-    rewrite(root / "params.yaml", lambda tree: put(tree, ["grid", "seeds"], [name]))
-
-
-def hostile_kind(root: Path, name: str) -> None:
-    """A method's file of this name."""
-    rewrite(root / "params/methods.yaml", lambda tree: put(tree, ["sam", "kind"], name))
-
-
-HOLDERS = (
-    *(hostile_setting, hostile_method, hostile_sweep, hostile_source),
-    *(hostile_weights, hostile_seeds, hostile_kind),
-)
-
-
-def rewrite(file: Path, edit: Any) -> None:
-    """Edit a parameter file as a tree."""
-    tree = edit(read(file))
-    write(tree, file)
-
-
-def put(tree: Any, path: list[str], value: Any) -> Any:
-    """A tree with one value changed."""
-    block = tree
-    for part in path[:-1]:
-        block = block[part]
-    block[path[-1]] = value
-    return tree
-
-
-def drawn_name(place: Place, number: int) -> tuple[Any, str, str]:
-    """Who holds which hostile name, and the case in words."""
-    holder = HOLDERS[number % len(HOLDERS)]
+def give_name(place: Place, root: Path, number: int) -> tuple[str, str]:
+    """Give a hostile name to something in a copy of the project; the name, and what has it."""
+    kind = list(HOLDERS)[number % len(HOLDERS)]
     name = NAMES[(number // len(HOLDERS) + number) % len(NAMES)].format(place.traps / "name")
-    kind = holder.__name__.removeprefix("hostile_")
-    return holder, name, f"{kind}: {name.replace(str(place.traps), '...')!r}"
+    edit, files = HOLDERS[kind]
+    for file in files:
+        write(edit(read(root / file), name), root / file)
+    return name, f"{kind}: {name.replace(str(place.traps), '...')!r}"
 
 
 def name_first_stage(place: Place, draw: random.Random, number: int) -> list[Outcome]:
     """A hostile name: the first stage refuses it."""
     place.agent.forget()
-    holder, name, what = drawn_name(place, number)
-    holder(place.agent.root, name)
-    answer = place.agent.first_stage()
+    name, what = give_name(place, place.agent.root, number)
+    answer = place.agent.call("first_stage")
     if sprung := place.sprung():
         return [Outcome(what, "executed", ", ".join(sprung))]
     if not answer.error:
@@ -214,10 +189,9 @@ def name_first_stage(place: Place, draw: random.Random, number: int) -> list[Out
     return [judge_error(what, kind, message.replace("\n", " "), repr(name), name or "''")]
 
 
-# A stage alone is what the driver runs after the first one; `exp run` changes values as `-S` does.
+# For stages alone the first one, which checks the parameters, does not run.
 COMMANDS = {
-    "make repro": DRIVER,
-    "dvc repro": ("dvc", "repro", "-k"),
+    "dvc repro": REPRO,
     "dvc repro -s of the split": ("dvc", "repro", "-k", "-s", "-f", "split"),
     "dvc repro -s of trainings and sweeps": ("dvc", "repro", "-k", "-s", "-f", "train", "sweep"),
 }
@@ -226,9 +200,8 @@ COMMANDS = {
 def name_pipeline(place: Place, draw: random.Random, number: int) -> list[Outcome]:
     """A hostile name that reaches DVC: it refuses or fails, and executes nothing of the name."""
     pipeline = place.pipeline(draw, finished=True)
-    holder, name, what = drawn_name(place, number)
+    name, what = give_name(place, pipeline.root, number)
     command = list(COMMANDS)[number % len(COMMANDS)]
-    holder(pipeline.root, name)
     outside = sorted(pipeline.root.parent.iterdir())
     status, output = pipeline.run(COMMANDS[command])
     sprung, what = place.sprung(), f"{what}, `{command}`"
@@ -259,9 +232,7 @@ KINDS = {
         len(HOLDERS) * len(NAMES),
     ),
     "names, DVC": Kind(
-        "the same with `make repro` and `dvc repro`, and with stages alone, for which the first "
-        "stage does not run; an empty sweep name under a plain `dvc repro` fails in DVC itself, "
-        "before any stage, with DVC's own message",
+        "the same with `dvc repro` and with stages alone, for which the first stage does not run",
         name_pipeline,
         len(HOLDERS) * len(COMMANDS),
         whole=True,

@@ -13,7 +13,6 @@ from stamp_core.core.paths import ROOT
 def cluster() -> Iterator[Cluster]:
     """Two nodes with a core each, on the loopback."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("JUPYTER_DEFAULT_PROVISIONER_NAME")  # no warm kernels of this process
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

@@ -18,7 +18,6 @@ SAMPLE = {  # numbers of cases
     "damage parameters": (0,),
     "slips": (0, 2),
     "names, first stage": (0, 1),
-    "archives": (3,),
     "images": (2, 12),
     "npz": (0, 1),
     "pickles": (2, 6, 7),
@@ -73,9 +72,21 @@ def test_the_next_call_is_judged_by_error_status_and_bytes() -> None:
         assert answer.judged("a fault", {"record": "x"}, "f").verdict == verdict
 
 
-def test_the_last_error_in_an_output_counts() -> None:
-    output = "train  TypeError: first\ntrain  ValueError: f is cut; delete it\nERROR: failed\n"
-    assert judge_output("a fault", 1, output, "f").verdict == "refused"
+@pytest.mark.parametrize(
+    ("last", "verdict"),
+    [
+        ("", "refused"),
+        (
+            "ERROR: failed to reproduce 'train@tiny': /runs is busy, it is being blocked by:",
+            "refused",
+        ),
+        ("ValueError: f is cut", "lost"),
+    ],
+)
+def test_the_last_error_in_an_output_counts(last: str, verdict: str) -> None:
+    """Unless DVC itself refuses, whose cure the documentation tells."""
+    output = f"TypeError: first\nValueError: f is cut; delete it\nERROR: failed\n{last}\n"
+    assert judge_output("a fault", 1, output, "f").verdict == verdict
     assert judge_output("a fault", 1, "ERROR: failed to reproduce\n", "f").verdict == "lost"
 
 

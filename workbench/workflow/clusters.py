@@ -67,7 +67,11 @@ def train_on_node(root: Path, environment: dict[str, str], packed: bytes) -> byt
     os.chdir(root)
     os.environ.update(environment)
     job, workers = pickle.loads(packed)
-    return pickle.dumps(Processes(multiprocessing.get_context("spawn"), workers, "auto").run(job))
+    processes = Processes(multiprocessing.get_context("spawn"), workers, "auto")
+    try:
+        return pickle.dumps(processes.run(job))
+    finally:
+        processes.kill()  # if this one is cancelled
 
 
 class RayCluster:
@@ -109,8 +113,11 @@ class RayCluster:
         """Train a job on some node; a node that is lost is replaced by another."""
         function, *arguments = packed_call(job)
         share = {"num_cpus": job_workers(), "num_gpus": self.gpus, "max_calls": 1}
-        answer: bytes = self.ray.get(self.ray.remote(**share)(function).remote(*arguments))
-        failure: Failure | None = pickle.loads(answer)
+        task = self.ray.remote(**share)(function).remote(*arguments)
+        try:
+            failure: Failure | None = pickle.loads(self.ray.get(task))
+        except self.ray.exceptions.RayError as error:
+            failure = Failure("ClusterError", " ".join(str(error).split()))
         return failure
 
 

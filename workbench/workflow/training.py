@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from typing import NamedTuple
+
+import psutil
 
 from stamp_core.core.atomic import open_lock
 from stamp_core.core.devices import resolve_device
@@ -110,6 +113,8 @@ def train_missing(
         return found, {}
     for experiment in {job.experiment.setting.name: job.experiment for job in missing}.values():
         experiment.dataset()  # once: each process would make the images otherwise
+    if "DVC_STAGE" in os.environ:
+        threading.Thread(target=_end_with_dvc, daemon=True).start()
     progress = TrainingProgress(len(missing), len(found))
     failures: dict[str, Failure] = {}
     with runner(len(missing), workers, device) as (run, count):
@@ -121,6 +126,15 @@ def train_missing(
             else:
                 found[job.name] = records
     return {job.name: found[job.name] for job in jobs if job.name in found}, failures
+
+
+def _end_with_dvc() -> None:
+    """End this kernel when papermill's parent ends: DVC that is killed leaves papermill alone."""
+    papermill = psutil.Process(os.getppid())
+    dvc = papermill.ppid()
+    while papermill.ppid() == dvc:
+        time.sleep(1)
+    os._exit(1)
 
 
 def _run_all(jobs: Sequence[Job], run: Run, count: int) -> Iterator[tuple[Job, Failure | None]]:
