@@ -118,7 +118,7 @@ def test_results_are_those_of_this_process_and_a_failure_is_named() -> None:
 def test_a_folder_that_a_node_does_not_see_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clusters, "ROOT", tmp_path)
+    monkeypatch.setattr(training, "ROOT", tmp_path)
     _, failures = train_missing(jobs("fedavg"))
     (failure,) = failures.values()
     assert failure.kind == "ClusterError"
@@ -136,7 +136,9 @@ def test_what_is_cancelled_ends_with_its_process(project: Path) -> None:
     chosen = clusters.chosen_cluster()
     assert chosen
     with chosen:
-        waiting = threading.Thread(target=lambda: ended.append(chosen.run(job)))
+        waiting = threading.Thread(
+            target=lambda: ended.append(training.run_on_cluster(chosen, job))
+        )
         waiting.start()
         checkpoint = project / "data/resume/tiny-replay-0/run.safetensors"
         wait_until(lambda: checkpoint.exists() or ended, "a round")
@@ -144,7 +146,6 @@ def test_what_is_cancelled_ends_with_its_process(project: Path) -> None:
     assert running and not ended
     wait_until(lambda: all(map(gone, running)), "the end of what trains")
     waiting.join(60)
-    print("alive", waiting.is_alive(), ended)
     assert None not in ended and not job.records() and checkpoint.exists()
 
 

@@ -40,7 +40,7 @@ def new_columns(r: Array, held: Array, epsilon: float) -> Array:
 
 
 class GpmReference(FedAvgReference):
-    """Columns of both layers by task; steps lose their part in those of other tasks."""
+    """Columns of both layers by task; steps or updates lose their part in those of other tasks."""
 
     def start(self) -> None:
         """What is logged, a list for each round."""
@@ -67,12 +67,19 @@ class GpmReference(FedAvgReference):
         self.remember(visit, state, reply.theta)
         return reply
 
+    def sgd(self, visit: Visit, theta: Array, state: State) -> Array:
+        """With `project: update` the whole move is projected."""
+        end = super().sgd(visit, theta, state)
+        if self.params.project == "update" and state["spaces"]:
+            end = end - self.removed(end - theta, state)
+        return end
+
     def step_gradient(
         self, visit: Visit, theta: Array, x: Array, y: Numbers, state: State
     ) -> Array:
         """Without the protected part of the gradient and of its weight decay."""
         gradient = self.gradient(theta, x, y)
-        if not state["spaces"]:
+        if self.params.project == "update" or not state["spaces"]:
             return gradient
         return gradient - self.removed(gradient + self.training.weight_decay * theta, state)
 
@@ -107,9 +114,10 @@ class GpmReference(FedAvgReference):
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
-def test_whole_runs_are_those_of_the_reference(configuration: str) -> None:
+@pytest.mark.parametrize("project", ["step", "update"])
+def test_whole_runs_are_those_of_the_reference(project: str, configuration: str) -> None:
     """With the share of removed steps, of filled dimensions, and the drift of the average."""
-    params = {"epsilon": 0.85, "increment": 0.05, "images": 18, "drift": True}
+    params = {"epsilon": 0.85, "increment": 0.05, "images": 18, "drift": True, "project": project}
     record, naive = reference.compare("gpm", configuration, GpmReference, **params)
     assert isinstance(naive, GpmReference)
     assert {name for name, *_ in naive.logged} == {"drift", "removed", "filled"}

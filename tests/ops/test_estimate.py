@@ -10,6 +10,7 @@ import pytest
 import small
 
 from stamp_core.config.decode import ParameterError
+from stamp_core.config.params import read_setting
 from stamp_core.core import paths
 from stamp_core.data import split
 from stamp_core.data.dataset import ImageDataset
@@ -17,7 +18,7 @@ from stamp_core.data.images import Counts
 from stamp_core.data.sources import digits
 from stamp_core.engine.experiment import load_experiment
 from stamp_core.models.networks import build_network
-from workbench.workflow import estimate, synthetic
+from workbench.workflow import estimate, synthetic, training
 from workbench.workflow.estimate import Needs, StepCost
 from workbench.workflow.profiles import DEFAULT, OWN, PAPER, QUICK, expand_grid, read_profile
 
@@ -75,7 +76,7 @@ def test_the_papers_settings_are_known_without_any_file(
 ) -> None:
     monkeypatch.setattr(paths, "RAW", tmp_path / "raw")
     monkeypatch.setattr(paths, "CACHE", tmp_path / "cache")
-    found = synthetic.published_dataset(read_profile(PAPER)["settings"][name]["data"])
+    found = synthetic.published_dataset(read_setting(name, read_profile(PAPER)).data)
     assert found.x_train.untyped_storage().nbytes() == found.x_test.untyped_storage().nbytes() == 1
     assert len(found.x_train) == len(found.y_train) == len(found.domain_train) > 1000
     assert len(found.y_train.unique()) == len(found.classes)
@@ -127,7 +128,7 @@ def test_synthetic_images_have_the_shape_and_masks_of_classes_that_exist() -> No
 @pytest.fixture
 def seconds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Committed results in which two methods took 2 and 5 seconds."""
-    monkeypatch.setattr(estimate, "ROOT", tmp_path)
+    monkeypatch.setattr(training, "ROOT", tmp_path)
     (tmp_path / "figures").mkdir()
     rows = {name: {"client_seconds": {"mean": s}} for name, s in (("fedavg", 2.0), ("stamp", 5.0))}
     (tmp_path / "figures/summary.json").write_text(json.dumps({"glyphs": rows}))
@@ -171,7 +172,8 @@ def test_a_setting_is_estimated_without_its_data(
 ) -> None:
     """CIFAR-100 in a small network; nothing is read or downloaded."""
     params = read_profile(PAPER)
-    params["settings"]["cifar100_c20"]["network"] = {"kind": "mlp", "features": 8}
+    small_network = {"kind": "mlp", "features": 8, "norm": "none", "stem": "published"}
+    params["settings"]["cifar100_c20"]["network"] = small_network
     methods = ["fedavg", "stamp_published", "sam", "glfc"]
     params["methods"]["stamp_published"] = {"extends": "stamp"}
     params["grid"] |= {"setting": ["cifar100_c20"], "method": methods}
@@ -222,7 +224,7 @@ def test_every_setting_of_every_command_fits_a_machine_of_24_gb(profile: str, se
 def test_too_little_memory_or_disk_is_refused_before_anything_runs() -> None:
     needs = Needs(steps=10, hours=1.0, methods={}, memory=1, disk=1, largest="keep_all")
     estimate.require_resources(needs, "one")
-    message = r"one needs about 4,?000.0 GB of memory, .* lower one.network.micro.* keep_all, in "
+    message = r"one needs about 4,?000.0 GB of memory, .* smaller images in params/.* keep_all"
     with pytest.raises(ParameterError, match=message):
         estimate.require_resources(replace(needs, memory=4 * 10**12), "one")
     with pytest.raises(OSError, match=r"one needs about 3000000000\.0 GB in .* for keep_all"):

@@ -39,6 +39,7 @@ class Broken(Method):
 def jobs(tmp_path: Path, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     """FedAvg, replay, and a method that breaks, in a project whose folders processes share."""
     monkeypatch.setenv("STAMP_BROKEN", str(tmp_path))
+    monkeypatch.setenv("STAMP_PROGRESS", "lines")
     tiny = load_experiment("tiny", "fedavg", params)
     broken = Experiment(tiny.setting, "broken", Broken, tiny.params)
     experiments = (tiny, broken, load_experiment("tiny", "kept", params))

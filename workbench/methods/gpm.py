@@ -1,7 +1,7 @@
 """GPM (Saha et al., 2021): no step in the subspace of layers' inputs in past tasks."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,8 @@ class GpmParams(FedAvgParams):
     epsilon: NonNegative = 0.95
     increment: NonNegative = 0.003  # added to it for every task learnt before
     images: PositiveInt = 125  # of a task, from which the bases are made
+    # each gradient, or the whole update after free training
+    project: Literal["step", "update"] = "step"
     # Log which share of the global update lies in the protected subspaces: the client keeps the
     # received model for that.
     drift: bool = False
@@ -70,17 +72,24 @@ class Gpm(Method):
     def finish(self, client_round: ClientRound, context: GpmContext) -> None:
         if subspaces.has_columns(context.bases):
             self.log_drift(client_round, context.bases)
+            if self.params.project == "update":
+                end, start = self.model.parameters, client_round.message["parameters"]
+                end.sub_(self.protected_part(end - start.to(end.device), context))
         if context.removed:
             client_round.log.numbers["removed"] = float(torch.stack(context.removed).mean())
 
     def correct_gradient(self, batch: Batch, context: GpmContext) -> None:
         """Take the protected part from the gradient, and from what weight decay will add to it."""
-        if subspaces.has_columns(context.bases):
+        if self.params.project == "step" and subspaces.has_columns(context.bases):
             step = subspaces.descent_direction(self.runtime)
-            fixed = step.where(self.normalisation, 0.0)
-            inside = subspaces.component(step, self.layers, context.bases, fixed)
-            context.removed.append(inside.norm() / step.norm())
-            self.model.gradients.sub_(inside)
+            self.model.gradients.sub_(self.protected_part(step, context))
+
+    def protected_part(self, step: Tensor, context: GpmContext) -> Tensor:
+        """The protected part of a step, whose share of the length is noted.  # [P]"""
+        fixed = step.where(self.normalisation, 0.0)
+        inside = subspaces.component(step, self.layers, context.bases, fixed)
+        context.removed.append(inside.norm() / step.norm())
+        return inside
 
     def log_drift(self, client_round: ClientRound, bases: Bases) -> None:
         """Log the protected share of the global update since a round with the same bases."""

@@ -1,19 +1,17 @@
-"""Clusters that train experiments: Ray, or SLURM through submitit.
+"""Clusters that call a function on some node: Ray, or SLURM through submitit.
 
 Every node sees the project's folder, where a job finds its data and leaves checkpoints and records.
 """
 
-import multiprocessing
 import os
-import pickle
 import shlex
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, Protocol, Self
 
 from stamp_core.core.paths import ROOT
-from workbench.workflow.training import Failure, Job, Processes
+
+Function = Callable[..., bytes]  # from arguments that can be pickled
 
 MOST = 32  # jobs that wait on this machine at a time: SLURM holds back what does not fit
 MISSING = "needs {}: run `pip install -e workbench[cluster]` here and on every node"
@@ -25,7 +23,7 @@ class ClusterError(RuntimeError):
 
 
 class Cluster(Protocol):
-    """Trains jobs on its nodes while its context is open."""
+    """Runs jobs on its nodes while its context is open."""
 
     def __enter__(self) -> Self:
         """The cluster."""
@@ -36,8 +34,8 @@ class Cluster(Protocol):
     def room(self) -> int:
         """The number of jobs to submit at a time."""
 
-    def run(self, job: Job) -> Failure | None:
-        """Train a job on some node; its failure if there is one."""
+    def call(self, function: Function, *arguments: object) -> bytes:
+        """What a function returns on some node; ClusterError if the node or the job was lost."""
 
 
 def chosen_cluster() -> Cluster | None:
@@ -50,28 +48,6 @@ def chosen_cluster() -> Cluster | None:
 def job_workers() -> int:
     """The cores that a job asks for: $STAMP_WORKERS, else one."""
     return int(os.environ.get("STAMP_WORKERS") or 1)
-
-
-def packed_call(job: Job) -> tuple[Callable[..., bytes], Path, dict[str, str], bytes]:
-    """The function that a node calls, and its arguments."""
-    environment = {name: value for name, value in os.environ.items() if name.startswith("STAMP_")}
-    return train_on_node, ROOT, environment, pickle.dumps((job, job_workers()))
-
-
-def train_on_node(root: Path, environment: dict[str, str], packed: bytes) -> bytes:
-    """Train a job on this node, in a process that starts in the project's folder."""
-    if not (root / "params").is_dir():
-        node = os.uname().nodename
-        text = f"node {node} does not see {root}: the project's folder must be shared"
-        return pickle.dumps(Failure("ClusterError", text))
-    os.chdir(root)
-    os.environ.update(environment)
-    job, workers = pickle.loads(packed)
-    processes = Processes(multiprocessing.get_context("spawn"), workers, "auto")
-    try:
-        return pickle.dumps(processes.run(job))
-    finally:
-        processes.kill()  # if this one is cancelled
 
 
 class RayCluster:
@@ -109,16 +85,15 @@ class RayCluster:
             raise ClusterError(f"STAMP_WORKERS is {workers}; no node of the Ray cluster has room")
         return min(room, MOST)
 
-    def run(self, job: Job) -> Failure | None:
-        """Train a job on some node; a node that is lost is replaced by another."""
-        function, *arguments = packed_call(job)
+    def call(self, function: Function, *arguments: object) -> bytes:
+        """The result of a task; a node that is lost is replaced by another."""
         share = {"num_cpus": job_workers(), "num_gpus": self.gpus, "max_calls": 1}
         task = self.ray.remote(**share)(function).remote(*arguments)
         try:
-            failure: Failure | None = pickle.loads(self.ray.get(task))
+            answer: bytes = self.ray.get(task)
         except self.ray.exceptions.RayError as error:
-            failure = Failure("ClusterError", " ".join(str(error).split()))
-        return failure
+            raise ClusterError(" ".join(str(error).split())) from error
+        return answer
 
 
 class SlurmCluster:
@@ -152,17 +127,16 @@ class SlurmCluster:
         """SLURM holds back what does not fit; here one for each core."""
         return max(1, (os.cpu_count() or 1) // job_workers()) if self.local else MOST
 
-    def run(self, job: Job) -> Failure | None:
-        """Train a job; a job of SLURM that was lost is a failure, with what it has written."""
-        submitted: Any = self.executor.submit(*packed_call(job))
+    def call(self, function: Function, *arguments: object) -> bytes:
+        """The result of a job; the error of one that was lost has what it has written."""
+        submitted: Any = self.executor.submit(function, *arguments)
         self.jobs.callback(submitted.cancel, check=False)
         try:
-            failure: Failure | None = pickle.loads(submitted.result())
+            answer: bytes = submitted.result()
         except Exception as error:  # submitit raises what a job raised, and classes of its own
-            failure = Failure(
-                "ClusterError", f"{submitted.state}: {error}", submitted.stderr() or ""
-            )
-        return failure
+            said = f"{submitted.state}: {error}\n{submitted.stderr() or ''}"
+            raise ClusterError(said.rstrip()) from error
+        return answer
 
 
 def sbatch_options(options: str) -> dict[str, str | bool]:

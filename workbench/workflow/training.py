@@ -8,6 +8,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import time
@@ -16,8 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
+from pathlib import Path
 from typing import NamedTuple
 
 import psutil
@@ -30,6 +33,7 @@ from stamp_core.data.plan import Plan
 from stamp_core.engine.executor import resolve_workers
 from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.results.records import Record
+from workbench.workflow.clusters import Cluster, ClusterError, chosen_cluster, job_workers
 from workbench.workflow.grid import load_planned, load_plans, train_and_save
 from workbench.workflow.profiles import expand_grid, read_profile
 
@@ -154,11 +158,9 @@ def _run_all(jobs: Sequence[Job], run: Run, count: int) -> Iterator[tuple[Job, F
 @contextmanager
 def runner(jobs: int, workers: int, device: str) -> Iterator[tuple[Run, int]]:
     """A context with what trains one job, and how many of them at a time."""
-    from workbench.workflow.clusters import chosen_cluster  # which imports this module
-
     if cluster := chosen_cluster():
         with cluster:
-            yield cluster.run, cluster.room()
+            yield partial(run_on_cluster, cluster), cluster.room()
         return
     cores = resolve_workers(workers, resolve_device(device))
     if cores == 1:
@@ -172,6 +174,35 @@ def runner(jobs: int, workers: int, device: str) -> Iterator[tuple[Run, int]]:
         yield processes.run, count
     finally:
         processes.kill()
+
+
+def run_on_cluster(cluster: Cluster, job: Job) -> Failure | None:
+    """Train a job on some node of a cluster."""
+    environment = {name: value for name, value in os.environ.items() if name.startswith("STAMP_")}
+    packed = pickle.dumps((job, job_workers()))
+    try:
+        failure: Failure | None = pickle.loads(
+            cluster.call(train_on_node, ROOT, environment, packed)
+        )
+    except ClusterError as error:
+        failure = Failure("ClusterError", str(error))
+    return failure
+
+
+def train_on_node(root: Path, environment: dict[str, str], packed: bytes) -> bytes:
+    """Train a job on this node, in a process that starts in the project's folder."""
+    if not (root / "params").is_dir():
+        node = os.uname().nodename
+        text = f"node {node} does not see {root}: the project's folder must be shared"
+        return pickle.dumps(Failure("ClusterError", text))
+    os.chdir(root)
+    os.environ.update(environment)
+    job, workers = pickle.loads(packed)
+    processes = Processes(multiprocessing.get_context("spawn"), workers, "auto")
+    try:
+        return pickle.dumps(processes.run(job))
+    finally:
+        processes.kill()  # if this one is cancelled
 
 
 class Processes:
