@@ -12,6 +12,7 @@ import small
 from stamp_core.config.decode import ParameterError
 from stamp_core.engine.experiment import load_experiment
 from stamp_core.methods.base.method import DivergedError
+from stamp_core.results import records
 from stamp_core.results.metrics import run_metrics
 from workbench.report.tables import page
 from workbench.workflow import grid
@@ -32,6 +33,18 @@ def test_outdated_records_are_named_or_count_as_missing(params: dict[str, Any]) 
             assert len(grid.load_records(other, "0to1", profile)) == 2
     shutil.rmtree(grid.run_folder(experiment, "0to1", "default") / "1")
     assert grid.load_records(experiment, "0to1", "default") == []  # one seed is missing
+
+
+def test_records_of_an_older_form_are_refused_and_trained_again(
+    params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment = load_experiment("tiny", "fedavg", params)
+    with monkeypatch.context() as older:
+        older.setattr(records, "FORM", records.FORM - 1)
+        grid.train_and_save(experiment, "0", "default", device="cpu")
+    with pytest.raises(records.RecordFormError, match="train it again"):
+        grid.load_records(experiment, "0", "default")
+    assert grid.load_records(experiment, "0", "default", outdated=False) == []
 
 
 def test_a_seed_that_diverges_is_left_out_by_name(

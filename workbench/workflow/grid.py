@@ -19,7 +19,7 @@ from stamp_core.engine.checkpoint import remove_checkpoint
 from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.engine.train import SeedsDiverged, save_records, train
 from stamp_core.results.metrics import final_accuracy, mean
-from stamp_core.results.records import Record, load_record
+from stamp_core.results.records import Record, RecordFormError, load_record
 from workbench.workflow.profiles import DEFAULT, QUICK, STUDIES, expand_grid, read_profile
 
 NOT_COMPARED = ("device", "torch")  # parts of an identity that may differ between machines
@@ -186,7 +186,12 @@ def load_planned(
 ) -> list[Record]:
     """`load_records` of seeds whose plans are at hand."""
     folder = run_folder(experiment, seeds, profile)
-    records = complete_records(folder, plans)
+    try:
+        records = complete_records(folder, plans)
+    except RecordFormError:
+        if outdated:
+            raise
+        return []  # to be made again
     changes = changed_parts(experiment, plans, records)
     if changes and not outdated:
         return []
