@@ -68,20 +68,12 @@ class ClientRound(RoundId):
     """The address and the input of one client's work in one round; only its log is written to."""
 
     plan: Plan
+    task: int  # of the experience; a later cycle repeats it
+    classes: tuple[int, ...]  # of the task; none where the client has no part in it
     state: State  # never changed in place: `update_state` returns the new one
     message: Message
     indices: Tensor  # int64 [n], of the training images of the task
     log: Log = field(default_factory=Log)
-
-    @property
-    def task(self) -> int:
-        """The task of the experience; a later cycle repeats it."""
-        return self.experience % self.plan.tasks
-
-    @property
-    def classes(self) -> tuple[int, ...]:
-        """The classes of the task; none where the client has no part in it."""
-        return self.plan.clients[self.client][self.task].classes
 
     # A method that needs the rest keeps "experiences" in the state, sorted: those in which the
     # client has completed a round or, with a memory, those whose tasks are in it.
@@ -258,9 +250,16 @@ class Method:
     ) -> ClientRound:
         """The input of a client round, or of an evaluation of the client's model."""
         task = round_id.experience % plan.tasks
-        indices = self.train_indices(plan, round_id.client, task)
         address = round_id.seed, round_id.client, round_id.experience, round_id.round, round_id.last
-        return ClientRound(*address, plan=plan, state=state, message=message, indices=indices)
+        return ClientRound(
+            *address,
+            plan=plan,
+            task=task,
+            classes=plan.clients[round_id.client][task].classes,
+            state=state,
+            message=message,
+            indices=self.train_indices(plan, round_id.client, task),
+        )
 
     def train_indices(self, plan: Plan, client: int, task: int) -> Tensor:
         """Indices of the training images of a client's task.  # [n]"""
@@ -358,9 +357,12 @@ class Method:
 
     def upload(self, client_round: ClientRound, context: Any) -> Message:
         """The message from a client to the server."""
-        message = {name: getattr(self.model, name) for name in self.shared_vectors()}
-        message |= {name: network.parameters for name, network in self.extra_networks.items()}
-        return {name: vector.cpu().clone() for name, vector in message.items()}
+        message: Message = {}
+        for name in self.shared_vectors():
+            message[name] = getattr(self.model, name).cpu().clone()
+        for name, network in self.extra_networks.items():
+            message[name] = network.parameters.cpu().clone()
+        return message
 
     def local_model(self, context: Any) -> LocalModel:
         """The model after local training, which is scored as the client's local one."""
