@@ -7,7 +7,7 @@ from stamp_core.methods.base.method import Log, Method, Reply, State
 from stamp_core.models.sealed import SingleUploadError
 
 
-class Server:
+class Aggregator:
     """Aggregates by a method; privacy and secure sums of the setting hide single uploads from it.
 
     Its states are given and returned. `preset` is named where a method is refused.

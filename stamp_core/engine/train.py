@@ -31,7 +31,7 @@ from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.history import round_angles, round_entry, state_bytes
 from stamp_core.engine.privacy import refused
 from stamp_core.engine.progress import LOGGING, Logger, Progress, scalars
-from stamp_core.engine.server import Server
+from stamp_core.engine.server import Aggregator
 from stamp_core.engine.worker import ClientResult, Worker
 from stamp_core.methods.base.method import DivergedError, Log, Reply
 from stamp_core.models.flat import split_like
@@ -138,7 +138,7 @@ class Run:
         self.training = experiment.setting.training
         self.seed = plan.seed
         self.rounds = plan.experiences * self.training.rounds
-        self.server = Server(worker.method, experiment.method, plan.seed)
+        self.aggregator = Aggregator(worker.method, experiment.method, plan.seed)
         self.evaluator = Evaluator(plan, worker, executor)
         self.identity = experiment.identity(plan, str(worker.runtime.device))
         self.stop = False
@@ -253,9 +253,9 @@ class Run:
         state = self.state
         replies = [result.reply for result in results]
         with self.worker.lock:  # one seed at a time uses this process's live model
-            handed = self.server.gather(replies, log)
+            handed = self.aggregator.gather(replies, log)
             address = (experience, round_)
-            state["server"] = self.server.aggregate(state["server"], handed, address, log)
+            state["server"] = self.aggregator.aggregate(state["server"], handed, address, log)
         for result in results:
             state["clients"][result.reply.client] = result.state
             self.disk[result.reply.client] = state_bytes(result.state)

@@ -18,7 +18,7 @@ from stamp_core.config.schema import Setting
 from stamp_core.core import paths
 from stamp_core.core.seeding import generator
 from stamp_core.engine.experiment import Experiment, load_experiment
-from stamp_core.engine.server import Server
+from stamp_core.engine.server import Aggregator
 from stamp_core.matching.gram import Difference, sketch
 from stamp_core.matching.match import match
 from stamp_core.methods.base.method import Log, Reply, State
@@ -46,19 +46,19 @@ def setting(preset: str) -> Setting:
 
 def compare_rounds(patch: pytest.MonkeyPatch) -> None:
     """In every round the server's state must be what single uploads give, bit for bit."""
-    gather, aggregate, plain = Server.gather, Server.aggregate, list[list[Reply]]()
+    gather, aggregate, plain = Aggregator.gather, Aggregator.aggregate, list[list[Reply]]()
 
-    def gathered(server: Server, replies: list[Reply], log: Log) -> list[Reply]:
+    def gathered(server: Aggregator, replies: list[Reply], log: Log) -> list[Reply]:
         plain.append(replies)
         return gather(server, replies, log)
 
-    def aggregated(server: Server, state: State, replies: list[Reply], *rest: Any) -> State:
+    def aggregated(server: Aggregator, state: State, replies: list[Reply], *rest: Any) -> State:
         found = aggregate(server, state, replies, *rest)
         small.assert_equal_trees(found, server.method.aggregate(state, plain[-1], Log()))
         return found
 
-    patch.setattr(Server, "gather", gathered)
-    patch.setattr(Server, "aggregate", aggregated)
+    patch.setattr(Aggregator, "gather", gathered)
+    patch.setattr(Aggregator, "aggregate", aggregated)
 
 
 def outcome(preset: str) -> str:
