@@ -7,7 +7,7 @@ import pytest
 import torch
 from made_records import fake_record
 
-from stamp_core.config.params import read_params, read_setting
+from stamp_core.config.params import read_block, read_params, read_setting
 from stamp_core.config.schema import Network
 from stamp_core.models.networks import build_network
 from workbench.report import tables
@@ -52,10 +52,12 @@ def test_without_a_gpu_and_without_a_completed_round_costs_are_undefined() -> No
 
 
 def changed(setting: str, block: str, key: str, value: object) -> dict[str, Any]:
-    """The parameters with one number of a setting changed."""
-    params = copy.deepcopy(read_params())
-    params["settings"][setting][block][key] = value
-    return params
+    """The parameters with one number of a setting changed, and of none that extends it."""
+    params = read_params()
+    whole = {name: read_block(params, "settings", name) for name in params["settings"]}
+    settings = {name: copy.deepcopy(each) for name, each in whole.items()}  # that share no values
+    settings[setting][block][key] = value
+    return {**params, "settings": settings}
 
 
 def differing(params: dict[str, Any] | None = None) -> dict[tuple[str, str], str]:
