@@ -1,32 +1,25 @@
 """Which code a number depends on: the modules that a file imports, and a hash of what they do.
 
 Where a module is does not count, only its name and its code: one that moves to another folder or
-package, with the imports of it, outdates no record.
+package, with the imports of it, outdates no record. No module imports from the top of a package,
+whose api.py hands on names of every module.
 """
 
 import ast
 import hashlib
 import json
-from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[1]
+from stamp_core.core.paths import PACKAGE
+
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _Import = ast.Import | ast.ImportFrom
 
-
-def find_package(name: str) -> Path | None:
-    """The folder of a package, which is not imported; None if it is not installed."""
-    spec = find_spec(name)
-    return Path(spec.origin).resolve().parent if spec and spec.origin else None
-
-
-# The project's packages, whose code counts.
-PACKAGES = {"stamp_core": PACKAGE}
-if _beside := find_package("workbench"):
-    PACKAGES["workbench"] = _beside
+PACKAGES = {"stamp_core": PACKAGE}  # the project's, whose code counts
+if (_beside := find_spec("workbench")) and _beside.origin:  # it is not imported
+    PACKAGES["workbench"] = Path(_beside.origin).resolve().parent
 
 
 def find_imports(path: Path | str) -> set[Path]:
@@ -117,38 +110,21 @@ def _drop_packages(node: _Import) -> None:
 @cache
 def _imported_files(path: Path, code: bytes) -> frozenset[Path]:
     """The project's files that `code`, in the file at `path`, imports."""
-    names = {name for node in _imports(code) for name in _module_names(node, path)}
-    return frozenset(file for name in names for file in _resolve(name)) - {path}
+    nodes = [node for node in ast.walk(ast.parse(code)) if isinstance(node, _Import)]
+    names = {name for node in nodes for name in _module_names(node, path)}
+    return frozenset(file for name in names for file in _find_files(name)) - {path}
 
 
-@cache
-def _imports(code: bytes) -> tuple[_Import, ...]:
-    """All import statements in `code`."""
-    return tuple(node for node in ast.walk(ast.parse(code)) if isinstance(node, _Import))
-
-
-def _module_names(node: _Import, path: Path) -> Iterator[str]:
+def _module_names(node: _Import, path: Path) -> list[str]:
     """The dotted names that an import in the file at `path` may refer to."""
     if isinstance(node, ast.Import):
-        for alias in node.names:
-            # A bare `import stamp_core` may use all names of api.py.
-            yield f"{alias.name}.*" if alias.name in PACKAGES else alias.name
-        return
+        return [alias.name for alias in node.names]
     module = node.module or ""
     if node.level:
         (root,) = (root for root in PACKAGES.values() if path.is_relative_to(root))
         package = ".".join(path.parent.relative_to(root.parent).parts)
         module = resolve_name("." * node.level + module, package)
-    yield from (f"{module}.{alias.name}" for alias in node.names)
-
-
-def _resolve(name: str) -> set[Path]:
-    """The files of the modules and packages in a dotted name.
-
-    api.py never counts, as it re-exports names of every module: a name that a package has from
-    there is resolved to the module it comes from.
-    """
-    return _find_files(name) or {file for origin in _origins(name) for file in _find_files(origin)}
+    return [f"{module}.{alias.name}" for alias in node.names]
 
 
 def _find_files(name: str) -> set[Path]:
@@ -156,21 +132,6 @@ def _find_files(name: str) -> set[Path]:
     package, *parts = name.split(".")
     if package not in PACKAGES:
         return set()
-    root = PACKAGES[package]
-    folders = [root.joinpath(*parts[: end + 1]) for end in range(len(parts))]
+    folders = [PACKAGES[package].joinpath(*parts[: end + 1]) for end in range(len(parts))]
     files = [file for path in folders for file in (path.with_suffix(".py"), path / "__init__.py")]
-    return {file for file in files if file.is_file() and file != root / "api.py"}
-
-
-def _origins(name: str) -> set[str]:
-    """The dotted names behind a name of api.py (`stamp_core.*`: behind all of them)."""
-    package, _, exported = name.partition(".")
-    if package not in PACKAGES or not (top := PACKAGES[package] / "api.py").is_file():
-        return set()
-    return {
-        origin
-        for node in _imports(top.read_bytes())
-        if isinstance(node, ast.ImportFrom)
-        for alias, origin in zip(node.names, _module_names(node, top), strict=True)
-        if exported in ("*", alias.asname or alias.name)
-    }
+    return {file for file in files if file.is_file()}

@@ -23,7 +23,8 @@ from stamp_core.config.params import (
 )
 from stamp_core.config.schema import Setting
 from stamp_core.core.devices import weights_format
-from stamp_core.core.fingerprint import PACKAGE, combined_fingerprint
+from stamp_core.core.fingerprint import combined_fingerprint
+from stamp_core.core.paths import PACKAGE
 from stamp_core.coresets.selection.base import load_rule
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.loading import load_dataset, source_options

@@ -53,10 +53,13 @@ def test_whoever_imports_the_figures_depends_on_all_their_files() -> None:
     assert {*figures.glob("[!_]*.py")} <= {*import_closure(figures / "__init__.py")}
 
 
-def test_torchvision_is_imported_in_one_place() -> None:
-    importing = re.compile(r"^\s*(import|from) torchvision", re.M)
-    files = [path.name for path in MODULES if importing.search(path.read_text())]
-    assert files == ["vision.py"]
+@pytest.mark.parametrize(
+    ("name", "places"),
+    [("torchvision", ["vision.py"]), ("(stamp_core|workbench)", [])],  # the tops hand on all names
+)
+def test_where_a_package_is_imported(name: str, places: list[str]) -> None:
+    importing = re.compile(rf"^\s*(import|from) {name}( |$)", re.M)
+    assert [path.name for path in MODULES if importing.search(path.read_text())] == places
 
 
 @pytest.mark.parametrize("path", notebooks.all_notebooks(), ids=lambda p: p.name)

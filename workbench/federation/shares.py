@@ -18,14 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stamp_core import load_dataset, read_setting
 from stamp_core.client.by_class import first_per_class
 from stamp_core.client.runtime import MEAN_IMAGES
+from stamp_core.config.params import read_setting
 from stamp_core.data.dataset import ImageDataset
+from stamp_core.data.loading import load_dataset
 from stamp_core.data.plan import Plan
 from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.trees import Tree, read_tree, write_tree
-from workbench import load_plans
+from workbench.workflow.grid import load_plans
 
 FILE = "share.safetensors"
 ABSENT = -1  # the label of an image that this machine does not have

@@ -14,6 +14,7 @@ from ruamel.yaml.error import YAMLError
 
 from stamp_core.config.decode import ParameterError
 from stamp_core.config.params import parse_seeds, read_params
+from stamp_core.core.processes import without_garbage_collection
 from workbench.workflow.profiles import DEFAULT
 
 ERRORS = (ParameterError, OSError, ValueError, ArithmeticError)
@@ -36,7 +37,8 @@ def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
 
 def read_plans(experiment: Any, seeds: str, file: str | None) -> dict[int, Any]:
     """The plan in a file for every seed; without a file, those of the setting."""
-    from workbench import import_plan, load_plans
+    from workbench.exchange import import_plan
+    from workbench.workflow.grid import load_plans
 
     dataset = experiment.dataset()
     if file is None:
@@ -49,7 +51,9 @@ def run(arguments: argparse.Namespace) -> None:
 
     Changes of the setting are those of both: else the difference would be one of protocols.
     """
-    from stamp_core import load_experiment, train
+    with without_garbage_collection():
+        from stamp_core.engine.experiment import load_experiment
+        from stamp_core.engine.train import train
 
     params = read_params()
     chosen = parse_overrides(arguments.set)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from stamp_core.config.params import CHOSEN, Params
 from stamp_core.core.atomic import atomic_write
-from stamp_core.core.fingerprint import PACKAGE, combined_fingerprint
-from stamp_core.core.paths import SOURCE
+from stamp_core.core.fingerprint import combined_fingerprint
+from stamp_core.core.paths import PACKAGE, SOURCE
 from stamp_core.core.plugins import SOURCES, find_modules
 from stamp_core.engine.experiment import Experiment, load_experiment
 from workbench.workflow.checks import check_params, check_setting
