@@ -1,3 +1,2 @@
 """Data sets and their split: dataset (loading), split (which client learns which classes when),
-store (cache, decoding), sources (one file per data set). May import core, config and
-results."""
+cache and decoding, sources (one file per data set). May import core, config and results."""

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stamp_core.config.limits import Limit, PositiveInt
-from stamp_core.data.store.cache import Bytes, Numbers
+from stamp_core.data.cache import Bytes, Numbers
 
 Shape = tuple[int, int, int]  # channels, height, width
 

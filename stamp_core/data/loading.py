@@ -21,11 +21,10 @@ from stamp_core.config.decode import ParameterError, build, to_plain, unknown_na
 from stamp_core.core import fingerprint, paths
 from stamp_core.core.atomic import add_path_to_errors
 from stamp_core.core.plugins import SOURCES, find_modules, load_module, more_elsewhere
-from stamp_core.data import sources
+from stamp_core.data import cache, decoding, sources
+from stamp_core.data.cache import ARRAYS, SUBSETS, NamedArrays
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.images import ImageArrays, array_error
-from stamp_core.data.store import cache, decoding
-from stamp_core.data.store.cache import ARRAYS, SUBSETS, NamedArrays
 
 
 def load_dataset(spec: Mapping[str, Any]) -> ImageDataset:

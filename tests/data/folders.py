@@ -11,10 +11,10 @@ import torch
 from PIL import Image
 
 from stamp_core.core import paths
+from stamp_core.data import cache
+from stamp_core.data.cache import Bytes
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.loading import load_dataset
-from stamp_core.data.store import cache
-from stamp_core.data.store.cache import Bytes
 
 SIDE = 6
 WHOLE = {"source": "folder", "root": "set", "size": SIDE}

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from stamp_core.data import sources
+from stamp_core.data.cache import ARRAYS
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.images import ImageArrays
 from stamp_core.data.loading import load_dataset
 from stamp_core.data.sources import glyphs
-from stamp_core.data.store.cache import ARRAYS
 
 SMALL = {"source": "glyphs", "classes": 5, "train_per_class": 6, "test_per_class": 4}
 OWN = {"source": "own"}
@@ -174,7 +174,7 @@ def test_other_content_of_a_file_is_another_dataset(number: Path, cache: Path) -
 def test_a_large_file_is_identified_by_size_and_time(
     number: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stamp_core.data.store.cache.LARGE", 0)
+    monkeypatch.setattr("stamp_core.data.cache.LARGE", 0)
     assert count_datasets(cache) == 1
     for content, expected in (("3", 2), (" 3", 3), (" 4", 3)):  # its content is not read
         number.write_text(content)
@@ -223,7 +223,7 @@ def test_a_large_dataset_is_read_only(own: Any, monkeypatch: pytest.MonkeyPatch)
         warnings.simplefilter("error")
         first = load_dataset(OWN)
         assert modes == {"c"}
-        monkeypatch.setattr("stamp_core.data.store.cache.LARGE", 0)
+        monkeypatch.setattr("stamp_core.data.cache.LARGE", 0)
         modes.clear()
         assert equal(load_dataset(OWN), first)
     assert modes == {"r"}

@@ -31,11 +31,11 @@ from folders import (
 from PIL import Image
 
 from stamp_core.core import paths, vision
+from stamp_core.data import cache, decoding
 from stamp_core.data import loading as data
+from stamp_core.data.cache import ARRAYS, SUBSETS, Bytes
+from stamp_core.data.decoding import decode_image
 from stamp_core.data.loading import load_dataset
-from stamp_core.data.store import cache, decoding
-from stamp_core.data.store.cache import ARRAYS, SUBSETS, Bytes
-from stamp_core.data.store.decoding import decode_image
 
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")  # of a set that is made again
 

@@ -24,9 +24,9 @@ from folders import (
 from PIL import Image
 
 from stamp_core.config.decode import ParameterError
+from stamp_core.data import cache
+from stamp_core.data.cache import Bytes
 from stamp_core.data.loading import load_dataset
-from stamp_core.data.store import cache
-from stamp_core.data.store.cache import Bytes
 from workbench.sources import imagenet1k, office31
 
 DOMAINS = {**DIVIDED, "domains": ["photo", "art"]}

@@ -8,10 +8,10 @@ import pytest
 from matplotlib import ft2font, get_data_path
 from sklearn.neighbors import NearestCentroid
 
+from stamp_core.data.cache import Bytes
 from stamp_core.data.images import ImageArrays
 from stamp_core.data.loading import load_dataset
 from stamp_core.data.sources import digits, glyphs
-from stamp_core.data.store.cache import Bytes
 
 SMALL = {"source": "glyphs", "classes": 5, "train_per_class": 6, "test_per_class": 4}
 OPTIONS = glyphs.Options(classes=5, train_per_class=6, test_per_class=4)

@@ -38,8 +38,8 @@ from stamp_core.methods.base import registry
 from stamp_core.methods.base.method import DivergedError
 from stamp_core.models import networks as models
 from stamp_core.results import records
-from stamp_core.results.metrics import run_metrics
 from stamp_core.results.records import SCORINGS, Record
+from workbench.report.metrics import run_metrics
 
 EVERY = registry.method_names()
 ANGLES = {"spatial update", "spatial clients", "update length", "client length"}

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from stamp_core.core.seeding import generator
 from stamp_core.methods.base.method import DivergedError
+from stamp_core.methods.stamp import prototype_loss
 from stamp_core.methods.stamp import temporal as temporal_module
-from stamp_core.methods.stamp.prototypes import prototype_loss
 
 NOTHING = "temporal matching: nothing is remembered"
 WIDE = {"kind": "mlp", "features": 128}  # two layers of more than 1024 parameters

@@ -13,7 +13,7 @@ from stamp_core.config.decode import ParameterError
 from stamp_core.engine.experiment import load_experiment
 from stamp_core.methods.base.method import DivergedError
 from stamp_core.results import records
-from stamp_core.results.metrics import run_metrics
+from workbench.report.metrics import run_metrics
 from workbench.report.tables import page
 from workbench.workflow import grid
 

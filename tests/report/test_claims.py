@@ -13,8 +13,7 @@ import pandas as pd
 import pytest
 
 from stamp_core.core.paths import ROOT
-from stamp_core.results import metrics
-from workbench.report import ranks
+from workbench.report import metrics, ranks
 from workbench.report.tables import printed
 from workbench.report.text import DASH
 from workbench.workflow.profiles import read_profile

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy import stats
 
-from stamp_core.results import metrics
 from stamp_core.results.metrics import Accuracies
+from workbench.report import metrics
 
 quick = settings(deadline=None, max_examples=50)
 accuracies = st.integers(0, 64).map(lambda hits: hits / 64)  # sums of them are exact

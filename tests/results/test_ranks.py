@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import spearmanr, ttest_1samp
 
-from stamp_core.results.metrics import confidence_interval
+from workbench.report.metrics import confidence_interval
 from workbench.report.ranks import (
     block_ranks,
     critical_difference,

@@ -7,8 +7,8 @@ import pytest
 import small
 
 from stamp_core import load_record, save_records
-from stamp_core.results import metrics
 from stamp_core.results.records import Record
+from workbench.report import metrics
 
 
 def made(personal: bool = False, **about: object) -> Record:

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from stamp_core.results import metrics
+from stamp_core.results.metrics import final_accuracy, last_cycle, mean, micro_average
 from stamp_core.results.records import Record, history_total
+from workbench.report import metrics
 from workbench.report.text import BY_HAND, VERIFIED
 
 EXPERIMENT = ["setting", "method"]  # columns that name an experiment; its rows are its seeds
@@ -70,8 +71,8 @@ def without_diverged(records: Sequence[Record]) -> list[Record]:
 
 def final_score(record: Record, model: str, scoring: str = "all") -> float:
     """The final score of one model by one scoring, over all tasks and clients."""
-    a = metrics.last_cycle(record.accuracy(model, scoring), record.tests.shape[1])
-    return metrics.final_accuracy(metrics.micro_average(a, record.tests))
+    a = last_cycle(record.accuracy(model, scoring), record.tests.shape[1])
+    return final_accuracy(micro_average(a, record.tests))
 
 
 # --- runs and their models
@@ -202,7 +203,7 @@ def _experience_rows(record: Record, model: str) -> Iterator[dict[str, Any]]:
         yield {
             **{"setting": setting, "method": method, "seed": seed, "experience": experience + 1},
             **{"group": record.group, "model": model},
-            "accuracy": metrics.mean(row[: experience + 1]),
+            "accuracy": mean(row[: experience + 1]),
             "forgetting": metrics.average_forgetting(cycle),
             "gap": float(local[experience, task] - global_[experience, task]),
         }

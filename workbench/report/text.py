@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from stamp_core.results import metrics
+from workbench.report import metrics
 
 DASH = "\N{EN DASH}"  # an undefined number
 MB = 1e6

@@ -11,9 +11,9 @@ import numpy as np
 
 from stamp_core.config.decode import require, unknown_name
 from stamp_core.config.limits import PositiveInt
+from stamp_core.data.cache import SUBSETS
 from stamp_core.data.images import Counts, ImageArrays, ImageOptions
 from stamp_core.data.sources.torchvision_sets import SETS as TORCHVISION
-from stamp_core.data.store.cache import SUBSETS
 
 PACKAGES = TORCHVISION["svhn"].PACKAGES
 SETS = {

@@ -12,9 +12,9 @@ import numpy as np
 from stamp_core.config.decode import require
 from stamp_core.config.limits import PositiveInt
 from stamp_core.core import paths
+from stamp_core.data.decoding import Listing
 from stamp_core.data.images import Counts, PathInside
 from stamp_core.data.sources.folder import find_images, make_listing
-from stamp_core.data.store.decoding import Listing
 
 CLASSES, VAL_IMAGES = 1000, 50  # images of each class
 # 732 to 1300 a class; here they are spread evenly, as the numbers of the classes are not published.

@@ -10,9 +10,9 @@ import numpy as np
 from stamp_core.config.decode import unknown_name
 from stamp_core.config.limits import OpenFraction, PositiveInt
 from stamp_core.core import paths
+from stamp_core.data.decoding import Listing
 from stamp_core.data.images import Counts, PathInside
 from stamp_core.data.sources import folder
-from stamp_core.data.store.decoding import Listing
 
 _CLASSES = 31
 _IMAGES = {  # of each class, in the order of their names

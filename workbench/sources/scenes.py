@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stamp_core.config.limits import PositiveInt, between
+from stamp_core.data.cache import Bytes, Numbers
 from stamp_core.data.images import ImageArrays
 from stamp_core.data.sources.glyphs import (
     CHARACTERS,
@@ -24,7 +25,6 @@ from stamp_core.data.sources.glyphs import (
     draw_outlines,
     positions,
 )
-from stamp_core.data.store.cache import Bytes, Numbers
 
 PACKAGES = ("numpy", "matplotlib")
 

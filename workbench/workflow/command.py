@@ -74,8 +74,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 def print_comparison(labels: Sequence[str], found: Sequence[Sequence[Any]]) -> None:
     """A line per experiment, and the paired difference of the first from the second."""
-    from stamp_core.results.metrics import paired_difference
     from workbench.report.frames import run_frame
+    from workbench.report.metrics import paired_difference
     from workbench.report.text import mean_std
 
     frames = [run_frame(records) for records in found]

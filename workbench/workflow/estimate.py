@@ -24,10 +24,10 @@ from stamp_core.config.params import parse_seeds
 from stamp_core.config.schema import Diagnostics, Split
 from stamp_core.core.devices import device_name, resolve_device
 from stamp_core.core.paths import DATA
+from stamp_core.data.cache import Numbers
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.plan import Plan, Task
 from stamp_core.data.split import make_plan
-from stamp_core.data.store.cache import Numbers
 from stamp_core.engine.executor import resolve_workers
 from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.engine.train import train

@@ -12,7 +12,7 @@ and either, for images that fit into memory,
 
 or, for image files of any number,
 
-- `listing(options)`: returns a `Listing` (stamp_core.data.store.decoding) of the files.
+- `listing(options)`: returns a `Listing` (stamp_core.data.decoding) of the files.
 
 A source of published files may also define `expected(options)`, which returns the `Counts`
 (stamp_core.data.images) of its images before they are there.

@@ -14,9 +14,9 @@ import numpy as np
 from stamp_core.config.decode import invalid, require
 from stamp_core.config.limits import OpenFraction, PositiveInt
 from stamp_core.core import paths
+from stamp_core.data.cache import Numbers
+from stamp_core.data.decoding import ImageFiles, Listing
 from stamp_core.data.images import PathInside
-from stamp_core.data.store.cache import Numbers
-from stamp_core.data.store.decoding import ImageFiles, Listing
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 ClassFiles = dict[str, list[str]]  # the images of each class, as paths below the root

@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from stamp_core.config.decode import require
 from stamp_core.config.limits import PositiveInt, between
+from stamp_core.data.cache import Bytes, Numbers
 from stamp_core.data.images import ImageArrays
-from stamp_core.data.store.cache import Bytes, Numbers
 
 if TYPE_CHECKING:
     from matplotlib.ft2font import FT2Font

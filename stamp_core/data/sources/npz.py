@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from stamp_core.config.decode import require
 from stamp_core.core import paths
+from stamp_core.data.cache import SUBSETS, Bytes, NamedArrays
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.images import (
     ImageArrays,
@@ -26,7 +27,6 @@ from stamp_core.data.images import (
     array_error,
     convert_images,
 )
-from stamp_core.data.store.cache import SUBSETS, Bytes, NamedArrays
 
 PACKAGES = ("numpy", "pillow")
 _NEEDED = ("x_train", "y_train", "x_test", "y_test")

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from stamp_core.core import paths, vision
+from stamp_core.data.cache import SUBSETS, Bytes, Numbers
 from stamp_core.data.images import Counts, ImageArrays, ImageOptions, Shape, convert_images
 from stamp_core.data.sources import npz
-from stamp_core.data.store.cache import SUBSETS, Bytes, Numbers
 
 READ_ERRORS = (OSError, EOFError, RuntimeError, ValueError, AssertionError, HTTPException)
 

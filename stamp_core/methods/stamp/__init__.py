@@ -16,7 +16,6 @@ from stamp_core.matching.match import MatchResult, match_gram
 from stamp_core.methods.base.method import ClientRound, Log
 from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalContext, RehearsalParams
 from stamp_core.methods.base.server_matching import ServerMatching, SpatialParams, log_matches
-from stamp_core.methods.stamp.prototypes import prototype_loss
 from stamp_core.methods.stamp.temporal import (
     PastTask,
     SeparateGradients,
@@ -224,3 +223,27 @@ class Stamp(ServerMatching, Rehearsal):
         (self.params.prototype * loss).backward()
         sgd.step()
         self.model.gradients.zero_()
+
+
+def prototype_loss(features: Tensor, labels: Tensor) -> Tensor:
+    """The loss of prototypical networks (Snell et al., 2017) inside a batch.
+
+    The mean of d(z, p_y) + log sum_l exp(-d(z, p_l)) over the queries z, d = squared distance. Of
+    the n images of a class in the batch the first ceil(n / 2) are its support, whose mean is the
+    prototype p_l; the others are queries. A class with one image is ignored. Without queries the
+    loss is 0. All shapes depend on N alone, so that a device never waits for the labels: each class
+    is represented by its first image.
+    """
+    same = labels[:, None] == labels  # [N, N]
+    rank, count = same.tril().sum(1), same.sum(1)  # [N]; the rank in the class begins with 1
+    support = (rank <= (count + 1) // 2) & (count > 1)
+    query = (count > 1) & ~support
+    z = features - features.detach().mean(0)  # a common shift of all changes rounding alone
+    members = (same & support).to(z.dtype)  # [N, N]
+    prototypes = members @ z / members.sum(1, keepdim=True).clamp(min=1)  # [N, D], of own classes
+    similarities = 2 * z @ prototypes.T - prototypes.square().sum(1)  # |z|^2 - d(z, p)
+    first = support & (rank == 1)
+    logits = similarities.masked_fill(~first, torch.finfo(z.dtype).min)
+    losses = F.cross_entropy(logits, same.int().argmax(1), reduction="none")
+    loss: Tensor = losses.where(query, 0.0).sum() / query.sum().clamp(min=1)
+    return loss

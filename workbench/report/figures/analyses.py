@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from stamp_core.results import metrics
+from stamp_core.results.metrics import mean
 from stamp_core.results.records import Record
 from workbench.report import frames
 from workbench.report.figures import style
@@ -82,7 +82,7 @@ def _cosines(record: Record) -> Iterator[dict[str, Any]]:
             **{"setting": setting, "method": method, "seed": seed, "experience": experience + 1},
             **{"model": record.main_model, "tasks": record.tests.shape[1]},
             "clients": max(entry.get("completed", 0) for entry in rounds),
-            **{name: metrics.mean([cosines[name] for cosines in several]) for name in _SPATIAL},
+            **{name: mean([cosines[name] for cosines in several]) for name in _SPATIAL},
             **{name: noted[-1].get(name, np.nan) for name in _TEMPORAL},
         }
 

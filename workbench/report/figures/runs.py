@@ -15,7 +15,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import MaxNLocator
 
-from stamp_core.results import metrics
+from stamp_core.results.metrics import last_cycle, micro_average
 from stamp_core.results.records import SCORINGS, Record
 from workbench.report import frames
 from workbench.report import ranks as significance
@@ -192,8 +192,8 @@ def _draw_matrices(axes: Sequence[Axes], means: dict[str, style.Values], top: fl
 
 def _last_matrix(record: Record) -> style.Values:
     """The accuracy matrix of a run's last cycle.  # [T, T]"""
-    a = metrics.last_cycle(record.accuracy(record.main_model), record.tests.shape[1])
-    return metrics.micro_average(a, record.tests)
+    a = last_cycle(record.accuracy(record.main_model), record.tests.shape[1])
+    return micro_average(a, record.tests)
 
 
 def training(records: Sequence[Record]) -> Figure:

@@ -20,7 +20,7 @@ from scipy.optimize import isotonic_regression
 
 from stamp_core.config.params import read_params
 from stamp_core.core.atomic import atomic_write
-from stamp_core.results import metrics
+from workbench.report import metrics
 from workbench.report.frames import EXPERIMENT
 from workbench.report.text import MARK, RECONSTRUCTED, SCENES, marked
 

@@ -17,9 +17,8 @@ import pandas as pd
 from IPython.display import display
 
 from stamp_core.core.atomic import atomic_write
-from stamp_core.results import metrics
 from stamp_core.results.records import Record
-from workbench.report import ranks
+from workbench.report import metrics, ranks
 from workbench.report.text import DASH, MB, count_range, marked, mean_std, score, significant
 
 Cell = Callable[[pd.DataFrame], str]  # text for the runs of a group

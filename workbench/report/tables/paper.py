@@ -12,8 +12,8 @@ from stamp_core.config.params import parameter_file, read_params, read_setting, 
 from stamp_core.config.schema import Setting
 from stamp_core.core.paths import ROOT
 from stamp_core.data.loading import source_options
-from stamp_core.results import metrics
 from stamp_core.results.records import Record, history_total
+from workbench.report import metrics
 from workbench.report.frames import run_frame
 from workbench.report.tables import page, printed
 from workbench.report.tables.results import results_table, results_text

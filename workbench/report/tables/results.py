@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from stamp_core.results import metrics
 from stamp_core.results.records import Record
+from workbench.report import metrics
 from workbench.report.frames import (
     EXPERIMENT,
     GROUPS,

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pandas as pd
 
-from stamp_core.results.metrics import summarise
+from workbench.report.metrics import summarise
 from workbench.studies.attacks.scores import Pixels
 from workbench.studies.attacks.study import METHODS, NOISE, SCORES, SIZES, Case
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from stamp_core.core import fingerprint
 from stamp_core.core.processes import progress_bar, progress_form
-from stamp_core.data.store import cache
-from stamp_core.data.store.cache import SUBSETS, Bytes, NamedArrays, Numbers
+from stamp_core.data import cache
+from stamp_core.data.cache import SUBSETS, Bytes, NamedArrays, Numbers
 
 CHUNK_BYTES = 1 << 25  # of the images that are decoded, written and recorded at a time
 # Of a file, and of its image before it is cropped. Pillow warns of more. Each takes at most eight
