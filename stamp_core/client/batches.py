@@ -21,12 +21,10 @@ class Batch:
     tasks: Tensor | None = None  # int64 [exemplars], the task of each
 
     def __len__(self) -> int:
-        """The number of images."""
         return len(self.targets)
 
     @property
     def new(self) -> int:
-        """The number of new images."""
         return len(self.targets) - self.exemplars
 
 

@@ -45,7 +45,6 @@ class StepGraphs:
         self.captured = dict[object, CapturedStep]()
 
     def take(self, step: Step, batch: Batch, context: StepContext) -> Tensor:
-        """The loss of an SGD step."""
         if self.graphs is None:
             return step(batch, context)
         read = [tensor_fields(batch), tensor_fields(context)]
@@ -81,7 +80,6 @@ class StepGraphs:
     def replay(
         self, captured: CapturedStep, batch: dict[str, Tensor], context: dict[str, Tensor]
     ) -> Tensor:
-        """The loss of a captured step on other tensors of the same shapes."""
         for fixed, values in ((captured.batch, batch), (captured.context, context)):
             for name, tensor in fixed.items():
                 tensor.copy_(values[name])

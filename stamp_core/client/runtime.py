@@ -95,7 +95,6 @@ class ClientRuntime:
         return FlatSGD(model, self.training, self.scheduled)
 
     def start_round(self, round_: int) -> None:
-        """Take the learning rate of a round of an experience."""
         self.lr = self.rates[round_]
         if self.scheduled is not None:
             self.scheduled.fill_(self.lr)
@@ -135,7 +134,6 @@ class ClientRuntime:
     # --- batches
 
     def batches(self, round_id: RoundId, indices: Tensor) -> Iterator[Batch]:
-        """The local epochs of a client round over some training images, in batches."""
         return self.epochs(round_id, self.x_train, self.y_train, indices)
 
     def epochs(
@@ -159,13 +157,11 @@ class ClientRuntime:
             yield from reader.batches(order.split(self.training.batch_size), draw)
 
     def plain_batches(self, indices: Tensor, size: int) -> Iterator[Batch]:
-        """Training images in the given order, in batches, without augmentation."""
         for part in indices.to(self.x_train.device).split(size) if len(indices) else ():
             images, labels = self.train_images(part)
             yield Batch(self.normalise(images), labels)
 
     def batch_sizes(self, images: int) -> list[int]:
-        """The sizes of the batches of a client round with this many images."""
         whole, rest = divmod(images, self.training.batch_size)
         return self.training.epochs * (whole * [self.training.batch_size] + [rest] * (rest > 0))
 
@@ -196,7 +192,6 @@ class ClientRuntime:
         return self.run_steps(self.cross_entropy_step, batches, StepContext())
 
     def cross_entropy_step(self, batch: Batch, context: StepContext) -> Tensor:
-        """One SGD step with cross-entropy; its loss."""
         self.start_step(len(batch))
         loss = F.cross_entropy(self.model.module(batch.images), batch.targets)
         loss.backward()

@@ -37,7 +37,6 @@ class Split:
     classes_per_client: PositiveInt | None = None  # of a task, drawn for each; None: all of them
 
     def __post_init__(self) -> None:
-        """Validate combinations."""
         if self.kind == "classes":
             right = "a number of classes, as kind is 'classes'"
             require(self, "classes_per_task", self.classes_per_task is not None, right)
@@ -61,7 +60,6 @@ class Split:
         self._check_alpha()
 
     def _check_alpha(self) -> None:
-        """Validate what needs an alpha, or has to be absent with one."""
         if self.alpha is None:
             for name, unset in (("min_samples", 1), ("sizes", "drawn")):
                 require(self, name, getattr(self, name) == unset, "absent unless alpha is set")
@@ -85,7 +83,6 @@ class Network:
     pretrained: str | None = None  # a file of weights, in the folder of downloads or absolute
 
     def __post_init__(self) -> None:
-        """Validate options that only some kinds have."""
         require(self, "channels", bool(self.channels), "at least one number")
         kind = f"as kind is {self.kind!r}"
         if self.kind == "resnet18":
@@ -115,7 +112,6 @@ class Training:
     secure_sums: bool = False  # the server is handed sums of uploads, no single one
 
     def __post_init__(self) -> None:
-        """Validate how many clients are selected, and the schedule."""
         one = self.clients_per_round is None or self.participation == 1
         require(self, "participation", one, "absent, as clients_per_round is set")
         if self.schedule == "constant":
@@ -126,13 +122,11 @@ class Training:
         require(self, "lr_end", falls, right)
 
     def count_selected(self, clients: int) -> int:
-        """How many of so many clients are selected in a round."""
         if self.clients_per_round is not None:
             return min(self.clients_per_round, clients)
         return max(1, math.ceil(self.participation * clients - 1e-9))  # 0.28 * 25 > 7
 
     def lr_in(self, round_: int) -> float:
-        """The local learning rate in a round of an experience."""
         if self.lr_end is None:
             return self.lr
         passed = round_ / self.rounds

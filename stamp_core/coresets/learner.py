@@ -28,17 +28,14 @@ class Learner:
         self.load_client_weights()
 
     def load_client_weights(self) -> None:
-        """Set the network to the client's weights after training."""
         self.model.load(*self.client_weights)
         self.network.eval()
 
     def load_initial_weights(self) -> None:
-        """Set the network to its untrained weights, the same at every call."""
         self.model.load(*self.initial_weights)
         self.network.eval()
 
     def inputs(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalised images and their labels on the network's device."""
         inputs = self.normalise(images)
         return inputs, labels.to(inputs.device)
 
@@ -58,7 +55,6 @@ class Learner:
         self.network.eval()
 
     def _step(self, loss: Tensor, lr: float) -> None:
-        """One step of gradient descent."""
         self.model.gradients.zero_()
         loss.backward()
         self.model.parameters.add_(self.model.gradients, alpha=-lr)

@@ -32,7 +32,6 @@ class MemoryParams:
     mixstyle_alpha: Positive = 0.1  # of MixStyle's Beta distribution
 
     def __post_init__(self) -> None:
-        """Check the rule and its options."""
         if not is_dataclass(self.options):
             object.__setattr__(self, "options", rule_options(self.selection, self.options))
 
@@ -52,16 +51,13 @@ class ClassSamples:
     features: Tensor  # [n, D]
 
     def __len__(self) -> int:
-        """The number of images."""
         return len(self.tasks)
 
     def __getitem__(self, index: Tensor | slice) -> "ClassSamples":
-        """The samples at an index."""
         soft = self.soft[index]
         return ClassSamples(self.images[index], self.tasks[index], soft, self.features[index])
 
     def __add__(self, other: "ClassSamples") -> "ClassSamples":
-        """These samples followed by the others."""
         images = torch.cat([self.images, other.images])
         tasks = torch.cat([self.tasks, other.tasks])
         soft = torch.cat([self.soft, other.soft])

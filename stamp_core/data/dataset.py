@@ -32,7 +32,6 @@ class ImageDataset:
         return channels - self.masks, height, width
 
     def __repr__(self) -> str:
-        """The numbers of images, their shape, the classes and domains."""
         shape = " x ".join(map(str, self.x_train.shape[1:]))
         return (
             f"{self.name}: {len(self.y_train)} training and {len(self.y_test)} test images of "

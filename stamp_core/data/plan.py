@@ -48,7 +48,6 @@ class Plan:
 
     @property
     def tasks(self) -> int:
-        """The number of tasks T of each client."""
         return self.split.tasks
 
     @property
@@ -58,7 +57,6 @@ class Plan:
 
     @cached_property
     def hash(self) -> str:
-        """The SHA-256 of the plan's canonical JSON."""
         text = json.dumps(_content(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -85,7 +83,6 @@ class Plan:
         return torch.from_numpy(find_images(dataset.y_test, dataset.domain_test, found))
 
     def save(self, path: Path) -> None:
-        """Write the plan and its hash as JSON; `path` is replaced atomically."""
         text = json.dumps({"hash": self.hash, **_content(self)}, indent=1)
         text = re.sub(r"(?<=\d,)\s+(?=\d)", " ", text)  # lists of numbers on one line
         text = re.sub(r"(?<=\[)\s+(?=\d)|(?<=\d)\s+(?=\])", "", text)

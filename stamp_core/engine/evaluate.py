@@ -105,7 +105,6 @@ class Evaluator:
         return scores
 
     def features(self, server: State) -> list[Tensor]:
-        """The global model's features of some test images of each class, if recorded."""
         if not len(self.feature_indices):
             return []
         message, indices = global_model(server), self.feature_indices

@@ -52,7 +52,6 @@ class SerialExecutor:
         self.worker = worker
 
     def map(self, work: Callable[[Worker, *_Args], _T], each: Iterable[tuple[*_Args]]) -> list[_T]:
-        """The results of `work(worker, *arguments)` for each of the arguments, in order."""
         with explain_memory_errors(self.worker.runtime.setting):
             results = list[_T]()
             for arguments in each:
@@ -77,7 +76,6 @@ class ProcessExecutor:
         )
 
     def map(self, work: Callable[[Worker, *_Args], _T], each: Iterable[tuple[*_Args]]) -> list[_T]:
-        """The results of `work(worker, *arguments)` for each of the arguments, in order."""
         try:
             futures = [self.pool.submit(_run, dumps((work, arguments))) for arguments in each]
             return [pickle.loads(future.result()) for future in futures]
@@ -90,7 +88,6 @@ class ProcessExecutor:
             ) from None
 
     def close(self) -> None:
-        """End the worker processes."""
         self.pool.shutdown(wait=True, cancel_futures=True)
 
 
@@ -136,7 +133,6 @@ class _Pickler(pickle.Pickler):
     """Pickles tensors as plain arrays: torch's own pickling opens a file descriptor for each."""
 
     def reducer_override(self, item: Any) -> Any:
-        """How a tensor is pickled; everything else is pickled as usual."""
         if isinstance(item, Tensor):
             return torch.from_numpy, (item.numpy(),)
         return NotImplemented

@@ -59,7 +59,6 @@ class Experiment:
         return replace(self, setting=replace(self.setting, split=first))
 
     def dataset(self) -> ImageDataset:
-        """The images of the setting."""
         return load_dataset(self.setting.data)
 
     def plans(self, seeds: str) -> dict[int, Plan]:
@@ -68,7 +67,6 @@ class Experiment:
         return {seed: make_plan(self.setting.split, dataset, seed) for seed in parse_seeds(seeds)}
 
     def resolved(self) -> dict[str, Any]:
-        """All parameters of the experiment as plain values."""
         options = to_plain(source_options(self.setting.data))
         source = {"source": self.setting.data["source"], **options}
         params = {"kind": self.kind.__module__.rpartition(".")[2], **to_plain(self.params)}
@@ -94,7 +92,6 @@ class Experiment:
         }
 
     def code(self) -> str:
-        """The fingerprint of all code that can change a result of this experiment."""
         return combined_fingerprint(*self.files())
 
     def files(self) -> list[Path]:
@@ -105,7 +102,6 @@ class Experiment:
         return found
 
     def __repr__(self) -> str:
-        """The experiment with every parameter, one section per line."""
         resolved = self.resolved()
         sections = {**resolved.pop("setting"), **resolved}
         return "\n".join(f"{name:12} {_section_text(each)}" for name, each in sections.items())

@@ -42,16 +42,13 @@ class Progress:
         self.accuracies = dict[int, float]()
 
     def __enter__(self) -> "Progress":
-        """The progress itself."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close the bar."""
         if self.bar is not None:
             self.bar.close()
 
     def round(self) -> None:
-        """Count one more round."""
         with self.lock:
             self.counted += 1
             if self.bar is not None:

@@ -265,7 +265,6 @@ class Run:
         return replies if self.training.secure_sums else handed
 
     def select_clients(self, experience: int, round_: int) -> list[int]:
-        """The clients that train in a round."""
         joined = self.plan.joined(experience)
         address = (self.seed, experience, round_)
         count = self.training.count_selected(len(joined))
@@ -292,7 +291,6 @@ class Run:
         self.saving = time.perf_counter() - start
 
     def record(self) -> Record:
-        """The record of the finished run."""
         runtime = self.worker.runtime
         state = self.state
         graphs = self.method.graph_safe and runtime.graphs and runtime.graphs.graphs

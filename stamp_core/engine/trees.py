@@ -45,7 +45,6 @@ class Store:
         return Stored(digest, tree_bytes(tree))
 
     def get(self, digest: str) -> Tree:
-        """A tree, verified."""
         path = self.path(digest)
         tree, header = read_tree(path)
         if header["digest"] != digest:
@@ -57,7 +56,6 @@ class Store:
         self.get(digest)
 
     def path(self, digest: str) -> Path:
-        """The file of a tree."""
         return self.folder / f"{digest}.safetensors"
 
     def keep_only(self, digests: set[str]) -> None:

@@ -20,11 +20,9 @@ class Difference:
         self.shape, self.dtype, self.device = left.shape, left.dtype, left.device
 
     def __len__(self) -> int:
-        """The number of elements."""
         return len(self.left)
 
     def narrow(self, dimension: int, start: int, length: int) -> Tensor:
-        """A piece of the vector, as `Tensor.narrow`."""
         left, right = (x.narrow(dimension, start, length) for x in (self.left, self.right))
         return left - right
 

@@ -42,7 +42,6 @@ class Joint(Method):
         return replace(training, batch_size=size or training.batch_size, lr=lr or training.lr)
 
     def participants(self, chosen: list[int], server: State) -> list[int]:
-        """The one learner, as client 0."""
         return [0]
 
     def train_indices(self, plan: Plan, client: int, task: int) -> Tensor:

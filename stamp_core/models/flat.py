@@ -34,7 +34,6 @@ class FlatModel:
             b.data = value
 
     def load(self, parameters: Tensor, buffers: Tensor | None = None) -> None:
-        """Copy a vector of parameters, and one of buffers if given, into the module."""
         self.parameters.copy_(parameters)
         if buffers is not None and len(buffers):
             self.buffers.copy_(buffers)
@@ -54,7 +53,6 @@ class FlatSGD:
             self.velocity.fill_(-0.0)
 
     def step(self) -> None:
-        """Take one step along the model's gradients."""
         gradient = self.model.gradients
         if self.training.weight_decay:
             gradient = gradient.add(self.model.parameters, alpha=self.training.weight_decay)

@@ -49,12 +49,10 @@ class ConvolutionGradients:
         self.gradients = torch.stack([_by_convolution(layer, *pair) for pair in pairs])  # [K, p]
 
     def gram(self) -> Tensor:
-        """Inner products of the groups' gradients.  # float64 [K, K]"""
         gradients = self.gradients.double()
         return gradients @ gradients.T
 
     def weighted(self, weights: Tensor) -> list[Tensor]:
-        """The sum of the groups' gradients with weights [K], of each parameter."""
         total = weights.to(self.gradients) @ self.gradients
         parts = total.split([shape.numel() for shape in self.shapes])
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]

@@ -30,11 +30,9 @@ class Sealed:
 
     @property
     def device(self) -> torch.device:
-        """Where the vector is, until it is added up."""
         return self._unspent().device
 
     def to(self, device: torch.device | str) -> "Sealed":
-        """This vector, moved to a device."""
         self._vector = self._unspent().to(device)
         return self
 
@@ -53,11 +51,9 @@ class Sealed:
 
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], *_: object) -> Any:
-        """Refuse every function of torch."""
         raise SingleUploadError(f"{getattr(function, '__name__', function)} of single uploads")
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse every method of a tensor."""
         self._refuse(name)
 
 

@@ -44,7 +44,6 @@ class Record:
 
     @property
     def run(self) -> tuple[str, str, int]:
-        """Setting, method and seed."""
         return self.about["setting"]["name"], self.about["method"]["name"], self.about["seed"]
 
     @property
@@ -55,13 +54,11 @@ class Record:
 
     @property
     def name(self) -> str:
-        """Setting, method and, in a sweep, its name and value: part of file names."""
         setting, method, _ = self.run
         return run_name(setting, method, self.sweep)
 
     @property
     def group(self) -> str:
-        """The kind of the method: federated, personalised, continual or a control."""
         return str(self.about["group"])
 
     @property
@@ -70,7 +67,6 @@ class Record:
         return "personal" if np.isnan(self.accuracy()).all() else "global"
 
     def __repr__(self) -> str:
-        """Which run it is and how it ended: its arrays and history would fill pages."""
         setting, method, seed = self.run
         model = self.main_model
         final = metrics.final_accuracy(self.task_accuracies(model))

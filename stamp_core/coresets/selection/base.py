@@ -75,7 +75,6 @@ class TaskData:
     events: list[str] = field(default_factory=list)  # append warnings for the run's record
 
     def inputs(self) -> tuple[Tensor, Tensor]:
-        """Normalised images and labels on the learner's device."""
         return self.learner.inputs(self.images, self.labels)
 
     def proposal(self, order: Tensor) -> Proposal:

@@ -35,7 +35,6 @@ class Options:
     domains: tuple[str, ...] = ()  # folders above those of the classes, in this order
 
     def __post_init__(self) -> None:
-        """Validate the domains, which have no folders train and test."""
         if self.domains:
             require(self, "test_share", self.test_share is not None, "above 0 and below 1")
             check_domains(self.domains)

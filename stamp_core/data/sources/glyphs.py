@@ -53,7 +53,6 @@ class Options:
     face_domains: bool = False  # every face is a domain, with the same share of each class
 
     def __post_init__(self) -> None:
-        """Validate that every face has images."""
         for name in ("train_per_class", "test_per_class"):
             enough = not self.face_domains or getattr(self, name) >= len(FACES)
             right = f"at least {len(FACES)}, one per face, as face_domains is true"

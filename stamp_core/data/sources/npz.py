@@ -44,7 +44,6 @@ class Options(ImageOptions):
     file: PathInside = ""  # in data/raw, or an absolute path
 
     def __post_init__(self) -> None:
-        """Validate that there is a file."""
         require(self, "file", bool(self.file), "the name of an .npz file")
 
 

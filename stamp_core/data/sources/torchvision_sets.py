@@ -52,7 +52,6 @@ class TorchvisionSet:
         return convert_images(images, options)
 
     def expected(self, options: ImageOptions) -> Counts:
-        """The published numbers of images."""
         channels, height, width = self.shape
         shape = (1 if options.grey else channels, options.size or height, options.size or width)
         return Counts(shape, np.array([self.train]), np.array([self.test]))
@@ -81,7 +80,6 @@ class TorchvisionSet:
         return x.transpose(0, 3, 1, 2) if x.shape[3] == 3 else x, y
 
     def _check(self, path: Path, images: ImageArrays) -> None:
-        """Validate that an .npz file holds the published images."""
         y = images.y_train, images.y_test
         counts = [tuple(np.bincount(each, minlength=len(self.train)).tolist()) for each in y]
         whole = counts == [self.train, self.test] and images.x_train.shape[1:] == self.shape

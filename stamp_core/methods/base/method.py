@@ -57,7 +57,6 @@ class Log:
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
-        """Add the time that the block takes to the seconds of a phase."""
         start = time.perf_counter()
         yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
@@ -90,7 +89,6 @@ class ClientRound(RoundId):
 
     @property
     def recorded(self) -> list[int]:
-        """The experiences with this one."""
         return sorted({*self.state["experiences"], self.experience})
 
 
@@ -248,7 +246,6 @@ class Method:
     def client_round(
         self, round_id: RoundId, plan: Plan, state: State, message: Message
     ) -> ClientRound:
-        """The input of a client round, or of an evaluation of the client's model."""
         task = round_id.experience % plan.tasks
         address = round_id.seed, round_id.client, round_id.experience, round_id.round, round_id.last
         return ClientRound(
@@ -266,7 +263,6 @@ class Method:
         return plan.train_indices(self.runtime.dataset, client, task)
 
     def train_client(self, client_round: ClientRound) -> Reply:
-        """One client round: receive the model, train it, reply."""
         log = client_round.log
         before = self.classifier.images_backpropagated
         self.receive(client_round)

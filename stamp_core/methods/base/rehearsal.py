@@ -52,7 +52,6 @@ class RehearsalParams(FedAvgParams):
     anchor: NonNegative = 0.0
 
     def __post_init__(self) -> None:
-        """Validate the weights; soft labels need a loss that uses them."""
         for name, neutral in (("weight", None), ("balanced", False)):
             if not self.ratio and getattr(self, name) != neutral:
                 right = f"{neutral}, as ratio is 0: no batch has exemplars"
@@ -225,7 +224,6 @@ class Rehearsal(Method):
         return memory
 
     def repeats_task(self, client_round: ClientRound) -> bool:
-        """Whether the task was added to the memory in an earlier cycle."""
         others = {*client_round.state["experiences"]} - {client_round.experience}
         return client_round.task in {each % client_round.plan.tasks for each in others}
 

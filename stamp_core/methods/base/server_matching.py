@@ -29,7 +29,6 @@ class SpatialParams(MatchingParams):
     projection: PositiveInt | None = None  # numbers of each update that are matched in its place
 
     def __post_init__(self) -> None:
-        """Refuse what is undefined among clients."""
         for name in ("reference", "normalise", "length"):
             if getattr(self, name) in ("current", "halves"):
                 right = "another: no client is the current one"

@@ -42,7 +42,6 @@ class StampParams(RehearsalParams):
     alternate: bool = False  # as the public code: encoder by prototypes, then head by cross-entropy
 
     def __post_init__(self) -> None:
-        """Validate the weight of the prototypical loss, which alternating steps need."""
         super().__post_init__()
         if self.alternate and not self.prototype:
             raise invalid("prototype", self.prototype, "above 0, as alternate is true")

@@ -38,7 +38,6 @@ class TemporalParams(MatchingParams):
     images: PositiveInt = 256  # images of a task per gradient; of more, a random sample
 
     def __post_init__(self) -> None:
-        """Validate what can be matched at the chosen moment."""
         if self.every is None:
             return
         if self.past != "gradient":
@@ -49,7 +48,6 @@ class TemporalParams(MatchingParams):
 
     @property
     def in_steps(self) -> bool:
-        """Whether gradients are matched inside every step."""
         return self.every == 1
 
 
@@ -166,9 +164,7 @@ class SeparateGradients:
     sizes: list[int] | None  # of the blocks that are matched separately
 
     def gram(self) -> Tensor:
-        """Inner products of the gradients in each block.  # float64 [L, K, K], on the CPU"""
         return gram(self.vectors, self.sizes)
 
     def weighted(self, coefficients: Tensor) -> Tensor:
-        """The sum of the gradients with coefficients [L, K].  # [P]"""
         return combine(self.vectors, coefficients, self.sizes)
