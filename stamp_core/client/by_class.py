@@ -12,10 +12,7 @@ def first_per_class(labels: Tensor, count: int) -> Tensor:
 
 
 def sample_balanced(labels: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Indices of at most `count` images, evenly over classes as far as possible.  # [n]
-
-    Every class gives one image, then every class that has another one gives a second.
-    """
+    """Indices of at most `count` images, evenly over classes as far as possible.  # [n]"""
     if len(labels) <= count:
         return torch.arange(len(labels))
     shuffled = torch.randperm(len(labels), generator=generator)

@@ -104,10 +104,7 @@ class ClientRuntime:
         return layer_blocks([p.numel() for p in self.model.module.parameters()])
 
     def normalise(self, images: Tensor) -> Tensor:
-        """uint8 images as float32 with mean 0 and deviation 1 per channel.  # [N, C, H, W]
-
-        Without their masks: no network sees one.
-        """
+        """uint8 images, without masks, with mean 0 and deviation 1 a channel.  # [N, C, H, W]"""
         images = images[:, : self.shape[0]]
         floats = images.to(self.device, torch.float32, memory_format=self.format)
         return floats.mul_(self.scale).sub_(self.offset)
@@ -168,10 +165,7 @@ class ClientRuntime:
     # --- steps
 
     def load_received(self, message: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Load a received model, with the client's own statistics of batch normalisation if kept.
-
-        A message has statistics only if they are shared.
-        """
+        """Load a received model, with the client's own statistics of normalisation if kept."""
         shared = message.get("buffers", self.untrained)
         self.model.load(message["parameters"], state.get("buffers", shared))
 

@@ -52,10 +52,7 @@ def score(
     experience: int,
     nearest_mean: bool = False,
 ) -> Tensor:
-    """The live model's scores.  # [scorings, U, T], NaN where undefined
-
-    Those by the nearest class mean of training features only if `nearest_mean`.
-    """
+    """The live model's scores.  # [scorings, U, T], NaN where undefined or not asked for"""
     if runtime.dataset.masks:
         return mask_scores(runtime, plan, clients, experience)
     counts = count_correct(runtime, plan, clients, experience, nearest_mean)
@@ -70,10 +67,7 @@ def count_correct(
     nearest_mean: bool,
     part: Part = ALL,
 ) -> Tensor:
-    """Correct predictions of the live model among a part of the test images, so that parts add up.
-
-    # float64 [scorings, U, T], NaN where undefined
-    """
+    """Correct predictions for a part of the test images.  # float64 [scorings, U, T], or NaN"""
     sets = [
         replace(each, indices=each.indices[each.indices % part.of == part.number])
         for each in tests_of_tasks(runtime, plan, clients, experience, range(plan.tasks))

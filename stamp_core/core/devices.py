@@ -80,10 +80,7 @@ def set_deterministic(device: torch.device) -> None:
 
 
 class Graphs:
-    """Graphs of a GPU's operations: captured once, they are replayed on the same memory.
-
-    One is replayed at a time, so they share one pool of memory.
-    """
+    """Graphs of a GPU's operations, replayed one at a time: they share one pool of memory."""
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
@@ -98,10 +95,7 @@ class Graphs:
         return result
 
     def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """What replays `step`, and the tensor in which each replay leaves the result.
-
-        The capture itself changes no values.
-        """
+        """What replays `step` and where each replay leaves the result; no value changes yet."""
         graph = torch.cuda.CUDAGraph()
         capturing = torch.cuda.graph(graph, pool=self.pool, stream=self.side)
         with torch.cuda.stream(self.side), capturing:  # one that fails does not leave the stream

@@ -94,10 +94,7 @@ def class_samples(proposal: Proposal, label: int, task: int, features: Tensor) -
 
 
 def class_prototype(features: Tensor, old_mean: Tensor, seen: int) -> Tensor:
-    """The mean of new features and of `seen` earlier ones with mean `old_mean`.  # float64 [D]
-
-    Features that are not finite are left out. The mean of no features is 0.
-    """
+    """The mean of new finite features and `seen` earlier ones; 0 without any.  # float64 [D]"""
     finite = features[features.isfinite().all(1)].double()  # [n, D]
     return (seen * old_mean + finite.sum(0)) / max(seen + len(finite), 1)
 
@@ -202,10 +199,7 @@ def mixstyle_images(content: Tensor, style: Tensor, weights: Tensor) -> Tensor:
 
 
 def mix_statistics(content: Tensor, style: Tensor, weights: Tensor) -> Tensor:
-    """`content` with a weighted mean of both channel means and deviations.  # [n, C, H, W]
-
-    `weights` [n] are of the content's own style.
-    """
+    """`content` with both images' mean and deviation, `weights` of its own.  # [n, C, H, W]"""
     mean, deviation = _channel_statistics(content)
     style_mean, style_deviation = _channel_statistics(style)
     own = weights.to(content).view(-1, 1, 1, 1)

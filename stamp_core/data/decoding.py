@@ -125,10 +125,7 @@ def _lay_out(listing: Listing, images: ImageFiles, path: Path) -> int:
 
 
 def _decode_files(listing: Listing, files: list[str], done: int, path: Path) -> None:
-    """Decode all but the first `done` files in chunks; note each chunk once it is on disk.
-
-    An interactive session shows a progress bar, a log a line per tenth.
-    """
+    """Decode all but the first `done` files in chunks; note each chunk once it is on disk."""
     decode = partial(decode_image, size=listing.size, grey=listing.grey)
     step = max(1, CHUNK_BYTES // math.prod(listing.shape))
     total, name, began = len(files), f"{path.parent.stem} {path.stem}", time.perf_counter()

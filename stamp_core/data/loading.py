@@ -28,10 +28,7 @@ from stamp_core.data.images import ImageArrays, array_error
 
 
 def load_dataset(spec: Mapping[str, Any]) -> ImageDataset:
-    """The data set of the block `data` of a setting: made once, then memory-mapped from the cache.
-
-    A damaged copy in the cache is made again, with a warning.
-    """
+    """The data set of a block `data`, mapped from the cache; made again if missing or damaged."""
     source, options = find_source(spec)
     name = str(spec["source"])
     listing = source.listing(options) if hasattr(source, "listing") else None

@@ -89,10 +89,7 @@ def _make_tasks(split: Split, dataset: ImageDataset, order: Indices) -> list[Tas
 
 
 def _draw_parts(split: Split, tasks: list[list[Task]], seed: int) -> list[list[Task]]:
-    """The tasks as clients have parts in them: none, or some classes, or all as before.  # [U][T]
-
-    A client has none before it joins, and in tasks for which it is drawn as an old one.
-    """
+    """The tasks as clients have parts in them; none before they join or as old ones.  # [U][T]"""
     old = [_draw_old(split, t, seed) for t in range(split.tasks)]
 
     def part(client: int, t: int) -> Task:

@@ -50,10 +50,7 @@ class Checkpoint:
         self.named = set[str]()  # digests in run.safetensors
 
     def save(self, state: Tree, evaluated: bool = True, flush: bool = True) -> None:
-        """Write what has changed; the results only if there was an evaluation.
-
-        States that are kept take the place of the clients' states.
-        """
+        """Write what has changed; kept states take the place of the clients' states."""
         if evaluated:
             self.results = None
         clients = state["clients"]
@@ -109,10 +106,7 @@ class Checkpoint:
 
 @contextmanager
 def checkpoint_lock(resume: Path | None, name: str, seeds: Iterable[int]) -> Iterator[Path | None]:
-    """A context in which no other process uses the checkpoints of these runs: their folder.
-
-    None if another one does: this one trains without checkpoints, with a warning.
-    """
+    """The folder of these runs, locked; None, with a warning, if another process uses it."""
     with ExitStack() as locks:
         try:
             for seed in seeds:

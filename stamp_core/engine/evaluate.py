@@ -45,10 +45,7 @@ class Evaluator:
     def evaluate(
         self, state: dict[str, Any], experience: int, results: Sequence[ClientResult]
     ) -> None:
-        """Fill in `scores` of a run's state after an experience, of all models of the method.
-
-        `features` and `memory` are extended where they are recorded.
-        """
+        """Fill in a run's scores after an experience; extend features and memory if recorded."""
         scores, server, clients = state["scores"], state["server"], state["clients"]
         for result in results:
             if result.scores is not None:
@@ -68,10 +65,7 @@ class Evaluator:
             state["memory"] += self.memory_samples(experience, server, clients[0])
 
     def global_scores(self, experience: int, server: State, executor: Executor) -> Tensor:
-        """Scores of the global model for all clients; workers share its test images.
-
-        # [scorings, U, T]
-        """
+        """The global model for all clients; workers share its test images.  # [scorings, U, T]"""
         runtime, seed = self.worker.runtime, self.plan.seed
         message = global_model(server)
         if runtime.dataset.masks:
@@ -84,10 +78,7 @@ class Evaluator:
     def client_scores(
         self, experience: int, server: State, clients: Sequence[StateOrRef], personal: bool
     ) -> Tensor:
-        """Scores of each client's own version of a model; NaN for clients that have not joined.
-
-        # [scorings, U, T]
-        """
+        """Each joined client's own version of a model, NaN for the others.  # [scorings, U, T]"""
         last = self.worker.runtime.training.rounds - 1
         broadcast = self.worker.method.broadcast
         joined = self.plan.joined(experience)

@@ -20,10 +20,7 @@ def round_entry(
     disk: Iterable[int],
     saving: float,
 ) -> dict[str, Any]:
-    """The numbers of a round; `log` is the server's.
-
-    Seconds are those of the clients' own work, added up, of saving the round before, and of logs.
-    """
+    """The numbers of a round; seconds are of clients' own work, of the last save, and of logs."""
     logs = [*(result.reply.log for result in results), log]
     seconds = {"clients": sum(result.seconds for result in results), "checkpoint": saving}
     for each in logs:
@@ -64,10 +61,7 @@ def summarise_training(replies: Sequence[Reply]) -> dict[str, Any]:
 def round_angles(
     before: State, after: State, replies: Sequence[Reply], temporal: Sequence[Mapping[str, float]]
 ) -> dict[str, float]:
-    """Angles between the clients' updates and, where recorded, between each client's tasks.
-
-    Those of clients that trained and sent a model.
-    """
+    """Angles between updates of clients that trained and, if recorded, between a client's tasks."""
     messages = [reply.message for reply in replies if reply.sgd_steps]
     received = [message["parameters"] for message in messages if "parameters" in message]
     if not received:

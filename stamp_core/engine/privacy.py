@@ -17,10 +17,7 @@ PURPOSE = "privacy noise"  # of random generators
 def protect_upload(
     method: Method, privacy: Privacy, client_round: ClientRound, reply: Reply
 ) -> Reply:
-    """The reply with its update clipped and, where noise is local, with noise on it.
-
-    A client that sends nothing has nothing to protect.
-    """
+    """The reply with its update, if it has one, clipped and, where noise is local, with noise."""
     if not reply.message:
         return reply
     require_parameters_alone(method, client_round.message, reply.message)

@@ -28,10 +28,7 @@ class Aggregator:
     def aggregate(
         self, server: State, replies: list[Reply], address: tuple[int, int], log: Log
     ) -> State:
-        """The server's next state; with central noise it comes from the noisy mean alone.
-
-        Refused where a method reads what secure sums hide. `address` is experience and round.
-        """
+        """The server's next state at (experience, round); refused if it reads what secure sums hide."""
         sent = [reply for reply in replies if reply.message]
         try:
             if self.privacy and self.privacy.is_central and sent:

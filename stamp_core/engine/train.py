@@ -172,10 +172,7 @@ class Run:
         return {"server": server, "clients": clients, "scores": scores, **progress}
 
     def finish(self, progress: Progress, loggers: Sequence[Logger]) -> Record | Exception:
-        """Train from the current state to the end; the record of the whole run, or its error.
-
-        So a run that fails does not end those of other seeds.
-        """
+        """Train to the end; the record, or the error, which does not end the other seeds."""
         try:
             for index in range(self.state["next"]):
                 self.log(index, loggers)
@@ -205,10 +202,7 @@ class Run:
                     each.on_experience(self.seed, experience, self.accuracies(experience))
 
     def accuracies(self, experience: int) -> dict[str, float]:
-        """Accuracy of each task after an experience, and the mean over those learnt so far.
-
-        Of the first model that the method has.
-        """
+        """The first model's accuracy of each task, and their mean over those learnt so far."""
         tasks = self.evaluator.task_accuracies(self.state["scores"], experience)
         learnt = tasks[: experience + 1]
         each = {f"task_accuracy/{task}": accuracy for task, accuracy in enumerate(tasks, start=1)}
@@ -246,10 +240,7 @@ class Run:
     def aggregate(
         self, results: list[ClientResult], experience: int, round_: int, log: Log
     ) -> list[Reply]:
-        """Put the next states of server and clients into `state`.
-
-        The replies are returned whose angles are recorded: none where there is no global model.
-        """
+        """Put the next states into `state`; the replies whose angles are recorded, if any."""
         state = self.state
         replies = [result.reply for result in results]
         with self.worker.lock:  # one seed at a time uses this process's live model
@@ -321,10 +312,7 @@ class Run:
         return Record(about, state["history"], scores, tests, self.weights(), features, memory)
 
     def weights(self) -> dict[str, Any]:
-        """The final global model's tensors by name; none where there is no global model.
-
-        As torch has them, on any device: a convolution's are O, I, H, W.
-        """
+        """The final global model's tensors by name, if there is one; convolutions as O, I, H, W."""
         weights: dict[str, Any] = {}
         if "global" not in self.method.models:
             return weights

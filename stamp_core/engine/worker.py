@@ -117,10 +117,7 @@ class Worker:
         return scores, temporal_angles(self.runtime, plan, round_id, recorded.displacements)
 
     def evaluate(self, seed: int, experience: int, message: Message, part: Part) -> Tensor:
-        """Correct predictions of a model among a part of all clients' test images.
-
-        With masks, whose scores are no counts, the scores.  # [scorings, U, T]
-        """
+        """Correct predictions for a part of the tests, with masks scores.  # [scorings, U, T]"""
         plan = self.plans[seed]
         self.runtime.model.load(message["parameters"], message["buffers"])
         clients = list(range(len(plan.clients)))
@@ -142,10 +139,7 @@ class Worker:
         personal: bool,
         nearest_mean: bool = True,
     ) -> Tensor:
-        """Scores of a client's personal model, or of the global one with the client's buffers.
-
-        # [scorings, 1, T]
-        """
+        """Scores of a personal model, or the global one with own buffers.  # [scorings, 1, T]"""
         plan = self.plans[round_id.seed]
         loaded = self.load_state(round_id.seed, state)
         self.runtime.start_round(round_id.round)

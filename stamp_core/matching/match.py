@@ -108,11 +108,7 @@ def match(
     weights: Tensor | None = None,
     sizes: Sequence[int] | None = None,
 ) -> tuple[Tensor, MatchResult]:
-    """The direction d [P] and what is recorded about it.
-
-    `weights` belong to the references "weighted" and "halves" (there they may be absent), `sizes`
-    to the blocks "layers".
-    """
+    """The direction d [P] and its record; `weights` are of the reference, `sizes` of "layers"."""
     if matching.blocks == "model":
         sizes = None
     elif sizes is None:

@@ -108,10 +108,7 @@ def solve(problem: Problem) -> Optimum:
 
 
 def _nearest(problem: Problem, t: float) -> tuple[Array, Array]:
-    """v / sum v and the shift of d(t), pulled back into the ball; no shift if there is no d(t).
-
-    Both are 0 where g0 itself is d(t).
-    """
+    """v / sum v, 0 if g0 is d(t), and the shift of d(t), if there is one, pulled into the ball."""
     bounds = (t - problem.reference_products) / (problem.radius * problem.norms)
     v, exists = least_distance(problem.directions, bounds, problem.resolution)
     share = exists / max(1.0, norm(v @ problem.directions))

@@ -21,10 +21,7 @@ def _mlp(network: Network, shape: Shape) -> tuple[nn.Module, int]:
 
 
 def _cnn(network: Network, shape: Shape) -> tuple[nn.Module, int]:
-    """5 x 5 convolutions with pooling and one hidden layer.
-
-    With channels 32, 64 and features 512 it is the network of the paper's public code.
-    """
+    """5 x 5 convolutions with pooling, and a hidden layer; 32, 64 and 512 are the public code's."""
     layers, values = _convolutions(network, network.channels, shape)
     if not values:
         raise invalid("network.channels", list(network.channels), f"shorter for {shape} images")

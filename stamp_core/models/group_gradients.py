@@ -102,10 +102,7 @@ def _is_plain(layer: nn.Module) -> bool:
 def group_gradients(
     classifier: Classifier, images: Tensor, targets: Tensor, sizes: list[int]
 ) -> GroupGradients:
-    """Mean cross-entropy of each group of `sizes` consecutive images, and its gradient.
-
-    The parameters' own gradients stay as they are.
-    """
+    """Mean cross-entropy of each group of `sizes` consecutive images, and its gradient."""
     groups = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(images.device)
     members = F.one_hot(groups).double()
     with _calls(classifier) as calls:

@@ -59,10 +59,7 @@ class Classifier(nn.Module):
 
 
 def build_network(network: Network, shape: Shape, classes: int, seed: int) -> Classifier:
-    """The network of a setting with the initial weights of `seed`, or those of its file.
-
-    The global generator is left unchanged.
-    """
+    """The network of a setting with the initial weights of `seed`, or those of its file."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(address(seed, "weights"))
         encoder, features = ENCODERS[network.kind](network, shape)
@@ -72,10 +69,7 @@ def build_network(network: Network, shape: Shape, classes: int, seed: int) -> Cl
 
 
 def set_train_mode(network: Classifier, update_norms: bool) -> None:
-    """Prepare a network for a training step; batch normalisation only if `update_norms`.
-
-    Otherwise the running statistics are used: a single image has no variance of its own.
-    """
+    """Prepare a training step; norms that are not updated use their running statistics."""
     if not network.training:  # train() takes a tenth of the time of a small network's step
         network.train()
     for norm in network.norms:

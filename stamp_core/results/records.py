@@ -110,10 +110,7 @@ def run_name(setting: str, method: str, sweep: tuple[str, str] | None = None) ->
 
 
 def load_record(folder: Path) -> Record:
-    """The record in `folder`; ValueError if it is not what was written.
-
-    RecordFormError if another version of this package wrote it.
-    """
+    """The record in `folder`; ValueError if it is damaged, RecordFormError if of another form."""
     try:
         text = (folder / "run.json").read_text()
         files = [(folder / f"{name}.safetensors").read_bytes() for name in ARRAYS]

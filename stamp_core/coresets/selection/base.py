@@ -109,10 +109,7 @@ def needs_features(rule: str) -> bool:
 
 
 def choose_exemplars(rule: str, candidates: Candidates) -> Tensor:
-    """Indices of the candidates that a rule chooses, in order of choice.  # [count]
-
-    Candidates from a rule's own proposal are in its order: the first are chosen.
-    """
+    """Indices of the candidates that a rule chooses, of its own proposal the first.  # [count]"""
     if proposes(rule):
         return torch.arange(candidates.count)
     indices: Tensor = load_rule(rule).choose(candidates)

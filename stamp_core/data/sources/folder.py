@@ -137,10 +137,7 @@ def _find_classes(root: Path, folder: str, seen: Seen) -> ClassFiles:
 
 
 def _walk(root: Path, folder: Path, seen: Seen) -> Iterator[str]:
-    """The images in a folder and its subfolders, as paths below the root.
-
-    A folder that was read by another path is refused: links can loop, or give images two labels.
-    """
+    """The images in a folder, as paths below the root; one read before, by a link, is refused."""
     for where, _, names in os.walk(folder, onerror=_raise, followlinks=True):
         status = Path(where).stat()
         first = seen.setdefault((status.st_dev, status.st_ino), where)

@@ -89,10 +89,7 @@ class TorchvisionSet:
 
 
 def in_digest_order(images: ImageArrays) -> ImageArrays:
-    """The images by class and in it by the SHA-256 of their pixels [H, W, C].
-
-    An order that does not depend on the file they were in: equal images give equal plans.
-    """
+    """The images by class, then by the SHA-256 of their pixels: an order that no file decides."""
     ordered = dict[str, Any]()
     for subset in SUBSETS:
         x, y = getattr(images, f"x_{subset}"), getattr(images, f"y_{subset}")

@@ -338,11 +338,7 @@ class Method:
         return training.participation < 1 or training.clients_per_round is not None
 
     def is_due(self, client_round: ClientRound) -> bool:
-        """Whether a client adds the task to its memory after this round.
-
-        That is the last round of an experience. Where clients may miss it, they do so in their
-        first round as well.
-        """
+        """Whether the task is remembered now: in the last round, and the first if one may be missed."""
         return client_round.last or (self.may_miss_rounds() and client_round.first)
 
     def update_state(self, client_round: ClientRound, context: Any) -> State:

@@ -41,10 +41,7 @@ def read_preset(name: str, params: Params) -> dict[str, Any]:
 def override(
     params: Params, method: str, values: Mapping[str, Any], setting: str = ""
 ) -> dict[str, Any]:
-    """A copy of `params` with other values of a preset, by key, e.g. `spatial.kappa`.
-
-    Keys that begin with `setting.` are those of the setting.
-    """
+    """A copy of `params` with other values of a preset; keys `setting.*` are of the setting."""
     of_setting = {key: value for key, value in values.items() if key.startswith("setting.")}
     of_preset = {key: value for key, value in values.items() if key not in of_setting}
     changed = with_values(with_all_methods(params), "methods", method, of_preset)

@@ -110,10 +110,7 @@ class Rehearsal(Method):
         return {task: task_indices(memory, task) for task in past_tasks(memory, client_round.task)}
 
     def batches(self, client_round: ClientRound, context: Any) -> Iterator[Batch]:
-        """The batches of the task, each followed by exemplars of other tasks.
-
-        A client without a part in the task trains on its exemplars alone.
-        """
+        """The batches of the task with exemplars; of a client without a part, exemplars alone."""
         if not client_round.classes:
             memory, past = client_round.state["memory"], self.past_indices(client_round)
             return self.runtime.epochs(client_round, memory["images"], memory["labels"], past)
@@ -137,10 +134,7 @@ class Rehearsal(Method):
         return read.batches((self.draw_exemplars(labels, n, draw) for n in sizes), draw)
 
     def draw_exemplars(self, labels: Tensor, new: int, draw: torch.Generator) -> Tensor:
-        """Indices of the exemplars that a batch with so many new images gets.  # [m]
-
-        `labels` are those of all exemplars of other tasks.
-        """
+        """Indices of exemplars, of all with these labels, for so many new images.  # [m]"""
         count = min(len(labels), round(self.params.ratio * new))
         if self.params.balanced:
             return sample_balanced(labels, count, draw)
@@ -273,10 +267,7 @@ class Rehearsal(Method):
         return generator(client_round.seed, client_round.client, client_round.experience, purpose)
 
     def _features(self, images: Tensor) -> Tensor:
-        """Features by the encoder in evaluation mode, if the rule uses them.  # [N, D]
-
-        Of an image with a mask they are the means of its maps.
-        """
+        """Features by the encoder, of maps their means, if the rule uses them.  # [N, D]"""
         if not needs_features(self.params.memory.selection):
             return torch.zeros(len(images), 0)
         features = self.runtime.outputs(images, self.classifier.encode)

@@ -50,10 +50,7 @@ class ServerMatching(Method):
         return super().averaged_vectors() if self.params.spatial is None else self.shared_buffers()
 
     def upload(self, client_round: ClientRound, context: Any) -> Message:
-        """The trained model, with the projection of its update where projections are matched.
-
-        The random matrix is the same for all clients of a round.
-        """
+        """The trained model and, if matched, its update's projection, by one matrix for all."""
         message = super().upload(client_round, context)
         spatial: SpatialParams | None = self.params.spatial
         if spatial is None or spatial.projection is None:
@@ -101,10 +98,7 @@ def match_projections(
     projections: Sequence[Tensor],
     samples: Tensor,
 ) -> tuple[Tensor, MatchResult]:
-    """The sum of updates whose coefficients are matched on their projections.
-
-    The numbers of the result are those of the projections. Of the models one weighted sum is read.
-    """
+    """The sum of updates, weighted by a match of their projections, and its record."""
     count, numbers = len(projections), len(projections[0])
     if numbers < count:
         raise invalid("spatial.projection", numbers, f"at least {count}, the number of updates")

@@ -89,10 +89,7 @@ def match_past_tasks(
     update: Update,
     tasks: Mapping[int, PastTask],
 ) -> MatchResult:
-    """Match an update of the live model with gradients of past tasks.
-
-    The live model moves from the update's start along the matched update.
-    """
+    """Move the live model from the start of an update along its match with past tasks."""
     model = runtime.model
     trained = model.parameters.clone()
     buffers = model.buffers.clone()
@@ -123,10 +120,7 @@ def trained_on(runtime: ClientRuntime, round_id: RoundId, task: int, stored: Pas
 
 
 def task_gradient(runtime: ClientRuntime, stored: PastTask, most: int) -> Tensor:
-    """The live model's gradient on at most so many images of a past task.  # [P]
-
-    In evaluation mode.
-    """
+    """The gradient on at most so many images of a past task, in evaluation mode.  # [P]"""
     labels = stored.labels[stored.indices].cpu()
     indices = stored.indices[sample_balanced(labels, most, stored.draw)]
     images = stored.images[indices]
