@@ -176,10 +176,7 @@ class ClientRuntime:
         self.sgd.restart()
         if self.graphs and graph_safe:
             step = partial(self.graphs.take, step)
-        losses = list[Tensor]()
-        for batch in batches:
-            losses.append(step(batch, context))
-        return losses
+        return [step(batch, context) for batch in batches]
 
     def fit(self, batches: Iterable[Batch]) -> list[Tensor]:
         """Local SGD on the live model with cross-entropy; the losses."""

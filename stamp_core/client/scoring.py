@@ -145,13 +145,15 @@ def predict(runtime: ClientRuntime, sets: list[TaskTests], nearest_mean: bool) -
     nearest = torch.zeros_like(runtime.y_test) if nearest_mean else None
     if not sets:
         return Predictions(logits, nearest)
-    means = class_means(runtime) if nearest_mean else None
+    if nearest is not None:  # of mean features of each class's first training images
+        indices, matrix, classes = runtime.mean_images
+        means = matrix @ runtime.outputs_there(runtime.x_train[indices], runtime.classifier.encode)
     needed = torch.cat([each.indices for each in sets]).unique()
     for part in needed.split(runtime.chunk):  # never all images of a large data set at once
         features = runtime.outputs_there(runtime.test_images(part), runtime.classifier.encode)
         logits[part] = runtime.classifier.head(features)
-        if means and nearest is not None:
-            nearest[part] = means[1][torch.cdist(features, means[0]).argmin(1)]
+        if nearest is not None:
+            nearest[part] = classes[torch.cdist(features, means).argmin(1)]
     return Predictions(logits, nearest)
 
 
@@ -185,13 +187,6 @@ def indices_of_tests(runtime: ClientRuntime, plan: Plan, clients: list[int]) -> 
     tests = torch.cat([runtime.tests(plan, client, task) for client in clients for task in tasks])
     unique: Tensor = tests.unique()
     return unique
-
-
-def class_means(runtime: ClientRuntime) -> tuple[Tensor, Tensor]:
-    """Mean features of each class's first training images, and the classes.  # [L, D], [L]"""
-    indices, matrix, classes = runtime.mean_images
-    features = runtime.outputs_there(runtime.x_train[indices], runtime.classifier.encode)
-    return matrix @ features, classes
 
 
 def mask_scores(runtime: ClientRuntime, plan: Plan, clients: list[int], experience: int) -> Tensor:

@@ -54,14 +54,11 @@ class ClassSamples:
         return len(self.tasks)
 
     def __getitem__(self, index: Tensor | slice) -> "ClassSamples":
-        soft = self.soft[index]
-        return ClassSamples(self.images[index], self.tasks[index], soft, self.features[index])
+        return ClassSamples(*(part[index] for part in vars(self).values()))
 
     def __add__(self, other: "ClassSamples") -> "ClassSamples":
-        images = torch.cat([self.images, other.images])
-        tasks = torch.cat([self.tasks, other.tasks])
-        soft = torch.cat([self.soft, other.soft])
-        return ClassSamples(images, tasks, soft, torch.cat([self.features, other.features]))
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return ClassSamples(*map(torch.cat, pairs))
 
 
 def empty_memory(like_images: Tensor, classes: int, soft: bool = False) -> Memory:

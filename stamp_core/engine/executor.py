@@ -53,10 +53,7 @@ class SerialExecutor:
 
     def map(self, work: Callable[[Worker, *_Args], _T], each: Iterable[tuple[*_Args]]) -> list[_T]:
         with explain_memory_errors(self.worker.runtime.setting):
-            results = list[_T]()
-            for arguments in each:
-                results.append(work(self.worker, *arguments))
-            return results
+            return [work(self.worker, *arguments) for arguments in each]
 
     def close(self) -> None:
         """Do nothing: there are no worker processes."""

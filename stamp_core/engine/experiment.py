@@ -130,14 +130,11 @@ def load_experiment(
     source_options(checked.data, f"{FILES['settings']}: {setting}.data")
     kind, values = resolve_preset(method, params)
     training = kind.adapt(checked.training, values)
-    sweep = ("overrides", _words(overrides)) if overrides else None
+    sweep = None
+    if overrides:
+        text = ",".join(f"{key}={value}" for key, value in overrides.items())
+        sweep = "overrides", re.sub("[^A-Za-z0-9_.,=+-]", "_", text)  # a part of file names
     return Experiment(replace(checked, training=training), method, kind, values, sweep)
-
-
-def _words(overrides: Mapping[str, Any]) -> str:
-    """Overrides as a part of file names."""
-    text = ",".join(f"{key}={value}" for key, value in overrides.items())
-    return re.sub("[^A-Za-z0-9_.,=+-]", "_", text)
 
 
 def _section_text(section: object) -> str:

@@ -22,6 +22,9 @@ def round_entry(
 ) -> dict[str, Any]:
     """The numbers of a round; seconds are of clients' own work, of the last save, and of logs."""
     logs = [*(result.reply.log for result in results), log]
+    trained = [result.reply for result in results if result.reply.sgd_steps]
+    samples = sum(reply.samples for reply in trained)
+    loss = sum(reply.loss * reply.samples for reply in trained)
     seconds = {"clients": sum(result.seconds for result in results), "checkpoint": saving}
     for each in logs:
         for phase, spent in each.seconds.items():
@@ -29,7 +32,9 @@ def round_entry(
     return {
         "participants": len(messages),
         "completed": len(results),
-        **summarise_training([result.reply for result in results]),
+        "sgd_steps": sum(reply.sgd_steps for reply in trained),
+        "images": sum(result.reply.log.images for result in results),  # encoded for a gradient
+        "loss": loss / samples if samples else None,
         "seconds": seconds,
         "bytes": {
             "down": sum(map(tree_bytes, messages.values())),
@@ -43,18 +48,6 @@ def round_entry(
         "angles": angles,
         "notes": mean_by_name(each.numbers for each in logs),
         "events": dict(Counter(event for each in logs for event in each.events)),
-    }
-
-
-def summarise_training(replies: Sequence[Reply]) -> dict[str, Any]:
-    """SGD steps, images encoded for a gradient, and the mean loss of those that were trained on."""
-    trained = [reply for reply in replies if reply.sgd_steps]
-    samples = sum(reply.samples for reply in trained)
-    total = sum(reply.loss * reply.samples for reply in trained)
-    return {
-        "sgd_steps": sum(reply.sgd_steps for reply in replies),
-        "images": sum(reply.log.images for reply in replies),
-        "loss": total / samples if samples else None,
     }
 
 

@@ -34,34 +34,20 @@ def protect_upload(
     return replace(reply, message={"parameters": trained})
 
 
-def share_mean(runtime: ClientRuntime, replies: list[Reply]) -> list[Reply]:
-    """The replies with the mean of their models in each of them, and with equal samples.
-
-    With equal weights one client moves the mean of n by at most clip / n, whatever the clients'
-    numbers of images are. Weighted by images, the noise would have to fit the largest weight, and
-    sampling would not amplify: there one client must be worth as much as another.
-    """
-    models = [reply.message["parameters"] for reply in replies]
-    mean = runtime.average(models, [1.0] * len(models))
-    return [with_model(reply, mean) for reply in replies]
-
-
 def share_noisy_mean(
     runtime: ClientRuntime, privacy: Privacy, replies: list[Reply], draw: torch.Generator
 ) -> list[Reply]:
-    """The same with noise on the mean: that of the updates' sum, divided by their number.
+    """The replies with the noisy mean of their models in each of them, and with equal samples.
 
-    The server gets nothing else of the uploads, so whatever it computes is as private.
+    The server gets nothing else of the uploads, so whatever it computes is as private. With equal
+    weights one client moves the mean of n by at most clip / n, whatever the clients' numbers of
+    images are. Weighted by images, the noise would have to fit the largest weight, and sampling
+    would not amplify: there one client must be worth as much as another.
     """
-    shared = share_mean(runtime, replies)
-    mean = shared[0].message["parameters"]
-    noisy = add_noise(runtime, privacy, mean, len(replies), draw)
-    return [with_model(reply, noisy) for reply in shared]
-
-
-def with_model(reply: Reply, parameters: Tensor) -> Reply:
-    """The reply with another model, as if of one sample."""
-    return replace(reply, message={"parameters": parameters}, samples=1)
+    models = [reply.message["parameters"] for reply in replies]
+    mean = runtime.average(models, [1.0] * len(models))
+    noisy = add_noise(runtime, privacy, mean, len(models), draw)
+    return [replace(reply, message={"parameters": noisy}, samples=1) for reply in replies]
 
 
 def add_noise(

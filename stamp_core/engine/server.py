@@ -28,7 +28,7 @@ class Aggregator:
     def aggregate(
         self, server: State, replies: list[Reply], address: tuple[int, int], log: Log
     ) -> State:
-        """The server's next state at (experience, round); refused if it reads what secure sums hide."""
+        """The server's next state at (experience, round), of the noisy mean if noise is central."""
         sent = [reply for reply in replies if reply.message]
         try:
             if self.privacy and self.privacy.is_central and sent:

@@ -159,22 +159,17 @@ def explain_memory_errors(setting: Setting) -> Iterator[None]:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        raise MemoryError(memory_advice(setting)) from error
+        raise MemoryError(
+            f"params/settings.yaml: {setting.name}: there is not enough memory for a batch of "
+            f"{setting.training.batch_size}: take a smaller network or smaller images, or fewer "
+            "workers (STAMP_WORKERS=1); finished rounds are kept"
+        ) from error
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether an error is torch's for lack of memory; on the CPU it has no class of its own."""
     text = str(error)
     return isinstance(error, torch.OutOfMemoryError) or any(word in text for word in OUT_OF_MEMORY)
-
-
-def memory_advice(setting: Setting) -> str:
-    """The message for lack of memory, which names what to lower."""
-    return (
-        f"params/settings.yaml: {setting.name}: there is not enough memory for a batch of "
-        f"{setting.training.batch_size}: take a smaller network or smaller images, or fewer "
-        "workers (STAMP_WORKERS=1); finished rounds are kept"
-    )
 
 
 def peak_memory() -> int:

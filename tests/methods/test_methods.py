@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +15,11 @@ from small import BATCH_NORM, BN_B, BN_P, P, first, plan, run, tiny, whole, with
 from torch import nn
 
 from stamp_core.client.runtime import RoundId
-from stamp_core.config.schema import Network, Split
+from stamp_core.config.schema import Network, Privacy, Split
+from stamp_core.core.seeding import generator
 from stamp_core.data.plan import Plan, Task
 from stamp_core.engine.experiment import Experiment
-from stamp_core.engine.privacy import share_mean, with_model
+from stamp_core.engine.privacy import share_noisy_mean
 from stamp_core.engine.trees import Store, flatten, tree_digest
 from stamp_core.engine.worker import ClientResult, Worker
 from stamp_core.methods.base import registry
@@ -141,8 +143,9 @@ def test_a_server_averages_if_its_method_says_so(kind: str, neutral: bool) -> No
     rounds = zip(ids, states[:3], messages, strict=True)
     replies = [worker.train_client(*each).reply for each in rounds]
     if all(reply.message.keys() == {"parameters"} for reply in replies):
-        own = [with_model(reply, reply.message["parameters"]) for reply in replies]
-        mean = share_mean(worker.runtime, own)
+        own = [replace(reply, samples=1) for reply in replies]
+        silent = Privacy(1.0, 0.0, "central")
+        mean = share_noisy_mean(worker.runtime, silent, own, generator("no noise"))
         nexts = [method.aggregate(server, each, Log()) for each in (own, mean)]
         one, other = (tree_digest(*flatten(state)) for state in nexts)
         assert method.averages == (one == other)

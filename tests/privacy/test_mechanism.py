@@ -17,7 +17,7 @@ from stamp_core.config.decode import ParameterError
 from stamp_core.config.schema import Privacy
 from stamp_core.core.seeding import generator
 from stamp_core.engine.experiment import Experiment
-from stamp_core.engine.privacy import share_mean, with_model
+from stamp_core.engine.privacy import share_noisy_mean
 from stamp_core.methods.base.method import ClientRound, Log, Message, Method, Reply
 from stamp_core.methods.base.registry import get_method
 from stamp_core.results.records import Record
@@ -161,11 +161,13 @@ def test_one_client_moves_the_mean_by_two_clips_at_most_over_the_number_of_clien
     _, reply = upload(tiny())
     unit = torch.nn.functional.normalize(torch.randn(P, generator=generator("direction")), dim=0)
     runtime = small.worker(tiny(), plan(tiny())).runtime
-    others = [with_model(reply, torch.randn(P, generator=generator(n))) for n in range(3)]
-    means = [
-        share_mean(runtime, [*others, with_model(reply, sign * unit)])[0].message["parameters"]
-        for sign in (1.0, -1.0)
-    ]
+    others = [torch.randn(P, generator=generator(n)) for n in range(3)]
+    means = []
+    for sign in (1.0, -1.0):
+        models = [*others, sign * unit]
+        replies = [replace(reply, message={"parameters": model}) for model in models]
+        shared = share_noisy_mean(runtime, Privacy(1.0, 0.0, "central"), replies, generator("no"))
+        means.append(shared[0].message["parameters"])
     assert float((means[0] - means[1]).norm()) == pytest.approx(2 / 4, rel=1e-5)
 
 

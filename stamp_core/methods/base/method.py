@@ -338,7 +338,7 @@ class Method:
         return training.participation < 1 or training.clients_per_round is not None
 
     def is_due(self, client_round: ClientRound) -> bool:
-        """Whether the task is remembered now: in the last round, and the first if one may be missed."""
+        """Whether the task is remembered now: in the last round, or the first if that may fail."""
         return client_round.last or (self.may_miss_rounds() and client_round.first)
 
     def update_state(self, client_round: ClientRound, context: Any) -> State:
