@@ -63,7 +63,6 @@ class StepGraphs:
         return self.replay(self.captured[key], *read)
 
     def capture(self, step: Step, batch: Batch, context: StepContext) -> CapturedStep:
-        """A captured step, which has not been taken yet."""
         assert self.graphs is not None
         of_batch: dict[str, Any] = _copies(batch)
         of_context: dict[str, Any] = _copies(context)

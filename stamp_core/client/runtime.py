@@ -91,7 +91,6 @@ class ClientRuntime:
         return network
 
     def new_sgd(self, model: FlatModel) -> FlatSGD:
-        """SGD on a model as in local training, with the learning rate of the running round."""
         return FlatSGD(model, self.training, self.scheduled)
 
     def start_round(self, round_: int) -> None:
@@ -179,7 +178,6 @@ class ClientRuntime:
         return [step(batch, context) for batch in batches]
 
     def fit(self, batches: Iterable[Batch]) -> list[Tensor]:
-        """Local SGD on the live model with cross-entropy; the losses."""
         return self.run_steps(self.cross_entropy_step, batches, StepContext())
 
     def cross_entropy_step(self, batch: Batch, context: StepContext) -> Tensor:

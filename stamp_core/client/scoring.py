@@ -1,5 +1,6 @@
 """How well a model predicts the test images of clients' tasks: accuracies, or scores of masks."""
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -88,7 +89,8 @@ def local_scores(runtime: ClientRuntime, plan: Plan, client: int, experience: in
     last = experience == plan.experiences - 1
     tasks = range(plan.tasks) if last else [experience % plan.tasks]
     sets = tests_of_tasks(runtime, plan, [client], experience, tasks)
-    sets = [replace(each, indices=_spread(each.indices, LOCAL_TESTS)) for each in sets]
+    steps = [math.ceil(len(each.indices) / LOCAL_TESTS) for each in sets]  # evenly spread
+    sets = [replace(each, indices=each.indices[::n]) for each, n in zip(sets, steps, strict=True)]
     counts = _count(runtime, sets, predict(runtime, sets, nearest_mean=False), 1, plan.tasks)
     sizes = torch.zeros(1, plan.tasks)
     for each in sets:
@@ -174,11 +176,6 @@ def _count(
             correct = predictions.nearest[each.indices] == labels
             counts[SCORINGS.index("nearest mean"), each.row, each.task] = correct.sum()
     return counts.cpu()
-
-
-def _spread(indices: Tensor, most: int) -> Tensor:
-    """At most so many of the indices, evenly spread.  # [n]"""
-    return indices[:: max(1, -(-len(indices) // most))]
 
 
 def indices_of_tests(runtime: ClientRuntime, plan: Plan, clients: list[int]) -> Tensor:

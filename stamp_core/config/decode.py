@@ -9,8 +9,6 @@ from contextlib import suppress
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from stamp_core.config.limits import Limit
-
 _T = TypeVar("_T")
 RENAMED = {"authors": "softmax_sgd"}  # keys and values of earlier versions that exist no longer
 
@@ -67,7 +65,11 @@ def convert(value: object, hint: Any, where: str) -> object:
     if hint is Any:
         return value
     if get_origin(hint) is Annotated:
-        return _limited(convert(value, options[0], where), options[1:], where)
+        checked: Any = convert(value, options[0], where)
+        for limit in options[1:]:
+            if not limit.holds(checked):
+                raise invalid(where, checked, limit.right)
+        return checked
     if get_origin(hint) is Literal:
         if value not in options:
             raise unknown_name(where, value, map(str, options))
@@ -92,14 +94,6 @@ def convert(value: object, hint: Any, where: str) -> object:
         raise invalid(where, value, _in_words(hint, value))
     if hint is float and not math.isfinite(value):
         raise invalid(where, value, "a finite number")
-    return value
-
-
-def _limited(value: Any, limits: Iterable[Limit], where: str) -> object:
-    """`value`, refused unless it is within the limits."""
-    for limit in limits:
-        if not limit.holds(value):
-            raise invalid(where, value, limit.right)
     return value
 
 

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,15 +28,15 @@ def progress_form() -> str:
 
 
 @contextmanager
-def progress_bar(form: str, **options: Any) -> Iterator[Callable[[int], object]]:
-    """A context with what moves a bar on; without tqdm and to no effect in the other forms."""
+def progress_bar(form: str, **options: Any) -> Iterator[Any]:
+    """A context with a bar of tqdm, which the other forms do not need: there it is None."""
     if form != "bar":
-        yield int
+        yield None
         return
     from tqdm.auto import tqdm
 
     with tqdm(**options) as bar:
-        yield bar.update
+        yield bar
 
 
 def follow_parent() -> None:

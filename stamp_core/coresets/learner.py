@@ -40,7 +40,6 @@ class Learner:
         return inputs, labels.to(inputs.device)
 
     def train(self, images: Tensor, labels: Tensor, batches: Iterable[Tensor], lr: float) -> None:
-        """Plain SGD with one step for each batch of indices."""
         for indices in (batch.to(labels.device) for batch in batches):
             set_train_mode(self.network, update_norms=len(indices) > 1)
             self._step(F.cross_entropy(self.network(images[indices]), labels[indices]), lr)

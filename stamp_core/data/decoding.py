@@ -132,7 +132,7 @@ def _decode_files(listing: Listing, files: list[str], done: int, path: Path) -> 
     form = progress_form()
     with (
         ThreadPoolExecutor(os.cpu_count()) as pool,
-        progress_bar(form, desc=name, total=total, initial=done, unit="image") as advance,
+        progress_bar(form, desc=name, total=total, initial=done, unit="image") as bar,
         path.open("r+b") as images,
         path.with_suffix(".jsonl").open("a") as notes,
     ):
@@ -146,7 +146,8 @@ def _decode_files(listing: Listing, files: list[str], done: int, path: Path) -> 
             # The newline comes first: it also ends a line that was cut short.
             notes.write(f"\n{json.dumps(cache.note_chunk(chunk))}")
             notes.flush()
-            advance(end - start)
+            if bar is not None:
+                bar.update(end - start)
             if form == "lines" and 10 * end // total > 10 * start // total:
                 print(
                     f"{name}  {end}/{total} images  {time.perf_counter() - began:.1f} s", flush=True

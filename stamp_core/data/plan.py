@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,7 @@ from stamp_core.core.atomic import atomic_write
 from stamp_core.data.dataset import ImageDataset
 
 Indices = NDArray[np.int64]
+Plans = Mapping[int, "Plan"]  # by seed
 
 # Fields that Split had not when the first plans were stored. At their defaults they are left out of
 # files and hashes, which so stay what they are.

@@ -88,7 +88,6 @@ class Checkpoint:
         return state
 
     def _read_parts(self, tree: Tree) -> Tree:
-        """The whole state of a saved tree; every part is verified."""
         self.results, *clients = (Stored(*each) for each in tree.pop("stored"))
         for digest in {kept.digest for kept in clients}:
             self.client_states.verify(digest)

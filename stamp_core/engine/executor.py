@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import pickle
 import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, TypeVarTuple
@@ -18,7 +18,7 @@ from torch import Tensor
 from stamp_core.config.decode import invalid, unknown_name
 from stamp_core.core.plugins import EXECUTORS, find_modules, more_elsewhere
 from stamp_core.core.processes import follow_parent
-from stamp_core.data.plan import Plan
+from stamp_core.data.plan import Plans
 from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.worker import Worker, explain_memory_errors
 
@@ -89,11 +89,7 @@ class ProcessExecutor:
 
 
 def start_executor(
-    experiment: Experiment,
-    plans: Mapping[int, Plan],
-    workers: int,
-    device: str,
-    resume: Path | None = None,
+    experiment: Experiment, plans: Plans, workers: int, device: str, resume: Path | None = None
 ) -> tuple[Worker, Executor]:
     """This process's own worker and where the clients run: worker processes if `workers` > 1.
 

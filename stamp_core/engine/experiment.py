@@ -28,7 +28,7 @@ from stamp_core.core.paths import PACKAGE
 from stamp_core.coresets.selection.base import load_rule
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.loading import load_dataset, source_options
-from stamp_core.data.plan import Plan
+from stamp_core.data.plan import Plan, Plans
 from stamp_core.data.split import make_plan
 from stamp_core.methods.base.method import Method
 from stamp_core.methods.base.registry import override, resolve_preset
@@ -51,7 +51,7 @@ class Experiment:
         """Setting, method and, in a sweep, its name and value: part of file names."""
         return run_name(self.setting.name, self.method, self.sweep)
 
-    def with_plans(self, plans: Mapping[int, Plan]) -> Self:
+    def with_plans(self, plans: Plans) -> Self:
         """The experiment with the split of its plans, which may come from elsewhere."""
         first, *others = dict.fromkeys(plan.split for plan in plans.values())
         if others:

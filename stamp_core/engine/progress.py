@@ -27,26 +27,14 @@ class Logger(Protocol):
 class Progress:
     """Counts the rounds of all seeds of a training with a name; thread-safe."""
 
-    def __init__(self, form: str, name: str, rounds: int, done: int) -> None:
+    def __init__(self, form: str, name: str, left: int, bar: Any) -> None:
         self.lock = threading.Lock()
-        self.form = form  # as progress_form has it
+        self.form, self.bar = form, bar  # as progress_form and progress_bar have them
         self.name = name
-        self.bar: Any = None
-        if form == "bar":
-            from tqdm.auto import tqdm  # which the other forms do not need
-
-            self.bar = tqdm(desc=name, total=rounds, initial=done, unit="round")
-        self.left = rounds - done
+        self.left = left
         self.counted = 0
         self.started = time.perf_counter()
         self.accuracies = dict[int, float]()
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.bar is not None:
-            self.bar.close()
 
     def round(self) -> None:
         with self.lock:
@@ -55,7 +43,6 @@ class Progress:
                 self.bar.update()
 
     def experience(self, seed: int, experience: int, count: int, accuracy: float) -> None:
-        """Show a seed's accuracy after one of `count` experiences."""
         with self.lock:
             self.accuracies[seed] = accuracy
             if self.bar is not None:
@@ -66,7 +53,6 @@ class Progress:
                 print(f"{line}  accuracy {accuracy:6.1%}  {self.times()}", flush=True)
 
     def times(self) -> str:
-        """The seconds since the start, and about how many are left for all seeds."""
         spent = time.perf_counter() - self.started
         left = spent / max(1, self.counted) * (self.left - self.counted)
         return f"{spent:.1f} s, about {left:.0f} s left" if left else f"{spent:.1f} s"

@@ -16,9 +16,9 @@ import torch
 from stamp_core.client.runtime import RoundId
 from stamp_core.config.decode import invalid
 from stamp_core.core.devices import device_name, resolve_device
-from stamp_core.core.processes import progress_form
+from stamp_core.core.processes import progress_bar, progress_form
 from stamp_core.core.seeding import generator
-from stamp_core.data.plan import Plan
+from stamp_core.data.plan import Plan, Plans
 from stamp_core.engine.checkpoint import (
     FSYNC_MIN_SECONDS,
     Checkpoint,
@@ -40,12 +40,12 @@ from stamp_core.results.records import Record
 logger = logging.getLogger("stamp_core.engine")
 
 _T = TypeVar("_T")
-Start = Callable[[Experiment, Mapping[int, Plan], int, str, Path | None], tuple[Worker, Executor]]
+Start = Callable[[Experiment, Plans, int, str, Path | None], tuple[Worker, Executor]]
 
 
 def train(
     experiment: Experiment,
-    plans: Mapping[int, Plan],
+    plans: Plans,
     workers: int = 1,
     device: str = "auto",
     resume: Path | None = None,
@@ -69,7 +69,10 @@ def train(
             runs = [Run(experiment, plan, worker, executor, folder) for plan in plans.values()]
             done = sum(run.state["next"] for run in runs)
             rounds = sum(run.rounds for run in runs)
-            with Progress(form, experiment.name, rounds, done) as progress:
+            with progress_bar(
+                form, desc=experiment.name, total=rounds, initial=done, unit="round"
+            ) as bar:
+                progress = Progress(form, experiment.name, rounds - done, bar)
                 finish = partial(Run.finish, progress=progress, loggers=list(loggers))
                 serial = isinstance(executor, SerialExecutor)
                 ends = list(map(finish, runs)) if serial else map_side_by_side(finish, runs)
@@ -209,7 +212,6 @@ class Run:
         return {"accuracy": sum(learnt) / len(learnt), **each}
 
     def train_round(self, experience: int, round_: int) -> None:
-        """One round: broadcast, train clients, aggregate, evaluate, record, save."""
         state, before, log = self.state, self.state["server"], Log()
         last = round_ == self.training.rounds - 1
         with log.clock("waiting"):  # for the clients, which work side by side

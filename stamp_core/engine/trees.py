@@ -52,14 +52,12 @@ class Store:
         return tree
 
     def verify(self, digest: str) -> None:
-        """Refuse a tree that is absent or altered."""
         self.get(digest)
 
     def path(self, digest: str) -> Path:
         return self.folder / f"{digest}.safetensors"
 
     def keep_only(self, digests: set[str]) -> None:
-        """Delete all other files, such as those of a round that was not finished."""
         for path in self.folder.glob("*"):
             if path.stem not in digests:
                 path.unlink()

@@ -4,7 +4,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from stamp_core.client.runtime import ClientRuntime, RoundId
 from stamp_core.client.scoring import Part, count_correct, local_scores, mask_scores, score
 from stamp_core.config.schema import Setting
 from stamp_core.core.devices import device_peak, reset_device_peak
-from stamp_core.data.plan import Plan
+from stamp_core.data.plan import Plans
 from stamp_core.engine.checkpoint import FSYNC_MIN_SECONDS, state_store
 from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.privacy import protect_upload
@@ -48,11 +48,7 @@ class Worker:
     """
 
     def __init__(
-        self,
-        experiment: Experiment,
-        plans: Mapping[int, Plan],
-        device: str,
-        resume: Path | None = None,
+        self, experiment: Experiment, plans: Plans, device: str, resume: Path | None = None
     ) -> None:
         self.runtime = ClientRuntime(experiment.setting, experiment.dataset(), device)
         self.method = experiment.kind(experiment.params, self.runtime)
@@ -67,7 +63,6 @@ class Worker:
         return server, [self.keep_state(seed, each, flush=False) for each in clients], down, up
 
     def load_state(self, seed: int, kept: StateOrRef) -> State:
-        """A client's state, from the disk if it is there."""
         return self.stores[seed].get(kept.digest) if isinstance(kept, Stored) else kept
 
     def keep_state(self, seed: int, state: State, flush: bool) -> StateOrRef:
@@ -83,9 +78,7 @@ class Worker:
         loaded = self.load_state(seed, state)
         client_round = self.method.client_round(round_id, self.plans[seed], loaded, message)
         self.runtime.start_round(round_id.round)
-        gpu = self.runtime.device.type != "cpu"
-        if gpu:
-            reset_device_peak(self.runtime.device)
+        reset_device_peak(self.runtime.device)
         start = time.perf_counter()
         reply = self.method.train_client(client_round)
         for name, tensor in reply.message.items():
@@ -94,7 +87,7 @@ class Worker:
         if (privacy := self.runtime.setting.privacy) is not None:
             reply = protect_upload(self.method, privacy, client_round, reply)
         seconds = time.perf_counter() - start
-        peak = device_peak(self.runtime.device) if gpu else 0
+        peak = device_peak(self.runtime.device)
         scores, angles = self.diagnose(round_id, reply.local) if reply.local else (None, {})
         kept = self.keep_state(seed, reply.state, seconds > FSYNC_MIN_SECONDS)
         own = {} if isinstance(kept, Stored) else reply.state

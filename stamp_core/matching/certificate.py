@@ -53,24 +53,19 @@ class Certified:
     bound: float = 0.0  # of rounding in the gap, which contains it
 
     def coefficients(self) -> Array:
-        """Those of d in the gradients.  # [K]"""
         return self.solution.reference + self.share * self.solution.shift
 
     def with_d(self) -> Array:
-        """The inner products of the gradients with d.  # [K]"""
         return self.share * self.products.with_shift + self.products.with_reference
 
     def reference_d(self) -> float:
-        """<g0, d>."""
         return self.share * self.products.reference_shift + float(self.products.squares[0])
 
     def square_d(self) -> float:
-        """|d|^2."""
         shift_d = self.share * float(self.products.squares[1]) + self.products.reference_shift
         return self.share * shift_d + self.reference_d()
 
     def is_solved(self) -> bool:
-        """Whether the gap is as small as the solver leaves it."""
         return self.gap <= SOLVED * float(self.products.squares[0])
 
     def is_precise(self) -> bool:

@@ -51,7 +51,6 @@ class Problem:
         return float(combined @ self.reference) + self.radius * norm(combined)
 
     def rounding(self, w: Array) -> float:
-        """The rounding error of F(w)."""
         return float(_ROUNDING * w @ self.norms) * (self.radius + norm(self.reference))
 
     def worst_product(self, shift: Array) -> float:

@@ -71,7 +71,6 @@ class TorchvisionSet:
         return ImageArrays(*self._arrays(train), *self._arrays(test), classes)
 
     def _arrays(self, subset: Any) -> tuple[Bytes, Numbers]:
-        """Images [N, C, H, W] and labels [N]."""
         x, y = np.asarray(subset.data), np.asarray(getattr(subset, self.labels), np.int64)
         if self.kind == "EMNIST":  # its files hold transposed images
             x = x.transpose(0, 2, 1)

@@ -167,7 +167,6 @@ class Rehearsal(Method):
         return loss
 
     def exemplar_loss(self, logits: Tensor, labels: Tensor, soft: Tensor | None) -> Tensor:
-        """Cross-entropy, or the Kullback-Leibler divergence from soft labels."""
         if soft is None:
             return F.cross_entropy(logits, labels)
         student = logits.log_softmax(1)
@@ -228,7 +227,6 @@ class Rehearsal(Method):
         return hard_label_proposal(images, labels[of_class])
 
     def propose_task(self, client_round: ClientRound, labels: Tensor) -> Proposal:
-        """What a selection rule that trains on whole tasks proposes to remember."""
         images = self.runtime.dataset.x_train[client_round.indices]
         if not len(labels):
             return hard_label_proposal(images, labels)

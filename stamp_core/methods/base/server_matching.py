@@ -82,7 +82,6 @@ class ServerMatching(Method):
     def match_clients(
         self, start: Tensor, models: Sequence[Tensor], samples: Tensor
     ) -> tuple[Tensor, MatchResult]:
-        """The match of the updates themselves, whose inner products secure sums hide."""
         params: SpatialParams = self.params.spatial
         if self.runtime.training.secure_sums:
             right = "a number from the number of updates on, as training.secure_sums is true"

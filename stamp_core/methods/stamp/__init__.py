@@ -217,7 +217,6 @@ class Stamp(ServerMatching, Rehearsal):
         return prototypical + self.weighted_loss(self.classifier.head(features), batch, context)
 
     def step_encoder(self, batch: Batch, sgd: FlatSGD) -> None:
-        """One SGD step of the encoder alone on the prototypical loss."""
         loss = prototype_loss(self.classifier.encode(batch.images), batch.targets)
         (self.params.prototype * loss).backward()
         sgd.step()
