@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stamp_core.client.batches import Batch, StepContext, tensor_fields
-from stamp_core.core.devices import Graphs, new_graphs
+from stamp_core.core.devices import GRAPHS, Graphs
 from stamp_core.models.networks import Classifier
 
 WARM_UP = 3  # steps before a capture, in which libraries choose their kernels
@@ -31,12 +31,7 @@ class CapturedStep:
 
 
 class StepGraphs:
-    """Takes SGD steps on the live model: as they are, or as replays of captured ones.
-
-    The live model's vectors have fixed addresses, so one graph for each step and shapes of inputs
-    serves all clients. The first `WARM_UP` steps on such inputs run as they are. Both have the
-    same results.
-    """
+    """Takes SGD steps on the live model: after WARM_UP alike, as replays of a captured one."""
 
     def __init__(self, graphs: Graphs, network: Classifier) -> None:
         self.graphs: Graphs | None = graphs
@@ -89,8 +84,7 @@ class StepGraphs:
 
 def new_step_graphs(device: torch.device, network: Classifier) -> StepGraphs | None:
     """Graphs of the network's steps; None for a device that has no graphs."""
-    graphs = new_graphs(device)
-    return None if graphs is None else StepGraphs(graphs, network)
+    return StepGraphs(GRAPHS[device.type](), network) if device.type in GRAPHS else None
 
 
 def _copies(values: Batch | StepContext) -> dict[str, Tensor]:

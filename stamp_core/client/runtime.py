@@ -193,11 +193,7 @@ class ClientRuntime:
         self.model.gradients.zero_()
 
     def train_mode(self, images: int) -> None:
-        """Prepare the live module for a training step on a batch of this many images.
-
-        Batch normalisation uses its running statistics if they are frozen and for a single image,
-        which has no variance.
-        """
+        """Prepare the module for a step: norms are not updated if frozen, nor by a single image."""
         gathers = images > 1 and self.training.buffers != "frozen"
         set_train_mode(self.classifier, gathers)
 
@@ -219,10 +215,7 @@ class ClientRuntime:
 
     @cached_property
     def mean_images(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Each class's first training images, the matrix that averages them by class, the classes.
-
-        Indices [n] where the images are; [L, n] and [L] on the device.
-        """
+        """First images of each class [n], what averages them by class [L, n], the classes [L]."""
         count = max(LEAST_MEAN_IMAGES, ALL_MEAN_IMAGES // self.classes)
         indices = first_per_class(self.dataset.y_train, min(MEAN_IMAGES, count))
         matrix, classes = averaging_matrix(self.dataset.y_train[indices])

@@ -79,11 +79,7 @@ def count_correct(
 
 @torch.no_grad()
 def local_scores(runtime: ClientRuntime, plan: Plan, client: int, experience: int) -> Tensor:
-    """The live model's scores as a client's local one.  # [scorings, 1, T], NaN where undefined
-
-    As far as a page shows them: on the task just learnt, after the last experience on all tasks;
-    on at most LOCAL_TESTS test images of each.
-    """
+    """Scores of a local model on the task just learnt, at last on all.  # [scorings, 1, T]"""
     if runtime.dataset.masks:
         return mask_scores(runtime, plan, [client], experience)
     last = experience == plan.experiences - 1

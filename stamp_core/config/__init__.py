@@ -1,2 +1,1 @@
-"""Parameters as frozen dataclasses: the sections of a setting (schema), checked reading (decode),
-files, profiles and grids (params). May import core."""
+"""Parameters as frozen dataclasses: a schema, checked reading, files and profiles."""

@@ -1,2 +1,1 @@
-"""Foundations without knowledge of learning: paths, files replaced whole, seeding, devices,
-processes, loading, torchvision, fingerprints of code. Imports nothing of the project."""
+"""Foundations without knowledge of learning; they import nothing else of the project."""

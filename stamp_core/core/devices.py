@@ -65,10 +65,7 @@ def cache_size(device: torch.device) -> int:
 
 
 def set_deterministic(device: torch.device) -> None:
-    """Make runs on a GPU bit-identical; no-op on a CPU, where they are.
-
-    An operation without a deterministic kernel warns: a long training should not end there.
-    """
+    """Make runs on a GPU bit-identical; an operation that cannot be so warns, and goes on."""
     if device.type != _GPU:
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
@@ -104,8 +101,3 @@ class Graphs:
 
 
 GRAPHS: dict[str, Callable[[], Graphs]] = {_GPU: Graphs}  # by type of device
-
-
-def new_graphs(device: torch.device) -> Graphs | None:
-    """An empty set of graphs; None for a device that has no graphs."""
-    return GRAPHS[device.type]() if device.type in GRAPHS else None

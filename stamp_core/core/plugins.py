@@ -1,8 +1,4 @@
-"""Modules found by name: methods, selection rules and sources of data sets, one file each.
-
-Each kind has a folder in stamp_core and one in the workbench, which this package never imports:
-where the workbench is not installed, its names do not exist.
-"""
+"""Modules found by name, one file each; without the workbench its names do not exist."""
 
 import importlib
 import pkgutil

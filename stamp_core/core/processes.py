@@ -14,10 +14,7 @@ FORMS = ("bar", "lines", "none")  # of progress
 
 
 def progress_form() -> str:
-    """How progress is shown: a `bar`, `lines` or `none`, as STAMP_PROGRESS says.
-
-    Without it a bar in JupyterLab and in a terminal if tqdm is installed, else lines.
-    """
+    """`bar`, `lines` or `none`, as STAMP_PROGRESS says; else a bar if somebody watches."""
     if (form := os.environ.get("STAMP_PROGRESS")) is not None:
         if form not in FORMS:
             raise ValueError(f"STAMP_PROGRESS is {form!r}: it must be one of {', '.join(FORMS)}")

@@ -1,2 +1,1 @@
-"""Exemplar memory (memory), MixStyle, selection rules (selection/, one file per rule) and the
-network that a rule may train (learner). May import core, config, data, models and matching."""
+"""Exemplar memory with MixStyle, selection rules, and a network that a rule may train."""

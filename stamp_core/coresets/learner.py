@@ -13,10 +13,7 @@ Normalise = Callable[[Tensor], Tensor]  # uint8 images -> inputs of the network
 
 
 class Learner:
-    """A copy of a client's network that a rule may train: the client's model is not changed.
-
-    Images are given as returned by `inputs`. Every method leaves the network in evaluation mode.
-    """
+    """A copy of a client's network that a rule may train, left in evaluation mode."""
 
     def __init__(
         self, network: Classifier, normalise: Normalise, parameters: Tensor, buffers: Tensor
@@ -42,18 +39,10 @@ class Learner:
     def train(self, images: Tensor, labels: Tensor, batches: Iterable[Tensor], lr: float) -> None:
         for indices in (batch.to(labels.device) for batch in batches):
             set_train_mode(self.network, update_norms=len(indices) > 1)
-            self._step(F.cross_entropy(self.network(images[indices]), labels[indices]), lr)
+            self.step(F.cross_entropy(self.network(images[indices]), labels[indices]), lr)
         self.network.eval()
 
-    def train_weighted(self, images: Tensor, labels: Tensor, weights: Tensor, lr: float) -> None:
-        """Plain SGD with one step on all images for each row of their weights.  # [steps, N]"""
-        set_train_mode(self.network, update_norms=len(labels) > 1)
-        for row in weights.to(images):
-            losses = F.cross_entropy(self.network(images), labels, reduction="none")
-            self._step(row.dot(losses), lr)
-        self.network.eval()
-
-    def _step(self, loss: Tensor, lr: float) -> None:
+    def step(self, loss: Tensor, lr: float) -> None:
         self.model.gradients.zero_()
         loss.backward()
         self.model.parameters.add_(self.model.gradients, alpha=-lr)
@@ -61,7 +50,6 @@ class Learner:
     def train_epochs(
         self, images: Tensor, labels: Tensor, epochs: int, size: int, lr: float, draws: Generator
     ) -> None:
-        """Plain SGD on batches of `size` images, in a new random order in every epoch."""
         orders = [torch.randperm(len(labels), generator=draws) for _ in range(epochs)]
         self.train(images, labels, [batch for order in orders for batch in order.split(size)], lr)
 

@@ -72,11 +72,6 @@ def empty_memory(like_images: Tensor, classes: int, soft: bool = False) -> Memor
     }
 
 
-def task_indices(memory: Memory, task: int) -> Tensor:
-    """Indices of the exemplars of one task.  # [m]"""
-    return (memory["tasks"] == task).nonzero().flatten()
-
-
 def past_tasks(memory: Memory, task: int) -> list[int]:
     """The tasks of all exemplars in increasing order, without `task`."""
     tasks: list[int] = memory["tasks"].unique().tolist()
@@ -205,19 +200,12 @@ def mix_statistics(content: Tensor, style: Tensor, weights: Tensor) -> Tensor:
 
 
 def _channel_statistics(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each channel.  # [n, C, 1, 1] each
-
-    The variance is divided by H W, so that it exists for a single pixel. The published H W - 1
-    gives the same result up to epsilon, as the factor cancels out.
-    """
+    """Mean and deviation of each channel, defined for a single pixel.  # [n, C, 1, 1] each"""
     variance, mean = torch.var_mean(images, (2, 3), correction=0, keepdim=True)
     return mean, (variance + EPSILON).sqrt()
 
 
 def mixing_weights(count: int, generator: torch.Generator, alpha: float = 0.1) -> Tensor:
-    """Weights of each image's own style, lambda ~ Beta(alpha, alpha).  # float64 [count]
-
-    Drawn by numpy: torch's Beta takes no generator, and numpy's is stable for small alpha.
-    """
+    """Weights of own styles ~ Beta(alpha, alpha); torch's takes no generator.  # float64 [count]"""
     seed = int(torch.randint(2**63 - 1, (), generator=generator))
     return torch.from_numpy(np.random.default_rng(seed).beta(alpha, alpha, count))

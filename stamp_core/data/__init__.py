@@ -1,2 +1,1 @@
-"""Data sets and their split: dataset (loading), split (which client learns which classes when),
-cache and decoding, sources (one file per data set). May import core, config and results."""
+"""Data sets: sources, one file each, their images on disk, and which client learns what when."""

@@ -31,10 +31,7 @@ LARGE = 10**9  # bytes; a larger file is not read whole to detect a change
 
 
 def create(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Have `fill(draft)` write a data set; the draft becomes `folder` once it is complete.
-
-    One process writes, others wait. The draft of a killed process is handed to the next `fill`.
-    """
+    """Have one process write a data set, from where a killed one was; others wait for it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = folder.with_name(f"{folder.name}.part")
     # A full disk does not say where.
@@ -59,11 +56,7 @@ def complete(draft: Path, arrays: NamedArrays, names: Names) -> None:
 
 
 def read_arrays(folder: Path) -> tuple[NamedArrays, dict[str, Any]]:
-    """The arrays in `folder`, memory-mapped, and the content of meta.json; damage is refused.
-
-    Decoded images in a large file are not read: they count as undamaged if the length of the
-    file, the labels, the names and the recorded checksums fit the digest.
-    """
+    """The arrays, memory-mapped, and meta.json, verified; of large images only their notes."""
     meta = json.loads((folder / "meta.json").read_text())
     arrays, notes = _map_files(folder)
     if _digest(arrays, notes, [meta[key] for key in NAMES if key in meta]) != meta["digest"]:

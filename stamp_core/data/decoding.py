@@ -55,10 +55,7 @@ class Listing:
 
 
 def listing_key(listing: Listing) -> str:
-    """A hash of all that decides the arrays: names, sizes, times and labels; code; Pillow.
-
-    The code is that of decoding and storing only: the listing holds the results of all other code.
-    """
+    """A hash of all that decides the arrays: names, sizes, times, labels; this code; Pillow."""
     code = [fingerprint.code_digest(str(file)) for file in (__file__, cache.__file__)]
     shared = [version("pillow"), code, listing.classes, listing.domains, listing.shape]
     digest = hashlib.sha256(json.dumps(shared).encode())

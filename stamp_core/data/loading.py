@@ -1,7 +1,4 @@
-"""Loading: a source makes the arrays of a data set once, then they are mapped from the cache.
-
-How to write a source: stamp_core/data/sources/__init__.py.
-"""
+"""Loading: a source makes the arrays of a data set once, then they are mapped from the cache."""
 
 import hashlib
 import inspect

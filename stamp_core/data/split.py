@@ -164,10 +164,7 @@ def _draw_owners(split: Split, labels: Indices, index: int, seed: int) -> Indice
 
 
 def _draw_dirichlet(split: Split, labels: Indices, draw: np.random.Generator) -> Indices:
-    """The client of each image, class by class with p ~ Dirichlet(alpha * 1).  # [N]
-
-    PFLlib's balance rule: a client with N / U images or more gets none of the next class.
-    """
+    """By class, p ~ Dirichlet(alpha); who has N / U images gets no more, as in PFLlib.  # [N]"""
     owners = np.zeros(len(labels), dtype=np.int64)
     sizes = np.zeros(split.clients, dtype=np.int64)
     for label in np.unique(labels):

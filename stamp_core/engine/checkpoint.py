@@ -5,7 +5,7 @@
 
 A file in `states` is named by the digest of its content, and is written once. A round writes the
 states that have changed, then run.safetensors, whose old or new content is there whole at any
-moment. What takes less than FSYNC_MIN_SECONDS is not flushed to the disk: after a power failure a
+moment. What takes less than FLUSH_AFTER is not flushed to the disk: after a power failure a
 run of such short rounds may have to start afresh.
 One process at a time uses the folder, by a lock beside it that ends with the process.
 """
@@ -23,15 +23,12 @@ from pathlib import Path
 from stamp_core.core.atomic import open_lock, quarantine
 from stamp_core.engine.trees import UNUSABLE, Store, Stored, Tree, read_tree, write_tree
 
-FSYNC_MIN_SECONDS = 0.2  # seconds of work; a flush takes some milliseconds
+FLUSH_AFTER = 0.2  # seconds of work; a flush takes some milliseconds
 RESULTS = ("scores", "features", "memory")  # parts of a run's state that evaluations alone change
 
 
 class Checkpoint:
-    """The folder of one run, which after any failure holds its complete old or new state.
-
-    `client_states` is the store of the clients' states, if it is not the folder's own.
-    """
+    """The folder of one run, which after any failure holds its complete old or new state."""
 
     def __init__(
         self,

@@ -32,10 +32,7 @@ class Executor(Protocol):
     workers: int  # processes that work side by side
 
     def map(self, work: Callable[[Worker, *_Args], _T], each: Iterable[tuple[*_Args]]) -> list[_T]:
-        """The results of `work(worker, *arguments)` for each of the arguments, in order.
-
-        `work` is a method of Worker; of client rounds there may be only those that were finished.
-        """
+        """`work(worker, *arguments)` for each, in order; lost client rounds may be left out."""
         ...
 
     def close(self) -> None:
@@ -91,10 +88,7 @@ class ProcessExecutor:
 def start_executor(
     experiment: Experiment, plans: Plans, workers: int, device: str, resume: Path | None = None
 ) -> tuple[Worker, Executor]:
-    """This process's own worker and where the clients run: worker processes if `workers` > 1.
-
-    $STAMP_EXECUTOR names a module of workbench.workflow, which distributes the calls elsewhere.
-    """
+    """This process's own worker and where clients run: $STAMP_EXECUTOR may name where else."""
     torch.set_num_threads(1)  # sums are split by threads: their number would change last digits
     of_worker = experiment, plans, device, resume
     worker, name = Worker(*of_worker), os.environ.get("STAMP_EXECUTOR", "")

@@ -53,10 +53,7 @@ def share_noisy_mean(
 def add_noise(
     runtime: ClientRuntime, privacy: Privacy, mean: Tensor, count: int, draw: torch.Generator
 ) -> Tensor:
-    """The mean of `count` models with the noise of their sum; itself where there is no noise.
-
-    Each parameter has its own draw, whatever its place in a flat vector is on a device.  # [P]
-    """
+    """The mean of `count` models with their sum's noise, drawn in the order of tensors.  # [P]"""
     if not privacy.noise_multiplier:
         return mean
     tensors = runtime.model.tensors

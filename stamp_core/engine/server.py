@@ -8,10 +8,7 @@ from stamp_core.models.sealed import SingleUploadError
 
 
 class Aggregator:
-    """Aggregates by a method; privacy and secure sums of the setting hide single uploads from it.
-
-    Its states are given and returned. `preset` is named where a method is refused.
-    """
+    """Aggregates by a method; privacy and secure sums hide single uploads from it."""
 
     def __init__(self, method: Method, preset: str, seed: int) -> None:
         self.method = method

@@ -19,12 +19,7 @@ from stamp_core.core.devices import device_name, resolve_device
 from stamp_core.core.processes import progress_bar, progress_form
 from stamp_core.core.seeding import generator
 from stamp_core.data.plan import Plan, Plans
-from stamp_core.engine.checkpoint import (
-    FSYNC_MIN_SECONDS,
-    Checkpoint,
-    checkpoint_lock,
-    remove_checkpoint,
-)
+from stamp_core.engine.checkpoint import FLUSH_AFTER, Checkpoint, checkpoint_lock, remove_checkpoint
 from stamp_core.engine.evaluate import Evaluator
 from stamp_core.engine.executor import Executor, SerialExecutor, resolve_workers, start_executor
 from stamp_core.engine.experiment import Experiment
@@ -237,7 +232,7 @@ class Run:
             *(self.experiment.name, self.seed, experience, round_),
             *(len(results), len(messages), entry["loss"], passed),
         )
-        self.save(last, flush=passed > FSYNC_MIN_SECONDS)
+        self.save(last, flush=passed > FLUSH_AFTER)
 
     def aggregate(
         self, results: list[ClientResult], experience: int, round_: int, log: Log

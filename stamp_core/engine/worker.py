@@ -18,7 +18,7 @@ from stamp_core.client.scoring import Part, count_correct, local_scores, mask_sc
 from stamp_core.config.schema import Setting
 from stamp_core.core.devices import device_peak, reset_device_peak
 from stamp_core.data.plan import Plans
-from stamp_core.engine.checkpoint import FSYNC_MIN_SECONDS, state_store
+from stamp_core.engine.checkpoint import FLUSH_AFTER, state_store
 from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.privacy import protect_upload
 from stamp_core.engine.trees import Stored
@@ -42,10 +42,7 @@ class ClientResult:
 
 
 class Worker:
-    """One process's workspace with the method and the plans of all seeds; it has no other state.
-
-    With a folder `resume` it keeps the clients' states there, and passes on where they are.
-    """
+    """One process's workspace, method and plans; `resume` is where clients' states are kept."""
 
     def __init__(
         self, experiment: Experiment, plans: Plans, device: str, resume: Path | None = None
@@ -89,7 +86,7 @@ class Worker:
         seconds = time.perf_counter() - start
         peak = device_peak(self.runtime.device)
         scores, angles = self.diagnose(round_id, reply.local) if reply.local else (None, {})
-        kept = self.keep_state(seed, reply.state, seconds > FSYNC_MIN_SECONDS)
+        kept = self.keep_state(seed, reply.state, seconds > FLUSH_AFTER)
         own = {} if isinstance(kept, Stored) else reply.state
         reply = replace(reply, state=own, local=None)
         return ClientResult(reply, kept, scores, angles, seconds, peak_memory(), peak)
@@ -166,10 +163,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def peak_memory() -> int:
-    """The peak memory of this process in bytes.
-
-    Not by getrusage on Linux: there a process inherits the peak of the one that started it.
-    """
+    """The peak memory of this process in bytes; on Linux getrusage may have its parent's."""
     if sys.platform == "darwin":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     status = Path("/proc/self/status").read_text()

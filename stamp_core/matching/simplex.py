@@ -1,7 +1,4 @@
-"""Gradient matching over the simplex: the exact solver and the public code's.
-
-The exact one solves problems of least distance: the shortest vector within linear bounds.
-"""
+"""Gradient matching over the simplex: exactly, by least distances, and as in the public code."""
 
 import math
 from dataclasses import dataclass
@@ -42,8 +39,7 @@ class Problem:
 
     @cached_property
     def reference_products(self) -> Array:
-        """The inner products of the gradients with g0.  # [K]"""
-        return self.gradients @ self.reference
+        return self.gradients @ self.reference  # [K], with g0
 
     def value(self, w: Array) -> float:
         """F(w) = <g_w, g0> + radius |g_w|, where g_w = sum_i w_i g_i."""

@@ -1,2 +1,1 @@
-"""Networks as encoder and head, a model as one flat vector with SGD on it.
-May import core and config."""
+"""Networks as encoder and head, a model as one flat vector with SGD on it."""

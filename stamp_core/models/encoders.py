@@ -36,11 +36,7 @@ def _lenet(network: Network, shape: Shape) -> tuple[nn.Module, int]:
 
 
 class FCN(nn.Module):
-    """A fully convolutional encoder and decoder: features at half the size of an image.
-
-    Two strides, dilated convolutions at a quarter of the size, and what they give, doubled in
-    size, joined with the map at half the size.
-    """
+    """A fully convolutional encoder and decoder: features at half the size of an image."""
 
     def __init__(self, channels: int, widths: Sequence[int], features: int) -> None:
         super().__init__()

@@ -95,11 +95,7 @@ def _has_channels_last(tensor: Tensor) -> bool:
 
 
 def weighted_average(vectors: Sequence[Tensor | Sealed], weights: Sequence[float]) -> Tensor:
-    """The weighted mean, added up in float64 in the given order and rounded once.
-
-    So the mean of equal vectors is bit-identical to them, whatever the weights. It is computed
-    where the first vector is: the others need not be there all at once.
-    """
+    """The mean in float64, rounded once: that of equal vectors is bit-identical to them."""
     return weighted_sum(vectors, weights).div_(sum(weights)).to(vectors[0].dtype)
 
 

@@ -18,10 +18,7 @@ class SingleUploadError(TypeError):
 
 
 class Sealed:
-    """A client's vector that takes part in one weighted sum with those of other clients.
-
-    In one only: two sums with different weights would show each of two uploads.
-    """
+    """A client's vector that takes part in one sum: two would show each of two uploads."""
 
     def __init__(self, vector: Tensor, client: int) -> None:
         self._vector: Tensor | None = vector

@@ -1,2 +1,1 @@
-"""Results of a run: records on disk, and metrics computed from accuracy matrices.
-May import core and config."""
+"""Results of a run: records on disk, and metrics computed from accuracy matrices."""

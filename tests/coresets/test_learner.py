@@ -12,6 +12,7 @@ from stamp_core.coresets.learner import Learner
 from stamp_core.models.flat import FlatModel
 from stamp_core.models.networks import Classifier, build_network
 from workbench.per_sample import CHUNK, head_gradient_factors, per_sample_gradients
+from workbench.selection.csrel import train_weighted
 
 CLASSES = 5
 
@@ -127,7 +128,7 @@ def test_weighted_training_is_that_on_batches_with_repeated_images() -> None:
     learner, other, (images, labels) = make_learner(), make_learner(), examples(3)
     batches = [torch.tensor([0, 0, 2]), torch.tensor([1, 2])]
     weights = torch.tensor([[2 / 3, 0, 1 / 3], [0, 1 / 2, 1 / 2]])
-    learner.train_weighted(images, labels, weights, lr=0.3)
+    train_weighted(learner, images, labels, weights, lr=0.3)
     other.train(images, labels, batches, lr=0.3)
     torch.testing.assert_close(learner.model.parameters, other.model.parameters)
     assert not learner.network.training

@@ -84,8 +84,6 @@ def test_tasks_and_bytes_of_a_memory() -> None:
     params = MemoryParams(exemplars_per_class=6)
     after = memory_of(params, (4, images(1)), (1, images(3, seed=1)), (2, images(2, seed=2)))
     assert after["tasks"].tolist() == [4, 1, 1, 1, 2, 2]
-    assert memory.task_indices(after, 1).tolist() == [1, 2, 3]
-    assert memory.task_indices(after, 3).tolist() == []
     assert memory.past_tasks(after, 2) == [1, 4] and memory.past_tasks(after, 9) == [1, 2, 4]
     assert tree_bytes(after) == 6 * 48 + 8 * (6 + 6 + 2)
 

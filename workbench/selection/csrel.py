@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stamp_core.config.limits import Positive, PositiveInt
+from stamp_core.coresets.learner import Learner
 from stamp_core.coresets.selection.base import Proposal, TaskData
+from stamp_core.models.networks import set_train_mode
 
 LOWEST = -1e300  # below every float32 score
 NOT_FINITE = "csrel: losses that are not finite"
@@ -78,7 +80,18 @@ def _train_from_scratch(images: Tensor, labels: Tensor, task: TaskData) -> None:
         learner.train(images, labels, draws, options.train_lr)
     else:
         weights = F.one_hot(draws, count).sum(1) / size  # [steps, n]
-        learner.train_weighted(images, labels, weights, options.train_lr)
+        train_weighted(learner, images, labels, weights, options.train_lr)
+
+
+def train_weighted(
+    learner: Learner, images: Tensor, labels: Tensor, weights: Tensor, lr: float
+) -> None:
+    """Plain SGD with one step on all images for each row of their weights.  # [steps, N]"""
+    set_train_mode(learner.network, update_norms=len(labels) > 1)
+    for row in weights.to(images):
+        losses = F.cross_entropy(learner.network(images), labels, reduction="none")
+        learner.step(row.dot(losses), lr)
+    learner.network.eval()
 
 
 def _finite_scores(scores: Tensor, task: TaskData) -> Tensor:

@@ -1,12 +1,7 @@
 """The interface of selection rules, which decide which exemplars of a class are kept.
 
-A rule is one file of this folder or of workbench/selection. It defines one of two functions, and if
-it has parameters a frozen dataclass `Options`:
-
-    choose(candidates: Candidates) -> Tensor   indices of images, from the features of one class
-    propose(task: TaskData) -> Proposal        exemplars of a whole task, selected or synthetic
-
-`memory.selection` in the parameters is the file's name, `memory.options` sets its `Options`.
+A rule is a file that defines `choose(candidates)` or `propose(task)`, and, if it has parameters, a
+frozen dataclass `Options`: docs/selection_rule.md.
 """
 
 from collections.abc import Mapping
@@ -31,10 +26,7 @@ class NoOptions:
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """The input of `choose`: images of one class, of which it returns `count` distinct indices.
-
-    The indices are in the order of choice: where there is room for fewer, the first are kept.
-    """
+    """Images of one class, of which `choose` returns `count` distinct indices, the first first."""
 
     images: Tensor  # uint8 [N, C, H, W]
     features: Tensor  # float32 [N, D], of the current encoder in evaluation mode
@@ -60,10 +52,7 @@ class Proposal:
 
 @dataclass(frozen=True, eq=False)
 class TaskData:
-    """The input of `propose`: a client's data of one task and a network that it may train.
-
-    The images are sorted by content: no rule depends on the order of a client's data.
-    """
+    """A client's data of one task, sorted by content, and a network that `propose` may train."""
 
     images: Tensor  # uint8 [N, C, H, W]
     labels: Tensor  # int64 [N]

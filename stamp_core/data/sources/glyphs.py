@@ -1,7 +1,4 @@
-"""Characters in the fonts that matplotlib ships: up to 100 classes without any download.
-
-After the outlines are drawn, all arithmetic is on integers: images are bit-identical everywhere.
-"""
+"""Characters in the fonts that matplotlib ships, drawn in integers: everywhere bit-identical."""
 
 from dataclasses import dataclass
 from pathlib import Path

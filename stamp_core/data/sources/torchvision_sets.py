@@ -1,7 +1,4 @@
-"""CIFAR-10 and CIFAR-100, MNIST, EMNIST's digits, USPS and SVHN: published sets from torchvision.
-
-torchvision reads their files from data/raw, or downloads them there and checks them.
-"""
+"""Published sets that torchvision reads from data/raw, or downloads there and checks."""
 
 import hashlib
 from dataclasses import dataclass, replace

@@ -1,2 +1,1 @@
-"""Method (FedAvg with all hooks), what several methods share (rehearsal, server matching,
-projection), and the registry of methods and presets."""
+"""Method, which is FedAvg with all hooks, what several methods share, and presets."""

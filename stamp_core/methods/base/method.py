@@ -193,11 +193,7 @@ class Method:
         return {name: server[name] for name in (*self.shared_vectors(), *self.extra_networks)}
 
     def seal(self, replies: list[Reply], log: Log) -> list[Reply]:
-        """What the server is handed: with `training.secure_sums` replies with sealed vectors.
-
-        One client alone has no sum that hides it: then no reply is handed over, and the round
-        leaves the server as it is.
-        """
+        """What the server is handed: with secure sums sealed vectors, of one client nothing."""
         if not self.runtime.training.secure_sums:
             return replies
         if sum(reply.samples > 0 for reply in replies) < 2:

@@ -22,7 +22,6 @@ from stamp_core.coresets.memory import (
     class_samples,
     empty_memory,
     past_tasks,
-    task_indices,
     update_memory,
 )
 from stamp_core.coresets.selection.base import (
@@ -107,7 +106,8 @@ class Rehearsal(Method):
     def past_exemplars(self, client_round: ClientRound) -> dict[int, Tensor]:
         """Indices of the exemplars of each other task.  # [m] each"""
         memory: Memory = client_round.state["memory"]
-        return {task: task_indices(memory, task) for task in past_tasks(memory, client_round.task)}
+        past = past_tasks(memory, client_round.task)
+        return {task: (memory["tasks"] == task).nonzero().flatten() for task in past}
 
     def batches(self, client_round: ClientRound, context: Any) -> Iterator[Batch]:
         """The batches of the task with exemplars; of a client without a part, exemplars alone."""
@@ -150,10 +150,7 @@ class Rehearsal(Method):
         return self.weighted_loss(self.model.module(batch.images), batch, context)
 
     def weighted_loss(self, logits: Tensor, batch: Batch, context: RehearsalContext) -> Tensor:
-        """One mean cross-entropy, or those of new images and exemplars weighted 1 to `weight`.
-
-        The weights sum to 1: otherwise steps would be longer than those without a memory.
-        """
+        """One mean cross-entropy, or those of new images and exemplars; weights sum to 1."""
         weight = self.params.weight
         if weight is None or not batch.exemplars:
             return F.cross_entropy(logits, batch.targets)

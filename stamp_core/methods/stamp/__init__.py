@@ -109,7 +109,6 @@ class Stamp(ServerMatching, Rehearsal):
     def train_in_segments(
         self, client_round: ClientRound, context: StampContext, params: TemporalParams
     ) -> list[Tensor]:
-        """Local SGD; the update of each segment is replaced by the matched one."""
         runtime = self.runtime
         past = self.past_tasks(client_round, params)
         images = runtime.batch_sizes(len(client_round.indices))  # new ones, of each step
@@ -131,11 +130,7 @@ class Stamp(ServerMatching, Rehearsal):
         return losses
 
     def past_tasks(self, client_round: ClientRound, params: TemporalParams) -> dict[int, PastTask]:
-        """The stored images of the client's other tasks; of many tasks, those of a sample.
-
-        "all data" are those of all earlier experiences, as the public code reads them again: in a
-        later cycle also of the current task.
-        """
+        """Stored images of other tasks, or of a sample; "all data": of earlier experiences."""
         if params.source == "all data":
             images, labels = self.runtime.x_train, self.runtime.y_train
             plan, client = client_round.plan, client_round.client
@@ -178,7 +173,6 @@ class Stamp(ServerMatching, Rehearsal):
     def group_gradients(
         self, batch: Batch, groups: list[Tensor]
     ) -> GroupGradients | SeparateGradients:
-        """The mean loss of each group of images in a batch, and its gradient."""
         if self.one_pass:
             order, sizes = torch.cat(groups), [len(group) for group in groups]
             images, targets = batch.images[order], batch.targets[order]
@@ -187,10 +181,7 @@ class Stamp(ServerMatching, Rehearsal):
         return SeparateGradients(*self.backward_passes(batch, groups), blocks)
 
     def backward_passes(self, batch: Batch, groups: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """The mean loss of each group of images in a batch, and its gradient.  # [K], K of [P]
-
-        Batch normalisation needs the whole batch; without it smaller passes take half the time.
-        """
+        """Mean loss and gradient of each group; norms need the whole batch.  # [K], K of [P]"""
         tensors = self.model.tensors
         whole = self.classifier.encode(batch.images) if self.classifier.norms else None
         losses, gradients = list[Tensor](), list[Tensor]()
