@@ -68,7 +68,6 @@ def _check_task(where: str, task: Task, plan: Plan, dataset: ImageDataset) -> No
 
 
 def _check_length(where: str, values: Sequence[object], least: int, most: float) -> None:
-    """Validate the length of a list."""
     if not least <= len(values) <= most:
         right = f"{least}" if least == most else f"at least {least}"
         raise ParameterError(f"{where} is a list of {len(values)}; it must be of {right}")

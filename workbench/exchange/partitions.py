@@ -54,7 +54,6 @@ class ImageFinder:
         return np.array(found, np.int64)
 
     def _reason(self, key: Key) -> str:
-        """Why an image is refused."""
         if key in self.indices:
             return "was there before; an image must be of one client, and once"
         if key in self.tests:
@@ -63,10 +62,7 @@ class ImageFinder:
 
 
 def find_images(dataset: ImageDataset, x: NDArray[Any], y: NDArray[Any]) -> Indices:
-    """The indices of training images that are elsewhere in another order, with their labels.
-
-    `x` are uint8 [N, C, H, W], [N, H, W, C] or, of grey images, [N, H, W].
-    """
+    """The indices of the training images `x`, uint8 [N, C, H, W], [N, H, W, C] or [N, H, W]."""
     return ImageFinder(dataset).find("the images", x, y, drop_tests=False)
 
 
@@ -117,7 +113,6 @@ def import_flwr(
 
 
 def _read_part(where: str, values: object, count: int) -> Sequence[int]:
-    """The rows of a partition."""
     part = convert(values, tuple[int, ...], where)
     assert isinstance(part, tuple)
     for k, row in enumerate(part):
@@ -145,7 +140,6 @@ class _ArrayUnpickler(pickle.Unpickler):
     """Reads arrays in containers: a pickle from elsewhere must not run code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What arrays are made by; all else is refused."""
         made_by = {"_reconstruct": np.empty(0).__reduce__()[0], "ndarray": np.ndarray}
         known = {**made_by, "dtype": np.dtype}
         if module.partition(".")[0] != "numpy" or name not in known:

@@ -63,7 +63,6 @@ def _read_rows(path: Path) -> tuple[list[str], list[tuple[int, Row]]]:
 
 
 def _to_row(where: str, names: list[str], cells: list[str]) -> Row:
-    """The cells of a line that are not empty."""
     if len(cells) != len(names):
         raise invalid(f"{where}: the number of cells", len(cells), str(len(names)))
     for name, cell in zip(names, cells, strict=True):

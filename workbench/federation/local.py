@@ -85,7 +85,6 @@ class LocalFederation(ExitStack):
         return self.start(f"node{number}", "flower-supernode", *options)
 
     def start(self, name: str, program: str, *options: str | Path) -> subprocess.Popen[bytes]:
-        """Start a program that writes to a log of its own."""
         log = self.enter_context((self.folder / f"{name}.log").open("ab"))
         command = [PROGRAMS / program, *options]
         process = subprocess.Popen(command, env=self.environment, cwd=ROOT, stdout=log, stderr=log)
@@ -94,13 +93,11 @@ class LocalFederation(ExitStack):
         return process
 
     def flwr(self, *command: str | Path) -> subprocess.CompletedProcess[str]:
-        """The result of Flower's own command."""
         whole = [PROGRAMS / "flwr", *command]
         environment = self.environment
         return subprocess.run(whole, env=environment, cwd=ROOT, capture_output=True, text=True)
 
     def run(self) -> subprocess.CompletedProcess[str]:
-        """The result of `flwr run`, when the training has ended."""
         where = {"data": "server", "resume": "resume", "out": "records"}
         config = [f'{key}="{self.folder / name}"' for key, name in where.items()]
         setting, method = self.experiment.setting.name, self.experiment.method
@@ -109,11 +106,9 @@ class LocalFederation(ExitStack):
         return self.flwr("run", app, "local", "--stream", "--run-config", " ".join(config))
 
     def record(self) -> Record:
-        """The record that the server has written."""
         return load_record(self.folder / "records" / str(self.seed))
 
     def simulate(self) -> Record:
-        """The record of the same training in this process."""
         return train(federated(self.experiment), self.plans, 1, "cpu")[self.seed]
 
 

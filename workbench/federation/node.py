@@ -113,7 +113,6 @@ class Node:
         return round_id, initial
 
     def store(self, client: int) -> Store:
-        """Where the states of a client are."""
         return Store(self.states / str(client))
 
 
@@ -149,10 +148,7 @@ def require_identity(mine: Mapping[str, str], servers: Mapping[str, str]) -> Non
 
 
 def answer(message: Message, context: Context) -> Message:
-    """The reply to any message.
-
-    An error stops the server's run, as in a simulation; one before the work begins is a refusal.
-    """
+    """The reply to any message; an error before the work begins is a refusal, else it ends all."""
     node = None
     try:
         tree = unpack(message.content)

@@ -133,12 +133,10 @@ class FederationExecutor:
         return replies
 
     def refuse(self, node: int, reason: str) -> None:
-        """Say that a node is left out, and why."""
         self.refusals.append(f"node {node} is left out: {reason}")
         print(self.refusals[-1], flush=True)
 
     def wait_for(self, clients: Iterable[int], seconds: float) -> None:
-        """Wait until every client is on a node."""
         end = time.monotonic() + seconds
         while missing := {*clients}.difference(*self.find_nodes().values()):
             if time.monotonic() > end:

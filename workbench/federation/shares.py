@@ -54,7 +54,6 @@ class OwnExperiment(Experiment):
     images: ImageDataset = field(kw_only=True)
 
     def dataset(self) -> ImageDataset:
-        """The data set, with the images of this machine."""
         return self.images
 
 

@@ -45,10 +45,7 @@ class FedALAContext(StepContext):
 
 
 class FedALA(Method):
-    """FedAvg whose clients start from own + W * (received - own), W in [0, 1] per element.
-
-    Where W is 1 this is exactly the received model.
-    """
+    """FedAvg whose clients start from own + W * (received - own), W in [0, 1] per element."""
 
     Params: ClassVar = FedALAParams
     models = ("global", "personal", "local")  # personal: after local aggregation, before training
@@ -65,10 +62,7 @@ class FedALA(Method):
         self.size = sum(tensor.numel() for tensor in self.tensors)  # M
 
     def init_client(self, client: int, server: State) -> State:
-        """The initial model as the own one, and W = 1: all is taken from the server.
-
-        "settled" says whether W was learnt once.
-        """
+        """The initial model as the own one, and W = 1; "settled" says whether W was learnt once."""
         own = server["parameters"][-self.size :].clone()  # [M], the last tensors after training
         weights = torch.ones_like(own)
         return {"own": own, "weights": weights, "settled": False, "experiences": []}
@@ -147,5 +141,4 @@ class FedALA(Method):
 
 
 def _converged(losses: list[float], threshold: float) -> bool:
-    """Whether there are more than `RECENT` losses and the last ones hardly differ."""
     return len(losses) > RECENT and bool(np.std(losses[-RECENT:]) < threshold)

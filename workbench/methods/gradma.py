@@ -49,7 +49,6 @@ class GradMA(Method):
         self.averages = not params.server
 
     def block_sizes(self) -> list[int] | None:
-        """The sizes of the blocks that are corrected separately."""
         tensors = self.model.module.parameters()
         return None if self.params.scope == "model" else [p.numel() for p in tensors]
 
@@ -111,7 +110,6 @@ class GradMA(Method):
         return memory, counts
 
     def start(self, client_round: ClientRound) -> GradMAContext:
-        """The received model is also a point where gradients are taken."""
         received = client_round.message["parameters"].to(self.runtime.device)
         return GradMAContext(received, received, Corrections(), client_round.log)
 
@@ -140,10 +138,7 @@ class GradMA(Method):
         context.previous = here
 
     def gradient_at(self, point: Tensor, batch: Batch, context: GradMAContext) -> Tensor:
-        """The gradient of a batch at another point, with weight decay.  # [P]
-
-        In the same mode as the step, so that all gradients are those of one function.
-        """
+        """The gradient of a batch at another point, with weight decay.  # [P]"""
         self.model.parameters.copy_(point)
         loss = self.loss(batch, context)
         tensors = self.model.tensors

@@ -110,7 +110,6 @@ class NoisyLabelGenerator(nn.Module):
 
     @torch.no_grad()
     def redraw(self, draw: torch.Generator) -> None:
-        """Draw the weights of the noisy layers from N(0, 1) and set their biases to 0."""
         self.weight.copy_(torch.randn(self.weight.shape, generator=draw))
         self.bias.zero_()
 
@@ -171,10 +170,7 @@ class LanderContext(DataFreeContext):
 
 
 class Lander(DataFree):
-    """FedAvg with anchors per class, near which a linear map brings features and images.
-
-    The map is trained, sent and averaged with the model. Clients receive the anchors once.
-    """
+    """FedAvg with anchors per class, near which a linear map brings features and images."""
 
     Params: ClassVar = LanderParams
     fedavg_equivalent: ClassVar = {"kd": 0.0, "anchor_weight": 0.0, "ce_classes": "all"}
@@ -239,7 +235,6 @@ class Lander(DataFree):
         return loss + F.mse_loss(student[1], teacher[1])
 
     def correct_gradient(self, batch: Batch, context: LanderContext) -> None:
-        """Take the SGD step of the map."""
         context.map_sgd.step()
         self.map.gradients.zero_()
 

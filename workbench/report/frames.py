@@ -45,11 +45,7 @@ def unique_runs(records: Sequence[Record]) -> Sequence[Record]:
 
 
 def shared_seeds(records: Sequence[Record]) -> list[Record]:
-    """The records with the seeds that most methods of their setting have.
-
-    Means in one column are over the same seeds, except those of a method that lacks some. One
-    that has none of them keeps its own.
-    """
+    """The records with the seeds that most methods of their setting have, or else their own."""
     seeds: dict[tuple[str, str], set[int]] = {}
     for record in records:
         setting, method, seed = record.run
@@ -143,10 +139,7 @@ def _costs(record: Record) -> dict[str, float]:
 
 
 def relative_costs(rows: pd.DataFrame) -> dict[str, pd.Series]:
-    """Images and bytes of runs as multiples of the mean of `UNIT` in their setting.
-
-    NaN without that method, and where nothing is sent.
-    """
+    """Images and bytes of runs in units of `UNIT`'s mean in their setting; NaN without it."""
     costs = {"images": rows.images, "bytes": rows.bytes_up + rows.bytes_down}
     units = {
         name: cost[rows.method == UNIT].groupby(rows.setting).mean() for name, cost in costs.items()
@@ -155,10 +148,7 @@ def relative_costs(rows: pd.DataFrame) -> dict[str, pd.Series]:
 
 
 def model_frame(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of `run_frame`, then rows for the personal models of runs with a global one.
-
-    In the latter `main_` are the columns of the personal models.
-    """
+    """`run_frame`, then rows with the personal models as `main_` of runs with a global one."""
     both = rows[(rows.model == "global") & rows.personal_accuracy.notna()]
     personal = {c: both[c.replace("main_", "personal_")] for c in rows if c.startswith("main_")}
     return pd.concat([rows, both.assign(model="personal", **personal)], ignore_index=True)
@@ -275,10 +265,7 @@ def mask_frame(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def projection_frame(projected: Sequence[Record], exact: Sequence[Record]) -> pd.DataFrame:
-    """`run_frame` of runs that match on projections, then that of the same runs without any.
-
-    The value of the latter is "exact".
-    """
+    """`run_frame` of runs on projections, and of the same runs with the value "exact"."""
     own = {record.run for record in projected}
     same = [record for record in exact if record.run in own]
     return pd.concat([run_frame(projected), run_frame(same).assign(value="exact")])

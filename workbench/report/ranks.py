@@ -29,10 +29,7 @@ def friedman(scores: pd.DataFrame) -> float:
 
 
 def critical_difference(methods: int, blocks: int, level: float = LEVEL) -> float:
-    """Nemenyi's: mean ranks that are further apart differ, at `level` for all pairs together.
-
-    Zero for a single method.
-    """
+    """Nemenyi's: mean ranks further apart differ, at `level` for all pairs together."""
     if methods < 2:
         return 0.0
     quantile = studentized_range.ppf(1 - level, methods, np.inf) / np.sqrt(2)

@@ -69,10 +69,7 @@ def _sample(weights: Tensor, generator: Generator) -> Tensor:
 
 
 class _Proxy:
-    """The model trained on weighted images: the network, or its head on fixed features.
-
-    In evaluation mode: with the statistics of a batch no image has a loss of its own.
-    """
+    """The model trained on weighted images in evaluation mode: the network, or its head alone."""
 
     def __init__(self, learner: Learner, space: Literal["all", "head"]) -> None:
         self.learner = learner
@@ -82,12 +79,10 @@ class _Proxy:
 
     @torch.no_grad()
     def inputs(self, images: Tensor, labels: Tensor) -> Inputs:
-        """The module's inputs, normalised images or their features, with labels."""
         inputs, labels = self.learner.inputs(images, labels)
         return self.learner.network.encode(inputs) if self.head_only else inputs, labels
 
     def losses(self, inputs: Inputs) -> Tensor:
-        """The cross-entropy of each image, with its graph.  # [n]"""
         return F.cross_entropy(self.module(inputs[0]), inputs[1], reduction="none")
 
     def train(self, inputs: Inputs, weights: Tensor, lr: float) -> float:

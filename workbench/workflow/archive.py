@@ -23,10 +23,7 @@ def archive_file(profile: str, setting: str) -> Path:
 
 
 def pack(folders: Sequence[Path], path: Path) -> None:
-    """Write the records in some folders of runs, which have a folder for each seed, to `path`.
-
-    Equal records give equal bytes.
-    """
+    """Write the records in folders of runs to `path`; equal records give equal bytes."""
     with (
         TemporaryDirectory() as scratch,
         atomic_write(path) as part,

@@ -69,7 +69,6 @@ class SyntheticExperiment(Experiment):
     """An experiment on three batches of random images of the shape of its data set's."""
 
     def dataset(self) -> ImageDataset:
-        """The images, for training and tests."""
         shape = published_dataset(self.setting.data)
         classes = self.setting.split.classes_per_task or 1
         return synthetic_data(shape, classes, STEPS * self.setting.training.batch_size)
@@ -174,10 +173,7 @@ def multiply(hours: float, ratios: Mapping[str, float], experiment: Experiment) 
 
 
 def time_step(fedavg: Experiment, dataset: ImageDataset, device: str) -> StepCost:
-    """The cost of FedAvg's step on a whole batch, by the last round of a short training.
-
-    If that takes long, on a part of a batch, as time and memory grow with its images.
-    """
+    """FedAvg's step on a whole batch, by the last round of a training on a batch or a part."""
     whole = fedavg.setting.training.batch_size
     few = min(whole, TRIAL)
     first = _train_briefly(fedavg, dataset, device, few)

@@ -28,19 +28,14 @@ class CsvLogger:
         self.accuracies = _Lines(path.with_stem(f"{path.stem}_accuracy"))
 
     def on_round(self, seed: int, round: int, values: Values) -> None:
-        """Append a round."""
         self.rounds.append({"seed": seed, "round": round}, values)
 
     def on_experience(self, seed: int, experience: int, values: Values) -> None:
-        """Append the accuracies after an experience."""
         self.accuracies.append({"seed": seed, "experience": experience}, values)
 
 
 class _Lines:
-    """A CSV file that is closed after every line: it can be followed, and a full disk is noticed.
-
-    It is begun with the first line, so that a training that is refused costs no earlier file.
-    """
+    """A CSV file that is begun with its first line, and closed after every line to be followed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -73,11 +68,9 @@ class TensorBoardLogger:
         self.writers: dict[int, Any] = {}
 
     def on_round(self, seed: int, round: int, values: Values) -> None:
-        """Add a point to the curve of each number."""
         self._add(seed, round, values)
 
     def on_experience(self, seed: int, experience: int, values: Values) -> None:
-        """Add a point to the curve of each accuracy."""
         self._add(seed, experience, values)
 
     def _add(self, seed: int, step: int, values: Values) -> None:
@@ -100,11 +93,9 @@ class DvcliveLogger:
         self.live = live(str(folder), save_dvc_exp=False, dvcyaml=None)
 
     def on_round(self, seed: int, round: int, values: Values) -> None:
-        """Add a point to the curve of each number."""
         self._add(seed, round, values)
 
     def on_experience(self, seed: int, experience: int, values: Values) -> None:
-        """Add a point to the curve of each accuracy."""
         self._add(seed, experience, values)
 
     def _add(self, seed: int, step: int, values: Values) -> None:

@@ -76,7 +76,6 @@ class RayExecutor:
                 _result(begun)
 
     def map(self, work: Callable[[Worker, *_Args], _T], each: Iterable[tuple[*_Args]]) -> list[_T]:
-        """The results for each of the arguments, in order."""
         packed = [dumps((work, arguments)) for arguments in each]
         return [pickle.loads(result) for result in self.threads.map(self.call, packed)]
 
@@ -105,7 +104,6 @@ class RayExecutor:
                 self.free.put(None)
 
     def close(self) -> None:
-        """Leave the cluster, which ends the actors."""
         self.threads.shutdown(cancel_futures=True)
         ray.shutdown()
 

@@ -122,11 +122,7 @@ def run_sweep(name: str, profile: str, workers: int = 1, device: str = "auto") -
 
 
 def load_sweeps(figure: str, profile: str = QUICK) -> list[Record]:
-    """The records of all sweeps that a figure shows, with its baselines from the grid.
-
-    Missing ones are trained with the quick profile, an error with the default one, and left out
-    with the paper's.
-    """
+    """The records of all sweeps of a figure, with its baselines; missing ones as in `load_grid`."""
     params = read_profile(profile)
     records: list[Record] = []
     for name in sweep_names(figure, params):

@@ -51,7 +51,6 @@ class Job:
 
     @property
     def name(self) -> str:
-        """The experiment's name and its seeds."""
         return f"{self.experiment.name}-{self.seeds}"
 
     def records(self, plans: dict[int, Plan] | None = None) -> list[Record]:
@@ -213,7 +212,6 @@ class Processes:
         self.running: set[multiprocessing.process.BaseProcess] = set()
 
     def run(self, job: Job) -> Failure | None:
-        """Train a job in a new process."""
         receiver, sender = self.context.Pipe(duplex=False)
         target, arguments = _train_in_process, (sender, job, self.workers, self.device)
         process = self.context.Process(target=target, args=arguments)  # type: ignore[attr-defined]
@@ -279,7 +277,6 @@ class TrainingProgress:
     started: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
-        """Say how many there are."""
         self.say(f"{self.missing} experiments to train, {self.kept} have current records")
 
     def ended(self, job: Job, records: Sequence[Record], failure: Failure | None) -> None:
@@ -294,13 +291,11 @@ class TrainingProgress:
             self.say(failure.trace)
 
     def say(self, line: str) -> None:
-        """Print a line, unless no progress is to be shown."""
         if progress_form() != "none":
             print(line, flush=True)
 
 
 def _accuracy(records: Sequence[Record]) -> str:
-    """The mean final accuracy of some records."""
     finals = [float(each.task_accuracies(each.main_model)[-1].mean()) for each in records]
     return f"accuracy {sum(finals) / len(finals):.1%}"
 

@@ -52,7 +52,6 @@ class Tuning:
                     raise invalid(f"candidates.{name}", candidate, right)
 
     def methods(self, kind: str) -> Mapping[str, list[dict[str, Any]]]:
-        """The candidates that were tuned, or what was explored."""
         return self.explored if kind == "explored" else self.candidates
 
 
@@ -64,10 +63,7 @@ def read_tuning(profile: str = DEFAULT) -> Tuning:
 def candidate_experiments(
     tuning: Tuning, profile: str = DEFAULT, setting: str | None = None
 ) -> Iterator[Experiment]:
-    """An experiment for each method, candidate and setting, or on one setting alone.
-
-    `sweep` names the candidate.
-    """
+    """An experiment, whose `sweep` names the candidate, for each setting or for one."""
     if setting and setting not in tuning.setting:
         raise unknown_name(f"{FILES[profile]}: setting", setting, tuning.setting)
     params = read_profile(profile)
@@ -110,7 +106,6 @@ def candidate_records(experiments: Sequence[Experiment], seeds: str, workers: in
 
 
 def _diverged(records: Sequence[Record]) -> list[str]:
-    """Why some seeds of an experiment have no record."""
     return list(records[0].about.get("diverged", {}).values())
 
 

@@ -36,10 +36,7 @@ def verify_record(folder: Path, plan_file: Path | None = None) -> list[Check]:
 
 
 def check_record(record: Record, plan_file: Path | None = None) -> list[Check]:
-    """Every check of a record that was loaded, which has verified its digest.
-
-    Without the file of an imported plan, the plan is drawn again.
-    """
+    """Every check of a loaded record; the plan is drawn again unless there is a file."""
     experiment = experiment_of(record)
     dataset, seed = experiment.dataset(), record.about["seed"]
     if plan_file is None:

@@ -25,10 +25,7 @@ NOT_REPLAYED = "flow: the loss on its samples is not finite, they are not replay
 
 @dataclass
 class FlowReplay:
-    """Steps of the flow on features of images, and of the head on samples of the flow.
-
-    The host waits for the device only in `finish`.
-    """
+    """Steps of the flow on features of images, and of the head on samples of the flow."""
 
     runtime: ClientRuntime
     params: Any
@@ -40,7 +37,6 @@ class FlowReplay:
     log: Log
 
     def __post_init__(self) -> None:
-        """Start the optimisers anew, but for the moments."""
         self.network: Any = self.flow.module
         self.adam = FlatAdam(self.flow, self.params.flow_lr, self.moments)
         # a second optimiser, as published; weights decay in the step on images

@@ -175,7 +175,6 @@ class DataFree(TaskServer, ABC):
         return replay.new_weight * new + replay.past_weight * past
 
     def new_loss(self, outputs: Outputs, labels: Tensor, context: Any) -> Tensor:
-        """Cross-entropy on the task, among all classes or without those in distillation."""
         return masked_cross_entropy(outputs[0], labels, context.ce_classes)
 
     def distillation_loss(self, student: Outputs, teacher: Outputs, classes: Tensor) -> Tensor:

@@ -6,10 +6,7 @@ from torch import Tensor
 
 
 def masked_cross_entropy(logits: Tensor, labels: Tensor, mask: Tensor | None) -> Tensor:
-    """The mean cross-entropy among the classes in `mask` (None: all), which have all labels.
-
-    Logits of other classes have no gradient.
-    """
+    """The mean cross-entropy among the classes in `mask` (None: all), which have all labels."""
     if mask is not None:
         logits = logits.masked_fill(~mask, -torch.inf)
     return F.cross_entropy(logits, labels)

@@ -39,7 +39,6 @@ class Layer:
         return weight if self.bias is None else torch.cat([weight, vector[self.bias, None]], 1)
 
     def write(self, vector: Tensor, matrix: Tensor) -> None:
-        """Replace the layer's part of a flat vector in place."""
         columns = self.shape[1] - (self.bias is not None)
         vector[self.weight] = matrix[:, :columns].flatten()
         if self.bias is not None:
@@ -153,10 +152,7 @@ def columns_needed(shares: Tensor, epsilon: float) -> int:
 def component(
     vector: Tensor, layers: Layers, bases: Bases, others: Tensor, weights: Bases | None = None
 ) -> Tensor:
-    """The part of a flat vector in the bases' spaces, G M M' for each layer's G.  # [P]
-
-    Where no layer has a column it is that of `others`. `weights` [k] are of the columns.
-    """
+    """The part of a flat vector in the bases' spaces; where these are empty `others`.  # [P]"""
     result = others.clone()
     for name, layer in layers.items():
         if bases[name].shape[1]:

@@ -53,7 +53,6 @@ class SynthesisParams(FedAvgParams):
 
     @property
     def saved_rounds(self) -> int:
-        """The synthesis rounds whose images are needed for the set."""
         return math.ceil(self.images / self.synthesis_batch_size)
 
 
@@ -172,11 +171,9 @@ class Synthesis(ABC):
         return pool.cpu(), labels
 
     def draw_targets(self, count: int) -> Tensor:
-        """The labels of a batch as indices of `classes`, drawn uniformly.  # [N]"""
         return torch.randint(len(self.classes), (count,), generator=self.draw)
 
     def prepare(self, images: Tensor) -> Tensor:
-        """Images from 0 to 255, augmented and normalised as in local training."""
         return self.runtime.normalise(augment(images, self.runtime.training, self.draw))
 
     @torch.no_grad()
@@ -200,10 +197,7 @@ class Synthesis(ABC):
         """The generator's inputs for a batch, and the optimisers of what the round trains."""
 
     def train_generator(self, targets: Tensor) -> Tensor | None:
-        """The images of the best step of a synthesis round, in [0, 1]; None if no loss is finite.
-
-        A generator that diverges goes back to its weights of before the round.
-        """
+        """The images of a synthesis round's best step, in [0, 1]; None without a finite loss."""
         before = self.generator.parameters.clone()
         best = None
         lowest = math.inf

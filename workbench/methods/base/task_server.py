@@ -81,7 +81,6 @@ class TaskServer(Method):
         return bool(server["round"] % self.runtime.training.rounds == 0)
 
     def is_over(self, server: State) -> bool:
-        """Whether all experiences of the run have been trained."""
         return bool(server["round"] == server["experiences"] * self.runtime.training.rounds)
 
     def start(self, client_round: ClientRound) -> Any:

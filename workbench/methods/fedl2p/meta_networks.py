@@ -30,11 +30,7 @@ class LayerStatistics(NamedTuple):
 
 
 class MetaNets:
-    """BNNet, LRNet and a learnt learning rate for each tensor of a model, in one vector `meta`.
-
-    BNNet maps `divergences` to beta, the client's share in the statistics of each normalisation.
-    LRNet maps `inputs` to a multiplier of each tensor's learning rate.
-    """
+    """BNNet, LRNet and a learnt learning rate for each tensor of a model, in one vector `meta`."""
 
     def __init__(self, module: nn.Module, norms: int) -> None:
         self.tensors = [p.numel() for p in module.parameters()]
@@ -66,7 +62,6 @@ class MetaNets:
 
 
 def _learnable(module: nn.Module) -> list[nn.Module]:
-    """The layers that have parameters of their own."""
     return [layer for layer in module.modules() if list(layer.parameters(recurse=False))]
 
 

@@ -129,14 +129,10 @@ class FedWeIT(TaskServer):
         return server["knowledge"]
 
     def averaged_vectors(self) -> tuple[str, ...]:
-        """The rest where it is shared; channels of B have means of their own."""
         return (*self.shared_buffers(), *(("rest",) if self.params.head == "shared" else ()))
 
     def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
-        """The mean of each channel of B over the clients that sent it, the rest as by FedAvg.
-
-        A channel that nobody sent stays in the global model, but is sent as zeros.
-        """
+        """Means of B over the clients that sent a channel; an unsent one is broadcast as zeros."""
         state = super().aggregate(server, replies, log)
         trained = [reply for reply in replies if reply.samples]
         if not trained:
@@ -298,7 +294,6 @@ class FedWeIT(TaskServer):
         return tasks
 
     def learnt_task(self, weights: Decomposed) -> LearntTask:
-        """The current task's own parts."""
         return {
             "mask": weights.mask.cpu().clone(),
             "adaptive": weights.adaptive.cpu().clone(),
@@ -346,10 +341,7 @@ class FedWeIT(TaskServer):
         return scores
 
     def scores_on(self, client_round: ClientRound, tasks: list[int]) -> Tensor:
-        """The live model's scores of some tasks; those of other tasks mean nothing.
-
-        # [scorings, 1, T]
-        """
+        """The live model's scores of some tasks; others mean nothing.  # [scorings, 1, T]"""
         about = client_round.plan, [client_round.client], client_round.experience
         if self.runtime.dataset.masks:
             return score(self.runtime, *about)

@@ -42,7 +42,6 @@ class GLFCParams(ProxyParams):
     threshold: NonNegative = 1.2  # of the entropy's increase
 
     def __post_init__(self) -> None:
-        """Validate that cross-entropy is FedAvg's."""
         if self.loss == "cross_entropy" and (self.groups != "none" or self.old_weight):
             raise invalid("loss", self.loss, "'binary' unless groups is none and old_weight 0")
 
@@ -260,7 +259,6 @@ class GLFC(ProxyServer):
         return {name: torch.cat([lists[name][kept], new[name]]) for name in new}
 
     def normalised_features(self, images: Tensor) -> Tensor:
-        """Features of length 1, by the live model in evaluation mode.  # [n, D]"""
         return F.normalize(self.runtime.outputs(images, self.classifier.encode))
 
     def upload(self, client_round: ClientRound, context: GLFCContext) -> Message:

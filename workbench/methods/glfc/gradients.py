@@ -19,10 +19,7 @@ Pair = tuple[Tensor, Tensor, Tensor]  # s [n, d], y [n, d] and 1 / <s, y> [n, 1]
 
 
 class GradientEncoder:
-    """Three 5 x 5 convolutions with sigmoids and a linear layer; fixed weights from a run's seed.
-
-    All clients and the server build the same one, so it is never sent.
-    """
+    """Three 5 x 5 convolutions and a linear layer: the same from a run's seed for everybody."""
 
     def __init__(self, shape: Shape, classes: int, seed: int, device: torch.device) -> None:
         depth, *sides = shape
@@ -56,11 +53,7 @@ class GradientEncoder:
         return torch.cat([slope.flatten(1) for slope in slopes], 1)
 
     def recover_labels(self, gradients: Tensor) -> Tensor:
-        """The label behind each gradient.  # [n]
-
-        A row of the linear layer's gradient is (p_c - y_c) times the features, which sigmoids make
-        positive: it is negative only for the label.
-        """
+        """The label of each gradient: its row in the last layer alone is negative.  # [n]"""
         weights, biases = (part.numel() for part in self.parts[-2:])
         rows = gradients[:, -weights - biases : -biases].unflatten(1, (self.classes, -1))
         labels: Tensor = rows.sum(2).argmin(1)

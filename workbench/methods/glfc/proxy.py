@@ -76,10 +76,7 @@ class ProxyServer(TaskServer):
         return {**state, "old": state["best"]} if self.is_between(state) else state
 
     def better_model(self, state: State, before: State, log: Log) -> BestModel:
-        """The new global model or the best one of this experience, whichever is more accurate.
-
-        The comparison starts anew with each experience and with every extension of the monitor.
-        """
+        """The more accurate of the new model and this experience's best; anew with each monitor."""
         accuracy = self.monitor_accuracy(state)
         log.numbers["proxy accuracy"] = accuracy
         round_ = before["round"] % self.runtime.training.rounds
@@ -96,7 +93,6 @@ class ProxyServer(TaskServer):
         }
 
     def monitor_accuracy(self, state: State) -> float:
-        """The global model's accuracy on the reconstructed images; 0 if there are none."""
         images = state["monitor"]["images"]
         labels = state["monitor"]["labels"]
         if not len(labels):
@@ -133,10 +129,8 @@ class ProxyServer(TaskServer):
         return images.clamp(0, 1).mul(255).round().to("cpu", torch.uint8), labels.cpu()
 
     def encoder(self, seed: int) -> GradientEncoder:
-        """The public encoder of a run."""
         return GradientEncoder(self.runtime.shape, self.runtime.classes, seed, self.runtime.device)
 
     def remembered(self, server: State, client: Any) -> Any:
-        """The reconstructed images; if there are none, exemplars."""
         monitor = server["monitor"]
         return monitor if len(monitor["labels"]) else client["memory"]

@@ -65,7 +65,6 @@ class TagFedParams(FedAvgParams):
     tail_lr: Positive = 0.2  # of SGD on the server's tails
 
     def __post_init__(self) -> None:
-        """Validate the server learning rate, which needs a model of all clients."""
         if self.server_lr != 1 and not self.averages_all:
             right = "1 unless exchange is 'weights' and trace 'none'"
             raise invalid("server_lr", self.server_lr, right)
@@ -119,7 +118,6 @@ class TagFed(Method):
             self.models = ("global", "personal", "local")
 
     def initial_states(self, plan: Plan) -> InitialStates:
-        """The first states, of no more tasks than owners can number."""
         if plan.tasks >= COPIED:
             raise invalid("split.tasks", plan.tasks, f"below {COPIED} for tagfed")
         return super().initial_states(plan)
@@ -129,10 +127,7 @@ class TagFed(Method):
         return {**super().init_server(seed), "seed": seed, "round": 0, **{n: {} for n in names}}
 
     def broadcast(self, server: TagFedServer, client: int) -> Message:
-        """What the client's last group has averaged, at first the model; or the server's answers.
-
-        Without an answer nothing.
-        """
+        """What the client's last group has averaged, first the model; or the server's answers."""
         if self.params.exchange == "features":
             answers = server["answers"].get(str(client))
             return {} if answers is None else {"answers": answers}
@@ -174,7 +169,6 @@ class TagFed(Method):
         return {**server, "tails": tails, "answers": answers, "round": server["round"] + 1}
 
     def build_tail(self) -> nn.Module:
-        """The server's network for one task, from features to logits."""
         first = nn.Linear(self.classifier.features, HIDDEN)
         return nn.Sequential(first, nn.ReLU(), nn.Linear(HIDDEN, self.runtime.classes))
 
@@ -191,7 +185,6 @@ class TagFed(Method):
                 tail.parameters.add_(tail.gradients, alpha=-self.params.tail_lr)
 
     def mixed_loss(self, outputs: Tensor, labels: Tensor, teacher: Tensor) -> Tensor:
-        """Cross-entropy and distillation, as shares of 1."""
         distilled = softened_divergence(outputs, teacher, TEMPERATURE)
         return torch.lerp(F.cross_entropy(outputs, labels), distilled, self.params.kd)
 
@@ -235,7 +228,6 @@ class TagFed(Method):
         return pruned(state, share, self.sizes)
 
     def start(self, client_round: ClientRound) -> TagFedContext:
-        """Load the sub-model of the current task: new, pruned or known before."""
         state = self.apply_received(client_round)
         rounds = self.runtime.training.rounds
         starts = client_round.first
@@ -304,10 +296,7 @@ class TagFed(Method):
         return state
 
     def upload(self, client_round: ClientRound, context: TagFedContext) -> Message:
-        """The weights that the current task trains; or features, logits and labels of its images.
-
-        None of these after the last round of a task, as there is nobody to use an answer.
-        """
+        """The weights that the task trains; or features, logits and labels, if they are used."""
         state = context.state
         number = {"group": torch.tensor([self.group_number(state)])}
         if self.params.exchange == "features":
@@ -329,7 +318,6 @@ class TagFed(Method):
         return address("group", *keys, hashlib.sha256(owned).hexdigest())
 
     def features_of(self, client_round: ClientRound) -> Message:
-        """Features, logits and labels of the task's training images, by the trained sub-model."""
         data = self.runtime.dataset
         indices = client_round.indices
         features = self.runtime.outputs(data.x_train[indices], self.classifier.encode)

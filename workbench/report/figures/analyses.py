@@ -46,12 +46,7 @@ nearer to the mean of their class's other images than to that of any other class
 
 
 def angles(records: Sequence[Record], shown: Sequence[str] = ()) -> Figure:
-    """Cosines between clients' updates and between tasks, by experience: a row per setting.
-
-    There is a column for each kind that some setting recorded, without a panel where one did not.
-    `shown` restricts the methods: more
-    than a handful of lines cannot be told apart.
-    """
+    """Cosines between clients' updates and between tasks, by experience: a row per setting."""
     records = [r for r in frames.unique_runs(records) if not shown or r.run[1] in shown]
     rows = pd.DataFrame([row for record in records for row in _cosines(record)])
     settings, every = rows.groupby("setting", sort=False), {**_SPATIAL, **_TEMPORAL}
@@ -108,10 +103,7 @@ def _draw_cosines(axis: Axes, rows: pd.DataFrame, name: str) -> None:
 
 
 def features(records: Sequence[Record], setting: str, classes: Sequence[str]) -> Figure:
-    """t-SNE of the same test images after each experience: a row per method, a sign per image.
-
-    Shown are fedavg and stamp with the first seed whose features were recorded.
-    """
+    """t-SNE of the same test images after each experience: a row per method, a sign per image."""
     described = {record.run: record for record in frames.unique_runs(records) if record.features}
     seed = min((run[2] for run in described if run[0] == setting), default=0)
     shown = [described[run] for name in _DESCRIBED if (run := (setting, name, seed)) in described]
@@ -141,7 +133,6 @@ def features(records: Sequence[Record], setting: str, classes: Sequence[str]) ->
 def _draw_features(
     axis: Axes, vectors: NDArray[Any], labels: NDArray[np.int64], classes: Sequence[str]
 ) -> None:
-    """One panel of `features`; classes with long names are numbers."""
     signs = classes if max(map(len, classes)) == 1 else range(len(classes))
     places = _embed(vectors)
     axis.update_datalim(places)

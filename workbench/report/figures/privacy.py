@@ -24,10 +24,7 @@ _KINDS = {
 
 
 def noise(records: Sequence[Record], spent: Mapping[tuple[str, str], float]) -> Figure:
-    """Final accuracy, and below it forgetting, by noise: a column per setting.
-
-    `spent` has the ε of settings and values where it is known.
-    """
+    """Final accuracy, and below it forgetting, by noise: a column per setting."""
     rows = frames.run_frame(records)
     settings = list(rows.groupby("setting", sort=False))
     figure, axes = style.panels(2 * len(settings), len(settings), 2.4, 1.2)
@@ -60,10 +57,7 @@ def _short(epsilon: float | None) -> str:
 
 
 def projection(records: Sequence[Record], exact: Sequence[Record]) -> Figure:
-    """Final accuracy by the numbers that clients send for matching: a panel per setting.
-
-    `exact` has the runs without projections.
-    """
+    """Final accuracy by the numbers that clients send for matching: a panel per setting."""
     rows = frames.projection_frame(records, exact)
     xlabel = "numbers k of a client beside its model"
     figure, panels = style.setting_panels(rows, 2.6, xlabel=xlabel)
@@ -83,10 +77,7 @@ def _draw_by_value(axis: Axes, rows: pd.DataFrame, column: str) -> None:
 
 
 def rounds_together(windows: pd.DataFrame) -> Figure:
-    """PSNR by the number of rounds that the server inverts together: a panel per method.
-
-    `windows` has means over clients with the ends of their intervals.
-    """
+    """PSNR by the number of rounds that the server inverts together: a panel per method."""
     methods = list(windows.groupby("method", sort=False))
     figure, axes = style.panels(len(methods), height=2.6, sharey=True)
     axes[0].set_ylabel("PSNR, dB")

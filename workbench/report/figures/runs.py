@@ -34,10 +34,7 @@ _HEAT: dict[str, Any] = {"cmap": "viridis", "fmt": ".0f", "vmin": 0}
 
 
 def accuracy(records: Sequence[Record]) -> Figure:
-    """Accuracy over the tasks learnt so far: a panel per setting, up to eight methods by name.
-
-    Mean intersection over union where images have masks.
-    """
+    """Accuracy over the tasks learnt so far: a panel per setting, up to eight methods by name."""
     score = "mean IoU" if len(records[0].scores["initial"]) > len(SCORINGS) else "accuracy"
     title = f"{score[0].upper()}{score[1:]} over the tasks learnt so far"
     return _highlights(_accuracies(frames.without_diverged(records)), title, f"{score}, %")
@@ -100,10 +97,7 @@ def _draw_context(axis: Axes, rows: pd.DataFrame) -> None:
 
 
 def accuracy_all(records: Sequence[Record]) -> Figure:
-    """Accuracy over the tasks learnt so far: a row per method, a column per task, in each setting.
-
-    Headline methods come first, then the others by their final accuracy.
-    """
+    """Accuracy over the tasks learnt so far: a row per method, a column per task, by setting."""
     rows = _accuracies(frames.shared_seeds(records))
     names = _ordered_names(rows[rows.experience == _last_experience(rows)], "percent")
     figure, panels = style.setting_panels(rows, 0.19 * len(names) + 0.9, "", sharey=True)
@@ -121,7 +115,6 @@ def accuracy_all(records: Sequence[Record]) -> Figure:
 
 
 def _last_experience(rows: pd.DataFrame) -> pd.Series:
-    """The last experience of each row's setting."""
     last: pd.Series = rows.groupby("setting").experience.transform("max")
     return last
 
@@ -133,16 +126,12 @@ def _scale_end(percent: pd.Series | style.Values) -> float:
 
 
 def _add_colour_bar(figure: Figure | SubFigure, axes: Sequence[Axes], top: float) -> None:
-    """One scale of 0 to `top` % for the heat maps of `axes`."""
     scale = ScalarMappable(Normalize(_HEAT["vmin"], top), _HEAT["cmap"])
     figure.colorbar(scale, ax=axes, label="accuracy, %", shrink=0.8, aspect=30, pad=0.01)
 
 
 def matrices(records: Sequence[Record]) -> Figure:
-    """Accuracy on each task after each task of the last cycle, mean over seeds, per method.
-
-    A block of panels for each setting, headline methods first.
-    """
+    """Accuracy on each task after each task of the last cycle, mean over seeds, per method."""
     records = frames.shared_seeds(records)
     rows = frames.run_frame(records).assign(matrix=[_last_matrix(record) for record in records])
     names = _ordered_names(rows, "main_accuracy")
@@ -174,7 +163,6 @@ def _mean_matrices(rows: pd.DataFrame, names: Iterable[str]) -> dict[str, style.
 
 
 def _draw_matrices(axes: Sequence[Axes], means: dict[str, style.Values], top: float) -> None:
-    """A heat map per method; panels without one are removed."""
     for axis, (label, mean) in zip(axes, means.items(), strict=False):
         numbers = range(1, len(mean) + 1)
         few = len(mean) <= _ANNOTATED
@@ -191,7 +179,6 @@ def _draw_matrices(axes: Sequence[Axes], means: dict[str, style.Values], top: fl
 
 
 def _last_matrix(record: Record) -> style.Values:
-    """The accuracy matrix of a run's last cycle.  # [T, T]"""
     a = metrics.last_cycle(record.accuracy(record.main_model), record.tests.shape[1])
     return metrics.micro_average(a, record.tests)
 
@@ -225,10 +212,7 @@ def training(records: Sequence[Record]) -> Figure:
 
 
 def forgetting(records: Sequence[Record]) -> Figure:
-    """The paper's forgetting: a row per method, by its personal models where there are any.
-
-    Headline methods come first, then the others by their mean, the least first.
-    """
+    """The paper's forgetting: a row per method, by its personal models where there are any."""
     rows = frames.model_frame(frames.run_frame(frames.shared_seeds(records)))
     rows = rows[rows.personal_accuracy.isna() | (rows.model == "personal")]
     defined = rows.dropna(subset="main_forgetting")
@@ -249,10 +233,7 @@ def forgetting(records: Sequence[Record]) -> Figure:
 
 
 def ranks(records: Sequence[Record]) -> Figure:
-    """Mean ranks over settings and seeds, and the methods that are as good as the best one.
-
-    Joint training, the bound, has none.
-    """
+    """Mean ranks over settings and seeds, and the methods that are as good as the best one."""
     rows = frames.run_frame(records)
     rows = rows[rows.method != "joint"]
     blocks = frames.block_frame(rows)
@@ -278,11 +259,7 @@ def ranks(records: Sequence[Record]) -> Figure:
 
 
 def _ordered_names(rows: pd.DataFrame, score: str, best: int = -1) -> dict[str, str]:
-    """The methods and their labels: headline methods, then the others by their mean score.
-
-    `best` is -1 where a high score is good, else 1. Settings have one weight each, and a method is
-    compared with the mean method of the settings where it was run.
-    """
+    """Methods and labels: headline ones, then by score over settings (`best` -1: high is good)."""
     means = rows.groupby(["setting", "method"], sort=False)[score].mean().unstack("setting")
     scores = (best * (means - means.mean())).mean(axis=1)
     labels = rows.groupby("method", sort=False)
@@ -365,11 +342,7 @@ def nearest_mean(records: Sequence[Record]) -> Figure:
 
 
 def cost(records: Sequence[Record]) -> Figure:
-    """Final accuracy beside what it costs: a row per method, a mark per setting.
-
-    Costs are multiples of fedavg's in the setting: most methods send what fedavg sends, and
-    settings would differ more than methods.
-    """
+    """Final accuracy beside what it costs: a row per method, a mark per setting."""
     rows = frames.run_frame(frames.shared_seeds(records)).dropna(subset="main_accuracy")
     names = _ordered_names(rows, "main_accuracy")
     images, sent = (cost.replace(0, np.nan) for cost in frames.relative_costs(rows).values())

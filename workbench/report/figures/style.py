@@ -83,15 +83,11 @@ def method_style(method: str) -> _Style:
 
 @cache
 def _places() -> dict[str, int]:
-    """The presets by their places."""
     return {method: place for place, method in enumerate(read_params()["methods"])}
 
 
 def row_style(method: str) -> _Style:
-    """Colour and marker of a method that has a row of its own: only highlighted ones are coloured.
-
-    Eight colours for forty rows would stand for five methods each.
-    """
+    """Colour and marker of a method that has a row of its own: only highlighted ones have one."""
     marks = method_style(method) if method in HIGHLIGHTED else {"color": _PLAIN, "marker": "o"}
     return {key: marks[key] for key in ("color", "marker")}
 
@@ -168,10 +164,7 @@ def add_labels(axis: Axes, labels: Sequence[Label]) -> None:
 
 
 def draw_lines(axis: Axes, rows: pd.DataFrame, x: str, y: str, by: str = "method") -> list[Label]:
-    """A line per method (or rule): means over seeds by `x`, with each seed as a faint point.
-
-    Where a seed is undefined, there is no mean. The labels of the lines, for their right ends.
-    """
+    """A line per method (or rule): means over seeds by `x`, points of seeds; the lines' labels."""
     labels = []
     for name, group in rows.groupby(by, sort=False):
         text = method_label(group) if by == "method" else str(name)
@@ -269,10 +262,7 @@ def plain_text(name: Hashable) -> str:
 
 
 def set_log_scale(axis: Axes) -> None:
-    """A logarithmic x axis with plain numbers at 1, 2 and 5, or at 1 where these would collide.
-
-    A range with fewer than two such numbers stays linear.
-    """
+    """A logarithmic x axis with plain numbers, where the range has at least two."""
     low, high = axis.dataLim.intervalx
     if high < 3 * low:
         return

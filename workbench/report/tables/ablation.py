@@ -35,10 +35,7 @@ _CELLS: dict[str, page.Cell] = {
 
 
 def ablation_frame(records: Sequence[Record]) -> pd.DataFrame:
-    """One row a run: that of `run_frame`, parameters as text, and `relative_length`.
-
-    That is the length of its updates in units of fedavg's with the same seed and setting.
-    """
+    """`run_frame` with parameters as text, and `relative_length` of updates to fedavg's."""
     stamp: dict[str, Any] = next((r.about["method"] for r in records if r.run[1] == "stamp"), {})
     parameters = pd.DataFrame([_parameters(record, stamp) for record in records])
     rows = pd.concat([run_frame(records), parameters], axis=1)
@@ -48,7 +45,6 @@ def ablation_frame(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def _by_part(records: Sequence[Record]) -> pd.DataFrame:
-    """`ablation_frame` in the order of PARTS."""
     return ablation_frame(sorted(records, key=lambda record: [*PARTS].index(_part(record))))
 
 
@@ -126,7 +122,6 @@ def write_ablation(records: Sequence[Record], folder: Path) -> list[Path]:
 
 
 def _section(records: Sequence[Record]) -> list[str]:
-    """Findings, variants and differences of one setting."""
     table = page.markdown(ablation_table(records).drop(columns="setting"))
     pairs = model_differences(_by_part(records), BASES)
     sections = page.difference_sections(pairs, ["method", "model"], "{measure}")

@@ -37,10 +37,7 @@ HOLDS = "‡"  # differs from 0 after Holm's correction for the table
 
 
 def show(table: pd.DataFrame) -> None:
-    """Display all rows of a table in a notebook, a `score_table` as text.
-
-    Of more than sixty rows pandas shows ten.
-    """
+    """Display all rows of a table in a notebook, a `score_table` as text."""
     table = score_text(table) if table.columns.nlevels > 1 else table
     with pd.option_context("display.max_rows", None):
         display(table)
@@ -154,11 +151,7 @@ def paired_differences(
 
 
 def difference_sections(pairs: pd.DataFrame, keys: Sequence[str], heading: str) -> list[str]:
-    """For each base of `paired_differences` a line with its name and their table.
-
-    Below it stands how many of its intervals would exclude 0 if all differences were 0, and how
-    many of them hold for all of the table together.
-    """
+    """For each base its table, and how many intervals exclude 0, also after Holm."""
     sections = []
     for base, own in pairs.groupby("base", sort=False):
         p = [ranks.interval_p_value(pair.low, pair.high, pair.n) for pair in own.itertuples()]
@@ -184,10 +177,7 @@ def difference_table(pairs: pd.DataFrame, keys: Sequence[str], heading: str) -> 
 
 
 def _cell(row: Mapping[str, Any]) -> str:
-    """A difference with its interval, `+8.6 (+5.1 to +12.0)`, bold where that excludes 0.
-
-    Marked where it `holds` for all differences of its table together.
-    """
+    """A difference, `+8.6 (+5.1 to +12.0)`: bold if that excludes 0, marked if it `holds`."""
     text = f"{row['difference']:+z.1f}" if row["n"] else DASH
     if row["interval"] == "undefined":
         return text
@@ -253,7 +243,6 @@ class Comparison(NamedTuple):
     select: Callable[[pd.DataFrame], pd.DataFrame] = lambda rows: rows  # and sort
 
     def differences(self, rows: pd.DataFrame) -> pd.DataFrame:
-        """The `paired_differences` of a frame."""
         rows = self.select(rows)
         bases = self.bases or rows[self.name][:1]
         return paired_differences(rows, self.name, bases, self.by, self.measures)
@@ -283,7 +272,6 @@ class Page(NamedTuple):
         return pairs[pairs.base == base].drop(columns="base")
 
     def tables(self, rows: pd.DataFrame) -> list[str]:
-        """The table, and those of differences."""
         parts = [markdown(self.table(rows))]
         for each in self.comparisons:
             if each.heading:
@@ -291,7 +279,6 @@ class Page(NamedTuple):
         return parts
 
     def section(self, records: Sequence[Record]) -> list[str]:
-        """The parts about some runs."""
         rows = self.frame(records)
         return [self.findings(rows), *self.tables(rows)]
 

@@ -81,7 +81,6 @@ def write_privacy(
 def _inversion_section(
     cases: pd.DataFrame, contrasts: pd.DataFrame, windows: pd.DataFrame, gains: pd.DataFrame
 ) -> list[str]:
-    """Tables of the attacks: of single uploads, of pairs of them, and of several together."""
     pairs = contrasts[contrasts.score.isin(_SCORES)]
     more = [f"{rounds} rounds" for rounds in gains.rounds]
     tables = {

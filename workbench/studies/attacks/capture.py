@@ -33,7 +33,6 @@ class Images:
     exemplar: Tensor  # bool [M]
 
     def __getitem__(self, places: Tensor) -> "Images":
-        """The images at some places."""
         return Images(self.values[places], self.labels[places], self.exemplar[places])
 
 

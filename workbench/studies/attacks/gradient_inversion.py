@@ -65,10 +65,7 @@ def inversion_loss(
 def simulated_update(
     classifier: Classifier, upload: Upload, labels: Tensor, images: Tensor
 ) -> Tensor:
-    """The update of a client that takes the upload's SGD steps on these images.  # [P]
-
-    It can be differentiated by them.
-    """
+    """The update by the upload's SGD steps on these images, with its graph.  # [P]"""
     names, tensors = zip(*classifier.named_parameters(), strict=True)
     values = [each.clone().requires_grad_() for each in split_like(upload.received, tensors)]
     update = torch.zeros_like(upload.received)

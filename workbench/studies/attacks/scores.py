@@ -37,10 +37,7 @@ def psnr(one: Tensor, other: Tensor) -> Tensor:
 
 
 def ssim(one: Tensor, other: Tensor) -> Tensor:
-    """Structural similarity of pairs of images (Wang et al., 2004).  # [N]
-
-    Means, variances and covariances are those of uniform windows inside the images.
-    """
+    """Structural similarity of pairs of images, by uniform windows (Wang et al., 2004).  # [N]"""
 
     def mean(images: Tensor) -> Tensor:
         return F.avg_pool2d(images, WINDOW, stride=1)
@@ -70,10 +67,7 @@ def strangers(dataset: ImageDataset, label: int, half: int) -> Tensor:
 
 
 def identified(found: Tensor, images: Tensor, labels: Tensor, dataset: ImageDataset) -> Tensor:
-    """Which reconstructions are nearer to their image than to all strangers of one half.
-
-    # bool [n]
-    """
+    """Which reconstructions are nearer to their image than to all strangers.  # bool [n]"""
     nearest = torch.empty(len(labels), dtype=torch.bool)
     for k, label in enumerate(labels.tolist()):
         candidates = torch.cat([images[k, None], strangers(dataset, label, 1)])

@@ -54,12 +54,10 @@ class Case:
 
     @property
     def images(self) -> slice:
-        """The part of a task's images that the client trains on."""
         return slice(self.steps and self.steps * self.batch_size)
 
     @property
     def name(self) -> str:
-        """How tables and figures name it."""
         steps = f"{self.steps} step{'s' * (self.steps > 1)} of" if self.steps else "all steps of"
         images = f"{self.batch_size} image{'s' * (self.batch_size > 1)}"
         text = f"{self.method}, task {self.experience + 1}: {steps} {images}"
@@ -259,6 +257,5 @@ def load_attacks(folder: Path) -> tuple[Study, pd.DataFrame]:
 
 
 def _name(row: pd.Series) -> str:
-    """The name of a row's case."""
     steps = None if pd.isna(row.steps) else int(row.steps)
     return Case(row.method, row.experience, row.batch_size, steps, row.weights, row.noise).name
