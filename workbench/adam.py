@@ -31,7 +31,6 @@ class Adam:
         self.steps: int = moments["steps"]
 
     def descend(self, gradient: Tensor, lr: float) -> None:
-        """Take one step against a gradient."""
         beta1, beta2 = self.betas
         self.steps += 1
         self.first.lerp_(gradient, 1 - beta1)

@@ -1,7 +1,4 @@
-"""Plans from partitions that other libraries have written: PFLlib and Flower Datasets.
-
-A partition has clients and no tasks: the classes of each client are cut into tasks here.
-"""
+"""Plans from partitions of PFLlib and Flower Datasets, whose classes are cut into tasks here."""
 
 import hashlib
 import io
@@ -74,10 +71,7 @@ def import_pfllib(
     seed: int = 0,
     drop_tests: bool = False,
 ) -> Plan:
-    """The plan of a folder of PFLlib: config.json and train/0.npz, ..., one for each client.
-
-    PFLlib mixes training and test images; `drop_tests` leaves the data set's test images out.
-    """
+    """The plan of PFLlib's config.json and train/0.npz, ...; `drop_tests` omits our test images."""
     path = Path(folder) / "config.json"
     config = convert(read_json(path), Mapping[str, object], str(path))
     assert isinstance(config, Mapping)
@@ -97,10 +91,7 @@ def import_flwr(
     seed: int = 0,
     rows: Indices | None = None,
 ) -> Plan:
-    """The plan of a JSON file {partition: [row, ...]} of training images.
-
-    `rows` are the indices of the images of all rows, from `find_images`; None: rows are indices.
-    """
+    """The plan of a JSON file {partition: [index, ...]}, or of positions in the images `rows`."""
     content = convert(read_json(Path(path)), Mapping[str, object], str(path))
     assert isinstance(content, Mapping)
     rows = np.arange(len(dataset.y_train)) if rows is None else rows
@@ -122,7 +113,6 @@ def _read_part(where: str, values: object, count: int) -> Sequence[int]:
 
 
 def _read_client(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
-    """The images and labels in a client's file of PFLlib."""
     try:
         with zipfile.ZipFile(path) as file:
             stream = io.BytesIO(file.read("data.npy"))
@@ -172,7 +162,6 @@ def _channels_first(where: str, x: NDArray[Any], shape: tuple[int, ...]) -> NDAr
 
 
 def _keys(x: NDArray[Any], y: NDArray[Any]) -> Iterator[Key]:
-    """What images are found by."""
     for image, label in zip(x, y.tolist(), strict=True):
         yield label, hashlib.sha256(image.tobytes()).digest()
 
@@ -200,5 +189,4 @@ def _cut_into_tasks(
 
 
 def _to_task(classes: Indices, images: Indices) -> Task:
-    """The task of some classes and images."""
     return Task(tuple(sorted(classes.tolist())), None, tuple(sorted(images.tolist())))

@@ -1,7 +1,4 @@
-"""A federation on this machine, compared with the simulation: `make federation`.
-
-A SuperLink and three SuperNodes with TLS and node authentication; keys are made on the spot.
-"""
+"""A federation on this machine with TLS, compared with the simulation: `make federation`."""
 
 import os
 import socket
@@ -48,16 +45,11 @@ class LocalFederation(ExitStack):
         self.environment = {**os.environ, **QUIET, **paths, "PATH": path}
 
     def start_superlink(self) -> subprocess.Popen[bytes]:
-        """Start it with a new certificate, and wait until it answers."""
         make_certificate(self.folder, "127.0.0.1")
         certificate, key = self.folder / "server.pem", self.folder / "server.key"
-        options: list[str | Path] = [
-            "--ssl-ca-certfile",
-            certificate,
-            "--ssl-certfile",
-            certificate,
-        ]
-        options += ["--ssl-keyfile", key, "--port", self.address.partition(":")[2]]
+        options: list[str | Path] = ["--ssl-ca-certfile", certificate]
+        options += ["--ssl-certfile", certificate, "--ssl-keyfile", key]
+        options += ["--port", self.address.partition(":")[2]]
         process = self.start("superlink", "flower-superlink", "--enable-supernode-auth", *options)
         (self.folder / "flower").mkdir(exist_ok=True)
         known = f'address = "{self.address}"\nroot-certificates = "{certificate}"\n'
@@ -74,12 +66,8 @@ class LocalFederation(ExitStack):
             make_node_key(key)
             self.flwr("supernode", "register", key.with_suffix(".pub"), "local")
         clients = " ".join(map(str, self.clients[number - 1]))
-        options: list[str | Path] = [
-            "--root-certificates",
-            self.folder / certificate,
-            "--superlink",
-            self.address,
-        ]
+        options: list[str | Path] = ["--root-certificates", self.folder / certificate]
+        options += ["--superlink", self.address]
         options += ["--auth-supernode-private-key", key, "--port", str(free_port())]
         options += ["--node-config", f'data="{data}" clients="{clients}"']
         return self.start(f"node{number}", "flower-supernode", *options)

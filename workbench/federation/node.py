@@ -87,10 +87,7 @@ class Node:
         return result_to_tree(replace(result, state=store.put(result.state), reply=reply))
 
     def evaluate_client(self, call: Tree) -> Tree:
-        """Scores of a client's personal model, or of the global one with the client's buffers.
-
-        There are no class means: a node does not have images of all classes.
-        """
+        """Scores, without class means, of a client's personal model or of the global one."""
         round_id, state = self.arguments(call)
         given = (round_id, state, call["message"], call["personal"], False)
         return {"scores": self.here.map(Worker.evaluate_client, [given])[0]}

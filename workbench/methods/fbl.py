@@ -1,7 +1,4 @@
-"""FBL (Dong et al., 2023): balanced gradients and class relations against background shift.
-
-It was published for segmentation; on images with labels this is an adaptation, called FBL-C.
-"""
+"""FBL (Dong et al., 2023), for masks, and adapted to images: balanced gradients and relations."""
 
 import math
 from collections.abc import Iterator
@@ -101,7 +98,6 @@ class FBL(Rehearsal):
         return {**super().init_client(client, server), **own}
 
     def start(self, client_round: ClientRound) -> FBLContext:
-        """The received model becomes the teacher if the task is new."""
         before: FBLState = client_round.state
         experience = client_round.experience
         new = before["experience"] != experience
@@ -119,12 +115,8 @@ class FBL(Rehearsal):
         seen = client_round.plan.seen(client_round.client, experience - 1)
         both = old and seen and client_round.classes  # old classes and new ones
         past = self.old_classes(client_round, old, epochs) if both else None
-        state = FBLState(
-            old=old,
-            experience=experience,
-            epochs=epochs + self.runtime.training.epochs,
-            entropy=entropy,
-        )
+        done = epochs + self.runtime.training.epochs
+        state = FBLState(old=old, experience=experience, epochs=done, entropy=entropy)
         return FBLContext(self.anchors_on_device(client_round), state, past)
 
     def log_entropy(self, client_round: ClientRound, new: bool) -> float:
@@ -201,7 +193,6 @@ class FBL(Rehearsal):
         return entropies(teacher).cpu(), columns[teacher.argmax(1)].cpu()
 
     def loss(self, batch: Batch, context: FBLContext) -> Tensor:
-        """Weighted cross-entropy of labels and pseudo labels, and the relations of classes."""
         past = context.past
         if past is None:
             return super().loss(batch, context)

@@ -68,7 +68,6 @@ class FedALA(Method):
         return {"own": own, "weights": weights, "settled": False, "experiences": []}
 
     def start(self, client_round: ClientRound) -> FedALAContext:
-        """The last tensors of the received model are aggregated with the own ones."""
         state = client_round.state
         weights = state["weights"].to(self.runtime.device, copy=True)
         context = FedALAContext(weights, state["settled"])
@@ -94,7 +93,8 @@ class FedALA(Method):
         losses = list[float]()
         for _ in range(1 if context.settled else self.params.max_epochs):
             losses.append(self.epoch(window, own, received, weights))
-            if _converged(losses, self.params.threshold):
+            recent = losses[-RECENT:]
+            if len(losses) > RECENT and np.std(recent) < self.params.threshold:
                 break
         else:
             if not context.settled:
@@ -104,7 +104,6 @@ class FedALA(Method):
         client_round.log.numbers["mixing weight"] = float(weights.mean())
 
     def epoch(self, window: Tensor, own: Tensor, received: Tensor, weights: Tensor) -> float:
-        """One epoch of SGD on W alone; returns the loss of the last batch."""
         training = self.runtime.training
         lr = self.params.lr_product / training.lr  # not 0: then own and received model are equal
         module = self.model.module.eval()  # fixed statistics
@@ -138,7 +137,3 @@ class FedALA(Method):
     def load_personal_model(self, client_round: ClientRound) -> None:
         self.receive(client_round)
         self.start(client_round)
-
-
-def _converged(losses: list[float], threshold: float) -> bool:
-    return len(losses) > RECENT and bool(np.std(losses[-RECENT:]) < threshold)

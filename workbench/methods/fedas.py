@@ -37,11 +37,7 @@ class FedASParams(FedAvgParams):
 
 
 class FedAS(Method):
-    """FedAvg of encoders; each client aligns the received one with its own before training.
-
-    The personal model is evaluated there, after alignment and before training; the authors evaluate
-    a client after training, which are the scores of the local model.
-    """
+    """FedAvg of encoders; the personal model is the received one, aligned with the own features."""
 
     Params: ClassVar = FedASParams
     models: tuple[str, ...] = ("personal", "local")
@@ -60,7 +56,6 @@ class FedAS(Method):
         return message if self.params.head == "shared" else self.without_head(message)
 
     def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
-        """The weighted average of the replies; a head that is not sent stays."""
         replies = [reply for reply in replies if reply.samples]
         if not replies:
             return server
@@ -123,7 +118,6 @@ class FedAS(Method):
         return table.index_copy(0, present, means).to(runtime.device)
 
     def align(self, client_round: ClientRound, prototypes: Tensor) -> None:
-        """One epoch of SGD on the encoder: features approach the prototype of their class."""
         model = self.model
         lr = self.params.align_lr
         for batch in self.shuffled(client_round, "alignment", self.params.align_batch_size):

@@ -82,7 +82,6 @@ class FedDBE(Method):
         return message
 
     def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
-        """The averages of the models and, after the last round of a task, of the means."""
         averaged = super().aggregate(server, replies, log)
         senders = [reply for reply in replies if "mean" in reply.message]
         if senders:
@@ -151,7 +150,6 @@ class FedDBE(Method):
 
     @torch.no_grad()
     def add_offset(self, offset: Tensor | None) -> None:
-        """Add the offset to the live model: to its bias, as the head is linear."""
         if offset is not None:
             weight, bias = self.classifier.head.parameters()
             bias.add_(weight @ offset.to(bias.device))

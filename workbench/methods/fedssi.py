@@ -86,7 +86,6 @@ class FedSSI(Method):
             self.model.gradients.addcmul_(context.omega, drift, value=weight)
 
     def update_state(self, client_round: ClientRound, context: FedSSIContext) -> State:
-        """The anchor and, after the last round of a task, Ω with the importance of the task."""
         log = client_round.log
         state = super().update_state(client_round, context)
         state = {**state, "experiences": client_round.recorded, "measured": client_round.last}

@@ -95,7 +95,6 @@ class GradMA(Method):
     def remember(
         self, server: State, updates: dict[str, Tensor], log: Log
     ) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """The remembered updates with this round's, and how often each client took part since."""
         memory, counts = dict(server["memory"]), dict(server["counts"])
         for client, update in updates.items() if self.params.remembered else ():
             if client not in memory and len(memory) == self.params.remembered:
@@ -117,9 +116,7 @@ class GradMA(Method):
         context.corrections.log(client_round.log, "gradma")
 
     def correct_gradient(self, batch: Batch, context: GradMAContext) -> None:
-        """Remove conflicts of the step with three vectors: the gradients at the previous iterate
-        and at the received model, and the displacement from the received model.
-        """
+        """Remove conflicts with the displacement and gradients at the last and received iterate."""
         if not self.params.worker:
             return
         model = self.model

@@ -95,10 +95,7 @@ def anchor_hinge(mapped: Tensor, anchors: Tensor, radius: float) -> Tensor:
 
 
 class NoisyLabelGenerator(nn.Module):
-    """Images from the anchors of their classes: noisy linear layers, then an `ImageGenerator`.
-
-    Every `CHUNK` consecutive images have a noisy layer of their own, drawn anew by `redraw`.
-    """
+    """Images from anchors: a noisy linear layer for every `CHUNK` images, then a generator."""
 
     def __init__(self, shape: Shape, latent: int, width: int, anchor: int, images: int) -> None:
         super().__init__()
@@ -135,9 +132,8 @@ class AnchoredSynthesis(Synthesis):
     ) -> None:
         sizes = runtime.shape, params.latent, params.generator_width
         inputs = anchors.shape[1], params.synthesis_batch_size
-        self.layers = build_seeded(
-            lambda: NoisyLabelGenerator(*sizes, *inputs), *source.seed, "generator"
-        )
+        build = partial(NoisyLabelGenerator, *sizes, *inputs)
+        self.layers = build_seeded(build, *source.seed, "generator")
         super().__init__(runtime, params, source, self.layers, log)
         self.first_saved = params.warmup
         self.anchor_weight: float = params.anchor_weight

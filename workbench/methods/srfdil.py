@@ -98,7 +98,6 @@ class SRFDIL(SampleCache):
         return logits.squeeze(1)
 
     def fit_networks(self, client_round: ClientRound, cache: ExemplarLists) -> None:
-        """Steps of both networks on features of the cache; the classifier is not changed."""
         features, classes = self.features(cache)
         draw = client_round.generator("features")
         indices, noise = list[Tensor](), list[Tensor]()

@@ -1,7 +1,4 @@
-"""Runs as rows of a data frame: what every table and figure starts from.
-
-A row of `run_frame` is a run. The frames of the pages on sweeps have further columns.
-"""
+"""Runs as rows of a data frame: what every table and figure starts from."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -155,11 +152,7 @@ def model_frame(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def block_frame(rows: pd.DataFrame) -> pd.DataFrame:
-    """Final accuracies, a column per method and a row per block: a setting with a seed.
-
-    Of the blocks those with the most methods, and of these the methods that all blocks have: ranks
-    in blocks with other methods cannot be compared.
-    """
+    """Final accuracies by method, in the blocks (a setting with a seed) with the most methods."""
     blocks = rows.pivot(index=["setting", "seed"], columns="method", values="main_accuracy")
     counts = blocks.notna().sum(axis=1)
     return blocks[counts == counts.max()].dropna(axis=1)
@@ -172,16 +165,13 @@ def experience_frame(records: Sequence[Record], personal: bool = False) -> pd.Da
     `personal` those of the personal models; forgetting is that within the cycle. The gap is local
     minus global accuracy on the task just learnt.
     """
-    rows = [
-        row
-        for record in unique_runs(records)
-        for row in _experience_rows(record, "personal" if personal else record.main_model)
-    ]
+    rows = [row for record in unique_runs(records) for row in _experience_rows(record, personal)]
     return pd.DataFrame(rows)
 
 
-def _experience_rows(record: Record, model: str) -> Iterator[dict[str, Any]]:
+def _experience_rows(record: Record, personal: bool) -> Iterator[dict[str, Any]]:
     setting, method, seed = record.run
+    model = "personal" if personal else record.main_model
     own, global_, local = (
         record.task_accuracies(name)  # [S, T]
         for name in (model, "global", "local")
@@ -207,7 +197,6 @@ def coreset_frame(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def _selection(record: Record) -> dict[str, Any]:
-    """Rule, exemplars per class, and milliseconds of one client for one task."""
     memory: dict[str, Any] = record.about["method"].get("memory") or {}
     rounds = [row for row in record.history if "coreset" in row["seconds"]]
     selections = sum(row["completed"] for row in rounds) or np.nan
@@ -240,10 +229,7 @@ def limited_memory(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def overlap_frame(records: Sequence[Record]) -> pd.DataFrame:
-    """The rows of `run_frame` on reporting seeds, each method with its chosen value.
-
-    `overlap` is the share of all classes that a client has in %, `size` the classes of a task.
-    """
+    """`run_frame` on reporting seeds with chosen values; `overlap` in % of classes, task `size`."""
     rows = run_frame(records)
     settings = [record.about["setting"] for record in records]
     sizes = [setting["split"]["classes_per_task"] for setting in settings]

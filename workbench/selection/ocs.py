@@ -32,11 +32,7 @@ class Options:
 
 
 def propose(task: TaskData) -> Proposal:
-    """The candidates of all batches by their score, then the other images by theirs.
-
-    As published, the network is trained on a batch's candidates before the next batch is scored;
-    here the method trains, and all batches are scored afterwards.
-    """
+    """The candidates of all batches by their score, all scored beforehand, then the others."""
     stream = torch.randperm(len(task.labels), generator=task.generator)
     scores = _stream_scores(task, stream)
     is_candidate = _select_candidates(scores, task.options)

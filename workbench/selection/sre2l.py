@@ -92,7 +92,6 @@ def _random_rolls(task: TaskData) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def _record_norm_inputs(network: Classifier) -> Iterator[NormInputs]:
-    """A context that records the inputs of batch normalisation layers."""
     inputs: NormInputs = {}
     with ExitStack() as hooks:
         for norm in network.norms:

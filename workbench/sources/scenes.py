@@ -61,7 +61,6 @@ def _box(options: Options) -> int:
 
 
 def _draw_subset(shapes: Bytes, options: Options, subset: int, count: int) -> tuple[Bytes, Numbers]:
-    """Scenes with masks [N, 2, size, size] and their labels."""
     parts = [_draw_class(shapes, options, label, subset, count) for label in range(options.classes)]
     return np.concatenate(parts), np.repeat(np.arange(options.classes), count)
 

@@ -85,7 +85,6 @@ def plane(gradients: _Gradients, matching: MatchingParams) -> Figure:
 def _draw_gradients(
     axis: Axes, gradients: Values, reference: Values, radius: float, matched: Values, free: Values
 ) -> None:
-    """The gradients, the ball around the reference, and the matched direction in it."""
     ends = [reference - radius, reference + radius, np.zeros(2), reference, free, matched]
     points = np.vstack([gradients, *ends])
     half = 0.6 * max(np.ptp(points, axis=0).max(), 2e-9) * np.array([-1, 1])
@@ -127,7 +126,6 @@ def _dual(w: Values, gradients: Values, reference: Values, radius: float) -> tup
 
 
 def _draw_dual(axis: Axes, gradients: Values, reference: Values, radius: float) -> None:
-    """F over the weights: of two gradients a curve with its lower bound, of three a triangle."""
     axis.set_title("the dual: F over the weights")
     if len(gradients) == 2:
         x = np.linspace(0, 1, 401)
@@ -248,7 +246,6 @@ def explore() -> Any:
 
 
 def _controls() -> dict[str, Any]:
-    """Every control by the name of its value; a slider reports when it is released."""
     menus, late = get_type_hints(MatchingParams), {"continuous_update": False}
     controls = {"gradients": widgets.ToggleButtons(options=[2, 3])}
     for name in MENUS:

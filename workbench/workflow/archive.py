@@ -1,7 +1,4 @@
-"""The records of a setting in one small file: all but weights, features and exemplars.
-
-Pages are drawn from it without training, with the rows of methods that were trained beside it.
-"""
+"""The records of a setting in one small file: all but weights, features and exemplars."""
 
 import argparse
 import tarfile
@@ -15,11 +12,6 @@ from stamp_core.core.paths import ROOT
 from stamp_core.results.records import load_record
 from workbench.workflow.grid import data_folder
 from workbench.workflow.profiles import OWN
-
-
-def archive_file(profile: str, setting: str) -> Path:
-    """The file that holds the records of a setting."""
-    return ROOT / "figures" / profile / "records" / f"{setting}.tar.xz"
 
 
 def pack(folders: Sequence[Path], path: Path) -> None:
@@ -62,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("profile", choices=OWN)
     parser.add_argument("setting")
     chosen = parser.parse_args(arguments)
-    path = archive_file(chosen.profile, chosen.setting)
+    path = ROOT / "figures" / chosen.profile / "records" / f"{chosen.setting}.tar.xz"
     runs = ROOT / data_folder(chosen.profile) / "runs" / chosen.setting
     if chosen.command == "unpack":
         if not path.exists():

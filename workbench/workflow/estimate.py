@@ -161,11 +161,7 @@ def compute_needs(
 
 
 def multiply(hours: float, ratios: Mapping[str, float], experiment: Experiment) -> float | None:
-    """An experiment's hours by FedAvg's.
-
-    A published form counts like the one of the small setting, any other preset without seconds
-    like its kind: a part of STAMP like STAMP.
-    """
+    """An experiment's hours by FedAvg's; without seconds it counts like its kind or small form."""
     method, kind = experiment.method, experiment.resolved()["method"]["kind"]
     known = (ratios[m] for m in (method, method.removesuffix("_published"), kind) if m in ratios)
     ratio = next(known, None)
@@ -185,7 +181,6 @@ def time_step(fedavg: Experiment, dataset: ImageDataset, device: str) -> StepCos
 
 
 def _train_briefly(fedavg: Experiment, dataset: ImageDataset, device: str, batch: int) -> StepCost:
-    """The cost of a step on a batch of some size: one client, one task, two rounds."""
     setting = fedavg.setting
     classes = min(setting.split.classes_per_task or len(dataset.classes), batch)
     short = replace(
@@ -230,7 +225,6 @@ def count_tests(plan: Plan, dataset: ImageDataset) -> int:
 
 
 def _count_pairs(labels: Tensor, domains: Tensor, dataset: ImageDataset) -> Numbers:
-    """The number of images of each domain and class.  # [D, C]"""
     shape = len(dataset.domains), len(dataset.classes)
     pairs = domains * shape[1] + labels
     counts: Numbers = torch.bincount(pairs, minlength=shape[0] * shape[1]).numpy()

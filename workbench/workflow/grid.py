@@ -166,10 +166,7 @@ def load_sound_record(folder: Path) -> Record | None:
 def load_records(
     experiment: Experiment, seeds: str, profile: str, outdated: bool = True
 ) -> list[Record]:
-    """The records of an experiment; none if one is missing or damaged, but for diverged seeds.
-
-    Records of other code or parameters cause a warning, or count as missing if not `outdated`.
-    """
+    """The records of an experiment, none if one is missing; outdated ones warn or are missing."""
     plans = load_plans(experiment.setting, experiment.dataset(), seeds, profile)
     return load_planned(experiment, plans, seeds, profile, outdated)
 

@@ -1,9 +1,4 @@
-"""Loggers for `train`: learning curves in files, in TensorBoard or in DVCLive while it trains.
-
-Each has the two methods of `stamp_core.engine.progress.Logger`. A training that resumes tells its
-loggers the earlier rounds again. So each of them starts anew: what it has written of an earlier
-training in the same place is replaced, and no round is there twice.
-"""
+"""Loggers for `train`, each of which starts anew: files, TensorBoard or DVCLive while it trains."""
 
 import csv
 import math
@@ -16,11 +11,7 @@ Values = Mapping[str, float]
 
 
 class CsvLogger:
-    """A line a round in one file, and a line an experience in `<name>_accuracy.csv` beside it.
-
-    A file has the columns of its first line. Numbers that appear only later, such as the angles
-    between a client's tasks, are in the record.
-    """
+    """A line a round in one file, a line an experience in `<name>_accuracy.csv` beside it."""
 
     def __init__(self, path: Path | str) -> None:
         path = Path(path)
@@ -83,10 +74,7 @@ class TensorBoardLogger:
 
 
 class DvcliveLogger:
-    """Curves for `dvc plots` and for editors that show DVCLive's folder.
-
-    It leaves dvc.yaml alone and makes no experiment of DVC's: the pipeline has both already.
-    """
+    """Curves for `dvc plots` and for editors that show DVCLive's folder."""
 
     def __init__(self, folder: Path | str) -> None:
         live = _load("dvclive", "dvclive").Live

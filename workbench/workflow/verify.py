@@ -43,10 +43,8 @@ def check_record(record: Record, plan_file: Path | None = None) -> list[Check]:
         plan = make_plan(experiment.setting.split, dataset, seed)
     else:
         plan = import_plan(plan_file, dataset, seed)
-    checks = [
-        Check("digest", True, "that of the files"),
-        *_identity_checks(record, experiment, plan),
-    ]
+    digest = Check("digest", True, "that of the files")
+    checks = [digest, *_identity_checks(record, experiment, plan)]
     if all(check.holds for check in checks[:4]):  # else other images would be scored
         checks.append(_accuracy_check(record, experiment, plan))
     return checks
@@ -61,7 +59,6 @@ def experiment_of(record: Record) -> Experiment:
 
 
 def _identity_checks(record: Record, experiment: Experiment, plan: Plan) -> Iterator[Check]:
-    """Parameters, data, plan and code against the digests in the record."""
     own = record.about["identity"]
     now = experiment.identity(plan, own["device"].split()[0])
     for name in ("parameters", "data", "plan", "code"):
@@ -70,7 +67,6 @@ def _identity_checks(record: Record, experiment: Experiment, plan: Plan) -> Iter
 
 
 def _accuracy_check(record: Record, experiment: Experiment, plan: Plan) -> Check:
-    """The final accuracies of the global model against those of the final weights."""
     if not record.weights:
         return Check("accuracy", True, "not checked: there is no global model")
     worker = Worker(experiment, {plan.seed: plan}, "cpu")
@@ -83,6 +79,5 @@ def _accuracy_check(record: Record, experiment: Experiment, plan: Plan) -> Check
     off = float(np.nanmax(np.abs(again - stored), initial=0.0))
     holds = bool((undefined == np.isnan(stored)).all()) and off <= ROUNDING
     mean = float(np.nanmean(again[0]))
-    return Check(
-        "accuracy", holds, f"{mean:.1%} again, at most {off:.1%} from the record in a task"
-    )
+    found = f"{mean:.1%} again, at most {off:.1%} from the record in a task"
+    return Check("accuracy", holds, found)

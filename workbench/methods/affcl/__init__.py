@@ -45,7 +45,6 @@ class AFFCLParams(FedAvgParams):
 
     @property
     def distils(self) -> bool:
-        """Whether there is distillation from the last task's classifier."""
         return self.k_kd_last > 0
 
     @property
@@ -163,7 +162,6 @@ class AFFCL(TaskServer):
         return features
 
     def distillation(self, images: Tensor, features: Tensor, logits: Tensor) -> Tensor:
-        """The weighted distances to the last task's features and outputs on a batch."""
         with torch.no_grad():
             old_features = self.teacher.encode(images)
             old_logits = self.teacher.head(old_features)

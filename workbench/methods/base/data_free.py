@@ -102,7 +102,6 @@ class DataFree(TaskServer, ABC):
         """The method's synthesis."""
 
     def source(self, server: State) -> Source:
-        """What images are synthesised from, after an experience."""
         seed = server["seed"], server["round"]
         student = None
         if self.params.adversarial_weight:
@@ -133,7 +132,6 @@ class DataFree(TaskServer, ABC):
         return DataFreeContext(announced, ce_classes, self.replay(client_round, announced, past))
 
     def replay(self, client_round: ClientRound, announced: Message, past: Tensor) -> Replay | None:
-        """Distillation on the synthetic images of these classes, if there are any."""
         if "images" not in announced or not len(client_round.indices):
             return None
         images = announced["images"][past[announced["labels"].long()]]

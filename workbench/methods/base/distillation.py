@@ -29,10 +29,7 @@ def softened_divergence(student: Tensor, teacher: Tensor, temperature: float = 1
 
 
 def agreeing_divergence(student: Tensor, teacher: Tensor) -> Tensor:
-    """The mean of KL(teacher || student), counted as 0 where they predict other classes.
-
-    A generator that increases it finds images on which the student has yet to learn.
-    """
+    """The mean of KL(teacher || student), counted as 0 where they predict other classes."""
     pair = student.log_softmax(1), teacher.log_softmax(1)
     divergence = F.kl_div(*pair, reduction="none", log_target=True).sum(1)
     return (divergence * (student.argmax(1) == teacher.argmax(1))).mean()

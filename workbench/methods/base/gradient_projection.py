@@ -93,9 +93,8 @@ def minimise_program(
         return ProgramMinimum(v)
     scale = norms[nonzero]
     slopes = (linear + lower * matrix.sum(1))[nonzero] / (scale * size)
-    u, residual = _minimise_over_cone(
-        matrix[np.ix_(nonzero, nonzero)] / np.outer(scale, scale), slopes
-    )
+    scaled = matrix[np.ix_(nonzero, nonzero)] / np.outer(scale, scale)
+    u, residual = _minimise_over_cone(scaled, slopes)
     v[nonzero] += u * size / scale
     return ProgramMinimum(v, residual)
 

@@ -154,7 +154,6 @@ class SampleCache(Method):
         return torch.cat(squares).sqrt().cpu()
 
     def squared_norms(self, images: Tensor, labels: Tensor) -> Tensor:
-        """The squared gradient norms of a few normalised images.  # [n]"""
         network = self.classifier
         if self.params.score == "head":
             return layer_squares(*head_gradient_factors(network, images, labels))

@@ -96,10 +96,7 @@ def grown_bases(
 
 
 def layer_inputs(runtime: ClientRuntime, layers: Layers, images: Tensor) -> dict[str, Tensor]:
-    """The inputs of each layer of the live model for uint8 images, in evaluation mode.
-
-    The vectors as columns R [d, m] or, where there are no fewer than d of them, R R' [d, d].
-    """
+    """Inputs of each layer for uint8 images: columns R [d, m] or, if fewer numbers, R R' [d, d]."""
     found: dict[str, list[Tensor]] = {name: [] for name in layers}
 
     def add(name: str, module: nn.Module, args: tuple[Tensor]) -> None:
@@ -119,10 +116,7 @@ def layer_inputs(runtime: ClientRuntime, layers: Layers, images: Tensor) -> dict
 
 
 def grow(basis: Tensor, inputs: Tensor, epsilon: float) -> Tensor:
-    """The basis with the fewest new columns that hold a share `epsilon` of the squares of inputs.
-
-    `inputs` are those of `layer_inputs` for one layer.  # float64 [d, k] -> [d, k + new]
-    """
+    """The basis with as few new columns as hold a share `epsilon` of the squares.  # [d, k]"""
     gram = inputs.shape[0] == inputs.shape[1]
     total = float(inputs.trace() if gram else inputs.square().sum())
     if not 0 < total < math.inf:  # a dead layer, or one that overflows

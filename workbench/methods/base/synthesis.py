@@ -143,7 +143,6 @@ class Synthesis(ABC):
         self.student_ready = False  # trained at least once
 
     def matched_statistics(self, known: bool) -> NormStatistics | None:
-        """The statistics of the teacher's batch normalisations, if the server has them."""
         classifier = self.teacher.classifier
         if not self.params.statistics_weight:
             return None
@@ -223,7 +222,6 @@ class Synthesis(ABC):
         return best
 
     def generator_loss(self, images: Tensor, targets: Tensor) -> Tensor:
-        """The loss of images with pixels in [0, 1] for a batch of labels."""
         inputs = self.prepare(images * 255)
         teacher = self.teacher(inputs)
         loss = self.teacher_loss(teacher, targets)
@@ -235,7 +233,6 @@ class Synthesis(ABC):
         return loss
 
     def teacher_loss(self, teacher: Outputs, targets: Tensor) -> Tensor:
-        """The teacher's loss on the labels, among the classes learnt so far."""
         return LABEL_WEIGHT * F.cross_entropy(self.logits(teacher), targets)
 
     def after_backward(self) -> None:  # noqa: B027 - a hook that most do not need
@@ -261,7 +258,6 @@ class Synthesis(ABC):
         return FlatSGD(FlatModel(student.to(self.runtime.device)), training)
 
     def train_student(self, sgd: FlatSGD, pool: Tensor) -> None:
-        """Train the student on the images synthesised so far.  # uint8 [n, C, H, W]"""
         network: Any = sgd.model.module
         for _ in range(self.params.student_steps):
             order = torch.randperm(len(pool), generator=self.draw)
@@ -280,6 +276,5 @@ class Synthesis(ABC):
             self.log.events.append(STUDENT_DIVERGED)
 
     def student_loss(self, student: Outputs, teacher: Outputs) -> Tensor:
-        """The student's divergence from the teacher, among the classes learnt so far."""
         pair = self.logits(student), self.logits(teacher)
         return softened_divergence(*pair, STUDENT_TEMPERATURE)

@@ -110,7 +110,6 @@ class FedCIL(TaskServer):
             return self.consolidate(state, replies, log)
 
     def consolidate(self, server: State, replies: list[Reply], log: Log) -> State:
-        """The server's state after training its networks on images of the clients' generators."""
         draw = generator(server["seed"], server["round"], "consolidation")
         images, labels = self.clients_images(server["clients"], replies, draw)
         networks = {"parameters": self.model, **self.extra_networks}
@@ -195,7 +194,6 @@ class FedCIL(TaskServer):
         return map(append_exemplars, new, self.replayed(client_round, context.last))
 
     def replayed(self, client_round: ClientRound, last: TaskGenerator) -> Iterator[Batch]:
-        """Batches of the previous task's generator without end."""
         size = self.runtime.training.batch_size
         steps = self.runtime.training.epochs * math.ceil(len(client_round.indices) / size)
         pool_size = size * max(1, min(steps, self.acgan.chunk // size))  # in few passes: faster
@@ -225,7 +223,6 @@ class FedCIL(TaskServer):
         return training.step(batch)
 
     def update_state(self, client_round: ClientRound, context: Any) -> State:
-        """The state with Adam's moments and, for replay in later tasks, the trained generator."""
         state = super().update_state(client_round, context)
         if not self.params.adversarial:
             return state

@@ -67,9 +67,8 @@ class AcganTraining:
 
     def plain_step(self, batch: Batch) -> Tensor:
         self.runtime.model.gradients.zero_()
-        loss = self.mixed(
-            [F.cross_entropy(part.logits, part.labels) for part in self.classify(batch)]
-        )
+        parts = self.classify(batch)
+        loss = self.mixed([F.cross_entropy(part.logits, part.labels) for part in parts])
         loss.backward()
         self.sgd.step()
         return loss.detach()
@@ -95,15 +94,12 @@ class AcganTraining:
         return loss.detach()
 
     def classify(self, batch: Batch) -> list[Classified]:
-        """The discriminator's outputs on the new images and, if there are any, replayed ones."""
         outputs = batch.targets, *self.acgan.discriminate(batch.images)
         sizes = [batch.new, batch.exemplars] if batch.exemplars else [batch.new]
-        return [
-            Classified(*part) for part in zip(*(each.split(sizes) for each in outputs), strict=True)
-        ]
+        parts = zip(*(each.split(sizes) for each in outputs), strict=True)
+        return [Classified(*part) for part in parts]
 
     def mixed(self, losses: list[Tensor]) -> Tensor:
-        """The loss of real images, and the share `replay` of that of replayed ones."""
         new, *replayed = losses
         return torch.lerp(new, replayed[0], self.params.replay) if replayed else new
 
@@ -115,7 +111,6 @@ class AcganTraining:
         return images.where(~self.stopped, 0.0), labels
 
     def generated_loss(self, images: Tensor, labels: Tensor, real: Classified) -> Tensor:
-        """The loss on generated images, which leaves running statistics unchanged."""
         with constant_statistics(self.runtime):
             logits, scores = self.acgan.discriminate(images)
             loss: Tensor = F.cross_entropy(logits, labels) + F.softplus(scores).mean()

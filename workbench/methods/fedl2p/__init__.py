@@ -236,7 +236,6 @@ class FedL2P(Method):
         return torch.cat([direct[:bn] - implicit[:bn], -implicit[bn:]])
 
     def loss_at(self, theta: Tensor, batch: Batch) -> Tensor:
-        """The loss with the parameters `theta` in evaluation mode."""
         module = self.model.module.eval()
         named = dict(module.named_parameters())
         values = dict(zip(named, split_like(theta, list(named.values())), strict=True))

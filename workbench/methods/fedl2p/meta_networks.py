@@ -72,7 +72,6 @@ def _mlp_parts(inputs: int, outputs: int) -> list[Tensor]:
 
 
 def _mlp(parts: Sequence[Tensor], x: Tensor) -> Tensor:
-    """The output of the network with these weights and biases."""
     x = F.relu(F.linear(x, *parts[0:2]))
     x = F.relu(F.linear(x, *parts[2:4]))
     return F.linear(x, *parts[4:6])
@@ -112,7 +111,6 @@ def layer_statistics(
 
 
 def _moments(means: Tensor) -> Moments:
-    """Mean and variance from the means of x and of x^2."""
     return means[0].float(), (means[1] - means[0].square()).clamp(min=0).float()
 
 

@@ -12,11 +12,7 @@ from workbench.methods.base.task_server import pack_bits, unpack_bits
 
 
 class Channels:
-    """Where the decomposed weights are in a flat vector of P parameters.
-
-    The first axis of a tensor are its output channels: `weights` decomposed numbers N have `count`
-    channels C. All other parameters are the rest [R].
-    """
+    """Where weights (N in C channels, the first axis) and the rest [R] are in a flat vector [P]."""
 
     def __init__(self, shapes: Sequence[Sequence[int]], decomposed: Sequence[bool]) -> None:
         self.sizes = [math.prod(shape) for shape in shapes]

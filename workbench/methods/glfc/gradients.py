@@ -63,11 +63,7 @@ class GradientEncoder:
 def reconstruct(
     encoder: GradientEncoder, gradients: Tensor, labels: Tensor, start: Tensor, steps: int
 ) -> tuple[Tensor, Tensor]:
-    """Images whose gradients match, and what is left of the squared distance.  # [n, ...], [n]
-
-    All images are found side by side, each by L-BFGS of its own. A step that does not bring the
-    gradient nearer is not taken, and the next one has half its length.
-    """
+    """Images with these gradients, by L-BFGS each, and the distances left.  # [n, ...], [n]"""
 
     def evaluate(values: Tensor) -> tuple[Tensor, Tensor]:
         """The squared distance of each image's gradient, and its derivative.  # [n, 1], [n, d]"""

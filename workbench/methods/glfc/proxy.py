@@ -47,11 +47,7 @@ class BestModel(TypedDict):
 
 
 class ProxyServer(TaskServer):
-    """A server that announces the best global model of the experience before.
-
-    Clients send gradients of a public encoder on a perturbed prototype of each class. The server
-    reconstructs images from them: the best model is the most accurate one on these images.
-    """
+    """A server that announces the most accurate model on images it has reconstructed."""
 
     def init_server(self, seed: int) -> State:
         server: State = super().init_server(seed)
@@ -101,7 +97,6 @@ class ProxyServer(TaskServer):
         return float((self.runtime.outputs(images).argmax(1) == labels).double().mean())
 
     def extended_monitor(self, server: State, replies: list[Reply], log: Log) -> Monitor:
-        """The images reconstructed in this experience, with those of the gradients received now."""
         received = [r.message["gradients"] for r in replies if "gradients" in r.message]
         monitor: Monitor = server["monitor"]
         if not received:

@@ -153,7 +153,6 @@ class TagFed(Method):
         return {**server, "members": members, "groups": in_use}
 
     def answer(self, server: TagFedServer, groups: dict[str, list[Reply]], log: Log) -> State:
-        """The state with the tails of the groups' tasks, trained, and their logits for clients."""
         tails = dict(server["tails"])
         answers = dict[str, Tensor]()
         with log.clock("tails"):
@@ -173,7 +172,6 @@ class TagFed(Method):
         return nn.Sequential(first, nn.ReLU(), nn.Linear(HIDDEN, self.runtime.classes))
 
     def fit_tail(self, tail: FlatModel, messages: list[Message], draw: torch.Generator) -> None:
-        """SGD of a tail on what the clients of a group have sent, distilled from their logits."""
         names = ("features", "logits", "labels")
         features, logits, labels = (torch.cat([m[name] for m in messages]) for name in names)
         for _ in range(EPOCHS):
@@ -201,7 +199,6 @@ class TagFed(Method):
         }
 
     def key(self, task: Task) -> str:
-        """What makes two tasks the same one."""
         return "" if self.params.trace == "none" else f"{task.domain}: {task.classes}"
 
     def apply_received(self, client_round: ClientRound) -> PackedState:
@@ -214,7 +211,6 @@ class TagFed(Method):
         return with_values(state, message["parameters"], message.get("buffers", own))
 
     def select_task(self, client_round: ClientRound, state: PackedState) -> PackedState:
-        """The state in which the new experience's task is the current one: known, or new."""
         state = self.prune(state, 1)
         key = self.key(client_round.plan.clients[client_round.client][client_round.task])
         if key in state["keys"]:
@@ -244,7 +240,6 @@ class TagFed(Method):
         return TagFedContext(state, weights, answers)
 
     def receive(self, client_round: ClientRound) -> None:
-        """Load the model of a client without a task: that of all clients, if it has received it."""
         weights = self.apply_received(client_round)["weights"]
         message = {**client_round.message, "parameters": weights}
         self.runtime.load_received(message, client_round.state)
@@ -275,7 +270,6 @@ class TagFed(Method):
             context.weights.train_mask(self.model.gradients)
 
     def update_state(self, client_round: ClientRound, context: TagFedContext) -> State:
-        """The state with the trained weights and, after a first round, with what is picked."""
         state = context.state
         base = super().update_state(client_round, context)
         if "buffers" in base:
@@ -307,10 +301,7 @@ class TagFed(Method):
         return message if self.params.averages_all else {**message, **number}
 
     def group_number(self, state: PackedState) -> int:
-        """The number of the group that exchanges: the same task and, for weights, the same owners.
-
-        Then all that the task is built on is equal as well, as it comes from the same averages.
-        """
+        """The group that exchanges: the same task and, for weights, the same owners."""
         keys = state["keys"][: state["task"]]
         if self.params.exchange == "features":
             return address("group", *keys[-1:])

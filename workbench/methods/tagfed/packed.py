@@ -153,7 +153,6 @@ class TaskWeights:
         torch.where(self.trained, parameters, used, out=parameters)
 
     def train_mask(self, gradients: Tensor) -> None:
-        """One step of the mask, if it is trained."""
         if self.adam is not None:
             torch.mul(self.earlier, gradients, out=self.mask.gradients)
             self.adam.step()

@@ -1,8 +1,4 @@
-"""Figures behind the results: angles between gradients, and features.
-
-Angles and features are recorded where the setting's `diagnostics` say so; what was not recorded, or
-is undefined, is left out.
-"""
+"""Figures of what a setting's `diagnostics` record: angles between gradients, and features."""
 
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -147,7 +143,6 @@ def _draw_features(
 
 
 def _embed(vectors: NDArray[np.float32]) -> style.Values:
-    """Features put into the plane by t-SNE.  # [n, 2]"""
     from sklearn.manifold import TSNE  # only here: importing it takes a second
     from sklearn.utils.parallel import ThreadpoolController
 

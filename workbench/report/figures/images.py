@@ -77,14 +77,12 @@ def schedule(plan: Plan, dataset: ImageDataset) -> Figure:
 
 
 def _wrap_names(held: NDArray[np.bool_], names: Sequence[str]) -> list[list[str]]:
-    """The names of what each client learns in each task; nothing if the names do not fit."""
     width = _LINE_LENGTH // held.shape[1]
     texts = []
     for client in held:
         joined = [", ".join(np.array(names)[items]) for items in client]
-        texts.append(
-            [textwrap.wrap(text, max(width, 1), break_long_words=False) for text in joined]
-        )
+        wrap = textwrap.TextWrapper(max(width, 1), break_long_words=False).wrap
+        texts.append([wrap(text) for text in joined])
     cells = [lines for row in texts for lines in row]
     fits = width > 1 and max(map(len, cells)) <= 3
     fits = fits and max(len(line) for lines in cells for line in lines) <= 1.2 * width
@@ -224,7 +222,6 @@ def _remembered(record: Record, place: int) -> _Memory:
 
 
 def _draw_by_class(rows: Sequence[_Memory], names: list[str], classes: Sequence[str]) -> Figure:
-    """A row of images for every memory, those of a class below each other."""
     labels = np.unique(np.concatenate([labels for _, labels in rows]))[:_REMEMBERED]
     count = max(np.bincount(labels).max() for _, labels in rows)
     shown = []

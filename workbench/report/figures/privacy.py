@@ -43,17 +43,12 @@ def noise(records: Sequence[Record], spent: Mapping[tuple[str, str], float]) -> 
 def _name_noise(
     axis: Axes, setting: str, values: Sequence[str], spent: Mapping[tuple[str, str], float]
 ) -> None:
-    """The noise multipliers below a panel, and below each its ε where it is known."""
     known = [spent.get((setting, value)) for value in values]
     axis.set_xlabel("noise multiplier" + "\nε" * (None not in known), fontsize=9)
     if None not in known:
-        texts = [f"{value}\n{_short(each)}" for value, each in zip(values, known, strict=True)]
+        short = [epsilon_text(each).replace(",000", "k") for each in known]
+        texts = [f"{value}\n{each}" for value, each in zip(values, short, strict=True)]
         axis.set_xticks(range(len(values)), texts)
-
-
-def _short(epsilon: float | None) -> str:
-    """An ε with two figures, thousands as k: there is little room below a tick."""
-    return epsilon_text(epsilon).replace(",000", "k")
 
 
 def projection(records: Sequence[Record], exact: Sequence[Record]) -> Figure:
@@ -69,7 +64,6 @@ def projection(records: Sequence[Record], exact: Sequence[Record]) -> Figure:
 
 
 def _draw_by_value(axis: Axes, rows: pd.DataFrame, column: str) -> None:
-    """A line per method by the places of the swept values, in %."""
     values = rows.value.unique().tolist()
     placed = rows.assign(place=rows.value.map(values.index), percent=100 * rows[column])
     style.draw_lines(axis, placed, "place", "percent")

@@ -48,7 +48,6 @@ def gap(records: Sequence[Record]) -> Figure:
 
 
 def _accuracies(records: Sequence[Record]) -> pd.DataFrame:
-    """`experience_frame` with accuracy in %, by the personal models where there are any."""
     own = [record for record in records if not np.isnan(record.accuracy("personal")).all()]
     others = [record for record in records if record not in own]
     parts = [frames.experience_frame(some, some is own) for some in (others, own) if some]
@@ -99,7 +98,8 @@ def _draw_context(axis: Axes, rows: pd.DataFrame) -> None:
 def accuracy_all(records: Sequence[Record]) -> Figure:
     """Accuracy over the tasks learnt so far: a row per method, a column per task, by setting."""
     rows = _accuracies(frames.shared_seeds(records))
-    names = _ordered_names(rows[rows.experience == _last_experience(rows)], "percent")
+    last = rows.groupby("setting").experience.transform("max")
+    names = _ordered_names(rows[rows.experience == last], "percent")
     figure, panels = style.setting_panels(rows, 0.19 * len(names) + 0.9, "", sharey=True)
     means = rows.groupby(["setting", "method", "experience"]).percent.mean()
     top = _scale_end(means)
@@ -112,11 +112,6 @@ def accuracy_all(records: Sequence[Record]) -> Figure:
     caption = f"means, grey: not run; {style.seed_caption(rows)}"
     style.add_caption(figure, "Accuracy over the tasks learnt so far, %", caption)
     return figure
-
-
-def _last_experience(rows: pd.DataFrame) -> pd.Series:
-    last: pd.Series = rows.groupby("setting").experience.transform("max")
-    return last
 
 
 def _scale_end(percent: pd.Series | style.Values) -> float:
@@ -157,7 +152,6 @@ def matrices(records: Sequence[Record]) -> Figure:
 
 
 def _mean_matrices(rows: pd.DataFrame, names: Iterable[str]) -> dict[str, style.Values]:
-    """Mean matrices of a setting in %, by the label of a method.  # [T, T]"""
     methods = [rows[rows.method == name] for name in names if name in set(rows.method)]
     return {style.method_label(own): 100 * np.mean([*own.matrix], axis=0) for own in methods}
 
@@ -269,7 +263,6 @@ def _ordered_names(rows: pd.DataFrame, score: str, best: int = -1) -> dict[str, 
 
 
 def _draw_rows(axis: Axes, names: Mapping[str, str]) -> None:
-    """A labelled row per method, with a line below those that are highlighted."""
     style.set_rows(axis, [*names.values()])
     highlighted = sum(name in style.HIGHLIGHTED for name in names)
     if 0 < highlighted < len(names):

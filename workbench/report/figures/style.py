@@ -69,11 +69,7 @@ class Label(NamedTuple):
 
 
 def method_style(method: str) -> _Style:
-    """Colour, marker and dashes of a method, by its name alone: the same in every figure.
-
-    Of others than the headline methods they follow from the place in params/methods.yaml, of names
-    that are not there from the checksum. Presets for scenes are marked as what they are one of.
-    """
+    """Colour, marker and dashes of a method, by its place in params/methods.yaml or checksum."""
     method = method.removesuffix(SCENES)
     place = _places().get(method, zlib.crc32(method.encode()))
     other = (_MUTED[place % len(_MUTED)], _MARKERS[place % len(_MARKERS)], place % len(_DASHES))
@@ -94,10 +90,9 @@ def row_style(method: str) -> _Style:
 
 def headline_order(scores: pd.Series) -> list[str]:
     """The methods that index `scores`: the highlighted ones, then the others by their score."""
-    others = scores.sort_values(kind="stable").index
-    return [*(name for name in HIGHLIGHTED if name in scores.index)] + [
-        str(name) for name in others if name not in HIGHLIGHTED
-    ]
+    order = map(str, scores.sort_values(kind="stable").index)
+    highlighted = [name for name in HIGHLIGHTED if name in scores.index]
+    return highlighted + [name for name in order if name not in HIGHLIGHTED]
 
 
 def method_label(rows: pd.DataFrame) -> str:

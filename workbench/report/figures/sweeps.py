@@ -119,7 +119,6 @@ def _percent(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _draw_by_number(axis: Axes, rows: pd.DataFrame, x: str) -> None:
-    """Lines of accuracy with labels, by a number on a logarithmic axis that names each value."""
     labels = style.draw_lines(axis, rows, x, "accuracy")
     numbers = sorted(rows[x].unique())
     axis.set_xscale("log")
@@ -223,7 +222,6 @@ def _draw_sweep(axis: Axes, rows: pd.DataFrame, measure: str, preset: str) -> No
 
 
 def _draw_by_value(axis: Axes, rows: pd.DataFrame, measure: str) -> None:
-    """A measure by the place of its value: seeds and their mean, a line between numbers."""
     label, colour, marker = _MEASURES[measure]
     values = rows.value.unique().tolist()
     rows = rows.assign(place=rows.value.map(values.index))

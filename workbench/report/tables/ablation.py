@@ -57,7 +57,6 @@ def _part(record: Record) -> str:
 
 
 def _parameters(record: Record, stamp: dict[str, Any]) -> dict[str, str]:
-    """The parameters of a variant; `stamp` are those of the method `stamp`."""
     params = record.about["method"]
     server_lr = params.get("server_lr", 1.0)
     prototype = params.get("prototype")
@@ -77,7 +76,6 @@ def _parameters(record: Record, stamp: dict[str, Any]) -> dict[str, str]:
 
 
 def _coreset(params: dict[str, Any]) -> str:
-    """Selection rule and exemplars per class of a memory, and whether anything reads it."""
     memory = params.get("memory") or {}
     temporal = params.get("temporal") or {}
     if not memory.get("exemplars_per_class"):

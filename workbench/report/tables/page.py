@@ -227,11 +227,7 @@ def columns_in(heading: str) -> list[str]:
 
 
 class Comparison(NamedTuple):
-    """Differences of a page: each value of `name` minus the `bases`, paired in groups of `by`.
-
-    Headings have columns in braces: `finding` that of its sentences, `heading` that of the columns
-    of its tables, whose rows are combinations of `keys`.
-    """
+    """Differences of each value of `name` from the `bases`, paired in groups of `by`."""
 
     name: str
     bases: Sequence[object]  # none: the first value
@@ -261,7 +257,6 @@ class Page(NamedTuple):
     comparisons: Sequence[Comparison] = ()
 
     def findings(self, rows: pd.DataFrame) -> str:
-        """List items: whose intervals exclude 0."""
         found = [(each.differences(rows), each.finding) for each in self.comparisons]
         items = (difference_findings(*each) for each in found if each[1])
         return "\n".join(filter(None, items))
@@ -283,7 +278,6 @@ class Page(NamedTuple):
         return [self.findings(rows), *self.tables(rows)]
 
     def write(self, records: Sequence[Record], folder: Path) -> Path:
-        """The file written, with a section for each setting."""
         return write_page(folder / f"{self.name}.md", self.title, records, self.section)
 
 

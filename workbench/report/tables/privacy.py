@@ -99,7 +99,6 @@ def _inversion_section(
 
 
 def _scores(rows: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
-    """Each score with its interval and its gain over other images, as text."""
     table = rows[list(keys)].astype(str)
     for column, label in _SCORES.items():
         table[label] = _intervals(rows, column, f"{column}_low", f"{column}_high")

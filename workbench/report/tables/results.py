@@ -1,7 +1,4 @@
-"""The comparison of all methods: results.md, accuracy.csv and summary.json.
-
-With the order of methods beside the paper's, and who is most accurate within a budget.
-"""
+"""The comparison of all methods: results.md, accuracy.csv and summary.json."""
 
 import json
 from collections import Counter
@@ -113,7 +110,6 @@ def _score_table(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def _ordered(records: Sequence[Record]) -> list[Record]:
-    """The records of a setting together, and in it those of a group."""
     settings = list(dict.fromkeys(record.run[0] for record in records))
     return sorted(records, key=lambda r: (settings.index(r.run[0]), GROUPS.index(r.group)))
 
@@ -271,14 +267,13 @@ def _frontier(rows: pd.DataFrame, name: str, costs: pd.Series) -> Iterator[dict[
         runs = groups.get_group(method)
         scores = dict(zip(runs.seed, 100 * runs.main_accuracy, strict=True))
         pair = metrics.paired_difference(scores, before)
+        gained = "{mean:+.1f} ({low:+.1f} to {high:+.1f})".format(**pair)
         yield {
             "budget": name,
             "from": significant(cost),
             "method": str(method),
             "n": str(len(runs)),
             "accuracy": mean_std(runs.main_accuracy),
-            "above the row before": "{mean:+.1f} ({low:+.1f} to {high:+.1f})".format(**pair)
-            if pair["n"] > 1
-            else DASH,
+            "above the row before": gained if pair["n"] > 1 else DASH,
         }
         before, best = scores, accuracy

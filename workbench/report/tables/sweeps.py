@@ -358,9 +358,8 @@ def _as_text(frame: pd.DataFrame) -> pd.DataFrame:
         shown.loc[frame["mean"].isna() & frame[name].isna() & tuned, name] = "diverges"
     shown.loc[alone, "mean"] = DASH
     texts = shown.drop(columns="setting").groupby(["kind", "method", "candidate"], sort=False)
-    return texts.agg(_joined).reset_index()
 
+    def joined(cells: pd.Series) -> str:
+        return ", ".join(cell for cell in cells if cell not in ("", DASH)) or cells.iloc[0]
 
-def _joined(cells: pd.Series) -> str:
-    """The cells of a candidate that was tuned for several settings, one at a time."""
-    return ", ".join(cell for cell in cells if cell not in ("", DASH)) or cells.iloc[0]
+    return texts.agg(joined).reset_index()  # of settings that were tuned one at a time

@@ -50,10 +50,7 @@ def ssim(one: Tensor, other: Tensor) -> Tensor:
 
 
 def pair(found: Tensor, labels: Tensor, images: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:
-    """Places of reconstructions and of the images that they belong to: the least sum of errors.
-
-    Pairs have one label as far as possible; `labels` are those of the reconstructions.  # [n], [n]
-    """
+    """Places of reconstructions and of their images, of one label if possible.  # [n], [n]"""
     errors = torch.cdist(found.flatten(1), images.flatten(1)).square() / images[0].numel()
     costs = errors + _OTHER_CLASS * (labels[:, None] != true)
     rows, columns = linear_sum_assignment(costs.numpy())
@@ -101,10 +98,7 @@ def pixels(runtime: ClientRuntime, images: Tensor) -> Tensor:
 def scores(
     runtime: ClientRuntime, found: Tensor, labels: Tensor, images: Images, draw: torch.Generator
 ) -> list[dict[str, Any]]:
-    """For new images and for exemplars the means of their scores, and the gains over controls.
-
-    `found` are reconstructions with these labels, `images` the true ones.
-    """
+    """The means of scores by kind of image, and gains over controls, of reconstructions `found`."""
     controls = other_images(runtime.dataset, labels, draw), mean_images(runtime.dataset, labels)
     own, other, mean = (by_kind(runtime, each, labels, images) for each in (found, *controls))
     return [
