@@ -31,7 +31,6 @@ class Adam:
         self.steps: int = moments["steps"]
 
     def descend(self, gradient: Tensor, lr: float) -> None:
-        """Take one step against a gradient."""
         beta1, beta2 = self.betas
         self.steps += 1
         self.first.lerp_(gradient, 1 - beta1)
@@ -40,7 +39,6 @@ class Adam:
         self.x.addcdiv_(self.first, root, value=-lr / (1 - beta1**self.steps))
 
     def moments(self) -> dict[str, Any]:
-        """Copies of the moments on the CPU, and the number of steps."""
         first, second = self.first.cpu().clone(), self.second.cpu().clone()
         return {"first": first, "second": second, "steps": self.steps}
 
@@ -60,5 +58,4 @@ class FlatAdam(Adam):
         self.lr = lr
 
     def step(self) -> None:
-        """Take one step along the model's gradients."""
         self.descend(self.model.gradients, self.lr)

@@ -14,12 +14,7 @@ CHUNK = 64  # gradients computed at a time
 
 
 def per_sample_gradients(network: Classifier, images: Tensor, labels: Tensor) -> Tensor:
-    """The gradient of each image's cross-entropy with respect to all parameters.  # [N, P]
-
-    In the order of the flat vector.
-    In evaluation mode: with the statistics of a batch no image has a gradient of its own.
-    In float32 whatever the network's precision: vmap does not mix types.
-    """
+    """Each image's gradient, in evaluation mode and float32, in flat order.  # [N, P]"""
     network.images_backpropagated += len(images)
     network = copy(network.eval())  # shares its layers, but counts the images of vmap as one
     values = {name: value.detach() for name, value in network.named_parameters()}

@@ -77,7 +77,6 @@ def _complete_plan(path: Path, values: PlanFile, dataset: ImageDataset) -> Plan:
 
 
 def _sorted_task(task: Task) -> Task:
-    """The task with its numbers in order."""
     train = None if task.train is None else tuple(sorted(task.train))
     return replace(task, classes=tuple(sorted(task.classes)), train=train)
 

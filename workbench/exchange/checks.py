@@ -42,7 +42,6 @@ def check_owners(where: str, parts: Iterable[Iterable[int]]) -> None:
 
 
 def _check_task(where: str, task: Task, plan: Plan, dataset: ImageDataset) -> None:
-    """Validate a task by the split of its plan and by the data set."""
     split, listed = plan.split, plan.split.kind == "file"
     size = split.classes_per_client or split.classes_per_task or plan.classes
     count = split.images_per_class
@@ -68,7 +67,6 @@ def _check_task(where: str, task: Task, plan: Plan, dataset: ImageDataset) -> No
 
 
 def _check_length(where: str, values: Sequence[object], least: int, most: float) -> None:
-    """Validate the length of a list."""
     if not least <= len(values) <= most:
         right = f"{least}" if least == most else f"at least {least}"
         raise ParameterError(f"{where} is a list of {len(values)}; it must be of {right}")

@@ -1,7 +1,4 @@
-"""Plans from partitions that other libraries have written: PFLlib and Flower Datasets.
-
-A partition has clients and no tasks: the classes of each client are cut into tasks here.
-"""
+"""Plans from partitions of PFLlib and Flower Datasets, whose classes are cut into tasks here."""
 
 import hashlib
 import io
@@ -54,7 +51,6 @@ class ImageFinder:
         return np.array(found, np.int64)
 
     def _reason(self, key: Key) -> str:
-        """Why an image is refused."""
         if key in self.indices:
             return "was there before; an image must be of one client, and once"
         if key in self.tests:
@@ -63,10 +59,7 @@ class ImageFinder:
 
 
 def find_images(dataset: ImageDataset, x: NDArray[Any], y: NDArray[Any]) -> Indices:
-    """The indices of training images that are elsewhere in another order, with their labels.
-
-    `x` are uint8 [N, C, H, W], [N, H, W, C] or, of grey images, [N, H, W].
-    """
+    """The indices of the training images `x`, uint8 [N, C, H, W], [N, H, W, C] or [N, H, W]."""
     return ImageFinder(dataset).find("the images", x, y, drop_tests=False)
 
 
@@ -78,10 +71,7 @@ def import_pfllib(
     seed: int = 0,
     drop_tests: bool = False,
 ) -> Plan:
-    """The plan of a folder of PFLlib: config.json and train/0.npz, ..., one for each client.
-
-    PFLlib mixes training and test images; `drop_tests` leaves the data set's test images out.
-    """
+    """The plan of PFLlib's config.json and train/0.npz, ...; `drop_tests` omits our test images."""
     path = Path(folder) / "config.json"
     config = convert(read_json(path), Mapping[str, object], str(path))
     assert isinstance(config, Mapping)
@@ -101,10 +91,7 @@ def import_flwr(
     seed: int = 0,
     rows: Indices | None = None,
 ) -> Plan:
-    """The plan of a JSON file {partition: [row, ...]} of training images.
-
-    `rows` are the indices of the images of all rows, from `find_images`; None: rows are indices.
-    """
+    """The plan of a JSON file {partition: [index, ...]}, or of positions in the images `rows`."""
     content = convert(read_json(Path(path)), Mapping[str, object], str(path))
     assert isinstance(content, Mapping)
     rows = np.arange(len(dataset.y_train)) if rows is None else rows
@@ -117,7 +104,6 @@ def import_flwr(
 
 
 def _read_part(where: str, values: object, count: int) -> Sequence[int]:
-    """The rows of a partition."""
     part = convert(values, tuple[int, ...], where)
     assert isinstance(part, tuple)
     for k, row in enumerate(part):
@@ -127,7 +113,6 @@ def _read_part(where: str, values: object, count: int) -> Sequence[int]:
 
 
 def _read_client(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
-    """The images and labels in a client's file of PFLlib."""
     try:
         with zipfile.ZipFile(path) as file:
             stream = io.BytesIO(file.read("data.npy"))
@@ -145,7 +130,6 @@ class _ArrayUnpickler(pickle.Unpickler):
     """Reads arrays in containers: a pickle from elsewhere must not run code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What arrays are made by; all else is refused."""
         made_by = {"_reconstruct": np.empty(0).__reduce__()[0], "ndarray": np.ndarray}
         known = {**made_by, "dtype": np.dtype}
         if module.partition(".")[0] != "numpy" or name not in known:
@@ -178,7 +162,6 @@ def _channels_first(where: str, x: NDArray[Any], shape: tuple[int, ...]) -> NDAr
 
 
 def _keys(x: NDArray[Any], y: NDArray[Any]) -> Iterator[Key]:
-    """What images are found by."""
     for image, label in zip(x, y.tolist(), strict=True):
         yield label, hashlib.sha256(image.tobytes()).digest()
 
@@ -206,5 +189,4 @@ def _cut_into_tasks(
 
 
 def _to_task(classes: Indices, images: Indices) -> Task:
-    """The task of some classes and images."""
     return Task(tuple(sorted(classes.tolist())), None, tuple(sorted(images.tolist())))

@@ -48,7 +48,6 @@ def write_table(plan: Plan, dataset: ImageDataset, path: Path) -> None:
 
 
 def _read_rows(path: Path) -> tuple[list[str], list[tuple[int, Row]]]:
-    """The columns of a table, and its lines with their numbers in the file."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             names, *lines = list(csv.reader(file)) or [[]]
@@ -63,7 +62,6 @@ def _read_rows(path: Path) -> tuple[list[str], list[tuple[int, Row]]]:
 
 
 def _to_row(where: str, names: list[str], cells: list[str]) -> Row:
-    """The cells of a line that are not empty."""
     if len(cells) != len(names):
         raise invalid(f"{where}: the number of cells", len(cells), str(len(names)))
     for name, cell in zip(names, cells, strict=True):
@@ -94,7 +92,6 @@ def _numbered(where: str, found: Collection[int]) -> range:
 
 
 def _to_task(where: str, rows: list[Row], listed: bool) -> dict[str, object]:
-    """The task of some lines, as plain values."""
     domain, *others = dict.fromkeys(row.get("domain") for row in rows)
     if others:
         raise invalid(f"{where}: domain", others[0], f"{domain}, as in its first line")

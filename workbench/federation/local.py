@@ -1,7 +1,4 @@
-"""A federation on this machine, compared with the simulation: `make federation`.
-
-A SuperLink and three SuperNodes with TLS and node authentication; keys are made on the spot.
-"""
+"""A federation on this machine with TLS, compared with the simulation: `make federation`."""
 
 import os
 import socket
@@ -48,16 +45,11 @@ class LocalFederation(ExitStack):
         self.environment = {**os.environ, **QUIET, **paths, "PATH": path}
 
     def start_superlink(self) -> subprocess.Popen[bytes]:
-        """Start it with a new certificate, and wait until it answers."""
         make_certificate(self.folder, "127.0.0.1")
         certificate, key = self.folder / "server.pem", self.folder / "server.key"
-        options: list[str | Path] = [
-            "--ssl-ca-certfile",
-            certificate,
-            "--ssl-certfile",
-            certificate,
-        ]
-        options += ["--ssl-keyfile", key, "--port", self.address.partition(":")[2]]
+        options: list[str | Path] = ["--ssl-ca-certfile", certificate]
+        options += ["--ssl-certfile", certificate, "--ssl-keyfile", key]
+        options += ["--port", self.address.partition(":")[2]]
         process = self.start("superlink", "flower-superlink", "--enable-supernode-auth", *options)
         (self.folder / "flower").mkdir(exist_ok=True)
         known = f'address = "{self.address}"\nroot-certificates = "{certificate}"\n'
@@ -74,18 +66,13 @@ class LocalFederation(ExitStack):
             make_node_key(key)
             self.flwr("supernode", "register", key.with_suffix(".pub"), "local")
         clients = " ".join(map(str, self.clients[number - 1]))
-        options: list[str | Path] = [
-            "--root-certificates",
-            self.folder / certificate,
-            "--superlink",
-            self.address,
-        ]
+        options: list[str | Path] = ["--root-certificates", self.folder / certificate]
+        options += ["--superlink", self.address]
         options += ["--auth-supernode-private-key", key, "--port", str(free_port())]
         options += ["--node-config", f'data="{data}" clients="{clients}"']
         return self.start(f"node{number}", "flower-supernode", *options)
 
     def start(self, name: str, program: str, *options: str | Path) -> subprocess.Popen[bytes]:
-        """Start a program that writes to a log of its own."""
         log = self.enter_context((self.folder / f"{name}.log").open("ab"))
         command = [PROGRAMS / program, *options]
         process = subprocess.Popen(command, env=self.environment, cwd=ROOT, stdout=log, stderr=log)
@@ -94,13 +81,11 @@ class LocalFederation(ExitStack):
         return process
 
     def flwr(self, *command: str | Path) -> subprocess.CompletedProcess[str]:
-        """The result of Flower's own command."""
         whole = [PROGRAMS / "flwr", *command]
         environment = self.environment
         return subprocess.run(whole, env=environment, cwd=ROOT, capture_output=True, text=True)
 
     def run(self) -> subprocess.CompletedProcess[str]:
-        """The result of `flwr run`, when the training has ended."""
         where = {"data": "server", "resume": "resume", "out": "records"}
         config = [f'{key}="{self.folder / name}"' for key, name in where.items()]
         setting, method = self.experiment.setting.name, self.experiment.method
@@ -109,11 +94,9 @@ class LocalFederation(ExitStack):
         return self.flwr("run", app, "local", "--stream", "--run-config", " ".join(config))
 
     def record(self) -> Record:
-        """The record that the server has written."""
         return load_record(self.folder / "records" / str(self.seed))
 
     def simulate(self) -> Record:
-        """The record of the same training in this process."""
         return train(federated(self.experiment), self.plans, 1, "cpu")[self.seed]
 
 

@@ -87,10 +87,7 @@ class Node:
         return result_to_tree(replace(result, state=store.put(result.state), reply=reply))
 
     def evaluate_client(self, call: Tree) -> Tree:
-        """Scores of a client's personal model, or of the global one with the client's buffers.
-
-        There are no class means: a node does not have images of all classes.
-        """
+        """Scores, without class means, of a client's personal model or of the global one."""
         round_id, state = self.arguments(call)
         given = (round_id, state, call["message"], call["personal"], False)
         return {"scores": self.here.map(Worker.evaluate_client, [given])[0]}
@@ -113,7 +110,6 @@ class Node:
         return round_id, initial
 
     def store(self, client: int) -> Store:
-        """Where the states of a client are."""
         return Store(self.states / str(client))
 
 
@@ -149,10 +145,7 @@ def require_identity(mine: Mapping[str, str], servers: Mapping[str, str]) -> Non
 
 
 def answer(message: Message, context: Context) -> Message:
-    """The reply to any message.
-
-    An error stops the server's run, as in a simulation; one before the work begins is a refusal.
-    """
+    """The reply to any message; an error before the work begins is a refusal, else it ends all."""
     node = None
     try:
         tree = unpack(message.content)

@@ -49,10 +49,7 @@ class Names(Store):
 
 
 class FederationExecutor:
-    """Sends client rounds to the nodes, all clients of a node in one message.
-
-    A node that does not answer, or refuses, is left out: its clients have dropped out of the round.
-    """
+    """Sends client rounds to the nodes; clients of one that does not answer drop out."""
 
     def __init__(
         self, grid: Grid, worker: Worker, headers: Mapping[int, Tree], timeout: float
@@ -81,7 +78,6 @@ class FederationExecutor:
         return [results.get(client, unknown)["scores"] for client in clients]
 
     def ask(self, name: str, calls: Sequence[tuple[Any, ...]]) -> dict[int, Tree]:
-        """The results by client; each node is sent one message."""
         by_client = {call[0].client: call_tree(name, *call) for call in calls}
         seed, messages = calls[0][0].seed, {}
         for node, clients in self.find_nodes().items():
@@ -133,12 +129,10 @@ class FederationExecutor:
         return replies
 
     def refuse(self, node: int, reason: str) -> None:
-        """Say that a node is left out, and why."""
         self.refusals.append(f"node {node} is left out: {reason}")
         print(self.refusals[-1], flush=True)
 
     def wait_for(self, clients: Iterable[int], seconds: float) -> None:
-        """Wait until every client is on a node."""
         end = time.monotonic() + seconds
         while missing := {*clients}.difference(*self.find_nodes().values()):
             if time.monotonic() > end:
@@ -174,11 +168,7 @@ def train_federation(
     wait: float = 600,
     timeout: float = 3600,
 ) -> dict[int, Record]:
-    """The records of an experiment that nodes train; `data` is the server's folder of shares.
-
-    Starts when all clients are there, or raises after `wait` seconds. A round waits for its nodes
-    for at most `timeout` seconds.
-    """
+    """The records of an experiment that nodes train; `wait` and `timeout` are in seconds."""
 
     def start(
         experiment: Experiment, plans: Mapping[int, Plan], _: int, device: str, resume: Path | None
@@ -217,10 +207,7 @@ def header(experiment: Experiment, plan: Plan, device: str, shares: Tree, token:
 
 @contextmanager
 def only_server(resume: Path) -> Iterator[str]:
-    """A token that names a training on the nodes, the same when it resumes.
-
-    A second server in the same folder is refused; one in another folder has states of its own.
-    """
+    """A token that names a training on the nodes; a second server in the folder is refused."""
     resume.mkdir(parents=True, exist_ok=True)
     with (resume / "federation").open("a+") as file:
         try:

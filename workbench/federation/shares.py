@@ -55,7 +55,6 @@ class OwnExperiment(Experiment):
     images: ImageDataset = field(kw_only=True)
 
     def dataset(self) -> ImageDataset:
-        """The data set, with the images of this machine."""
         return self.images
 
 
@@ -89,10 +88,8 @@ def write_shares(
     dataset: ImageDataset, plans: Mapping[int, Plan], nodes: Sequence[Sequence[int]], folder: Path
 ) -> None:
     """Write the shares of the server and of the nodes, given the clients of each node."""
-    reference, tests = (
-        first_per_class(dataset.y_train, MEAN_IMAGES),
-        torch.arange(len(dataset.y_test)),
-    )
+    reference = first_per_class(dataset.y_train, MEAN_IMAGES)
+    tests = torch.arange(len(dataset.y_test))
     share = take_share(dataset, reference, tests, ())
     share["train"] |= {"count": len(reference), "places": torch.arange(len(reference))}
     write_share(folder / "server", share)
@@ -100,14 +97,9 @@ def write_shares(
         plan.save(folder / "server" / f"plan-{seed}.json")
     digests = {}
     for number, clients in enumerate(nodes, start=1):
-        own = [
-            (p, client, task)
-            for p in plans.values()
-            for client in clients
-            for task in range(p.tasks)
-        ]
-        train = torch.cat([p.train_indices(dataset, client, task) for p, client, task in own])
-        test = torch.cat([p.test_indices(dataset, client, task) for p, client, task in own])
+        own = [(p, u, t) for p in plans.values() for u in clients for t in range(p.tasks)]
+        train = torch.cat([p.train_indices(dataset, u, t) for p, u, t in own])
+        test = torch.cat([p.test_indices(dataset, u, t) for p, u, t in own])
         share = take_share(dataset, train.unique(), test.unique(), clients)
         digests[write_share(folder / f"node{number}", share)] = list(clients)
     (folder / "server" / "nodes.json").write_text(json.dumps(digests, indent=1))

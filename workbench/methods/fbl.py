@@ -1,7 +1,4 @@
-"""FBL (Dong et al., 2023): balanced gradients and class relations against background shift.
-
-It was published for segmentation; on images with labels this is an adaptation, called FBL-C.
-"""
+"""FBL (Dong et al., 2023), for masks, and adapted to images: balanced gradients and relations."""
 
 import math
 from collections.abc import Iterator
@@ -48,7 +45,6 @@ class FBLParams(RehearsalParams):
     from_background: bool = True  # with masks: a new class starts as a part of the background
 
     def __post_init__(self) -> None:
-        """Parts of rehearsal must not be without effect."""
         super().__post_init__()
         if self.weight is not None or self.anchor:
             name = "anchor" if self.weight is None else "weight"
@@ -79,10 +75,7 @@ class FBLContext(RehearsalContext):
 
 
 class FBL(Rehearsal):
-    """FedAvg with the model received when a task begins as the teacher of its old classes.
-
-    An image without mask is one sample, an image with a mask one for each pixel.
-    """
+    """FedAvg with the model received when a task begins as the teacher of its old classes."""
 
     Params: ClassVar = FBLParams
     fedavg_equivalent: ClassVar = {
@@ -105,7 +98,6 @@ class FBL(Rehearsal):
         return {**super().init_client(client, server), **own}
 
     def start(self, client_round: ClientRound) -> FBLContext:
-        """The received model becomes the teacher if the task is new."""
         before: FBLState = client_round.state
         experience = client_round.experience
         new = before["experience"] != experience
@@ -123,12 +115,8 @@ class FBL(Rehearsal):
         seen = client_round.plan.seen(client_round.client, experience - 1)
         both = old and seen and client_round.classes  # old classes and new ones
         past = self.old_classes(client_round, old, epochs) if both else None
-        state = FBLState(
-            old=old,
-            experience=experience,
-            epochs=epochs + self.runtime.training.epochs,
-            entropy=entropy,
-        )
+        done = epochs + self.runtime.training.epochs
+        state = FBLState(old=old, experience=experience, epochs=done, entropy=entropy)
         return FBLContext(self.anchors_on_device(client_round), state, past)
 
     def log_entropy(self, client_round: ClientRound, new: bool) -> float:
@@ -151,10 +139,7 @@ class FBL(Rehearsal):
             bias[[*classes, self.runtime.classes]] = bias[-1] - math.log(len(classes) + 1)
 
     def old_classes(self, client_round: ClientRound, old: dict[str, Tensor], epochs: int) -> Past:
-        """The classes of the old model, which is loaded as the teacher.
-
-        Where every class returns, as with domains, all are old.
-        """
+        """The old model's classes, of which it is the teacher; all, where every class returns."""
         self.teacher.load(old["parameters"], old["buffers"])
         device = self.runtime.device
         seen = set(client_round.plan.seen(client_round.client, client_round.experience - 1))
@@ -175,10 +160,7 @@ class FBL(Rehearsal):
     def thresholds(
         self, client_round: ClientRound, columns: Tensor, epochs: int
     ) -> Iterator[Tensor]:
-        """For every batch each class's largest entropy of a pseudo label.  # [L] each
-
-        `epochs` are those of local training on the task so far.
-        """
+        """For every batch each class's largest entropy of a pseudo label.  # [L] each"""
         if not self.params.pseudo:
             return iter(())
         entropy, predicted = self.teacher_entropies(client_round, columns)
@@ -211,7 +193,6 @@ class FBL(Rehearsal):
         return entropies(teacher).cpu(), columns[teacher.argmax(1)].cpu()
 
     def loss(self, batch: Batch, context: FBLContext) -> Tensor:
-        """Weighted cross-entropy of labels and pseudo labels, and the relations of classes."""
         past = context.past
         if past is None:
             return super().loss(batch, context)
@@ -243,10 +224,7 @@ class FBL(Rehearsal):
         return torch.where(hidden, predicted.where(sure, UNSURE), labels)
 
     def compensation(self, past: Past, logits: Tensor, members: Tensor) -> Tensor:
-        """Each sample's gap (1 - p)^z, over the mean gap of its task's classes.  # [M]
-
-        0 where the label is UNSURE.
-        """
+        """Each sample's gap (1 - p)^z over its group's mean; 0 where it is UNSURE.  # [M]"""
         used = members.any(1)
         if self.params.weights == "none":
             return used.float()

@@ -45,10 +45,7 @@ class FedALAContext(StepContext):
 
 
 class FedALA(Method):
-    """FedAvg whose clients start from own + W * (received - own), W in [0, 1] per element.
-
-    Where W is 1 this is exactly the received model.
-    """
+    """FedAvg whose clients start from own + W * (received - own), W in [0, 1] per element."""
 
     Params: ClassVar = FedALAParams
     models = ("global", "personal", "local")  # personal: after local aggregation, before training
@@ -65,16 +62,12 @@ class FedALA(Method):
         self.size = sum(tensor.numel() for tensor in self.tensors)  # M
 
     def init_client(self, client: int, server: State) -> State:
-        """The initial model as the own one, and W = 1: all is taken from the server.
-
-        "settled" says whether W was learnt once.
-        """
+        """The initial model as the own one, and W = 1; "settled" says whether W was learnt once."""
         own = server["parameters"][-self.size :].clone()  # [M], the last tensors after training
         weights = torch.ones_like(own)
         return {"own": own, "weights": weights, "settled": False, "experiences": []}
 
     def start(self, client_round: ClientRound) -> FedALAContext:
-        """The last tensors of the received model are aggregated with the own ones."""
         state = client_round.state
         weights = state["weights"].to(self.runtime.device, copy=True)
         context = FedALAContext(weights, state["settled"])
@@ -100,7 +93,8 @@ class FedALA(Method):
         losses = list[float]()
         for _ in range(1 if context.settled else self.params.max_epochs):
             losses.append(self.epoch(window, own, received, weights))
-            if _converged(losses, self.params.threshold):
+            recent = losses[-RECENT:]
+            if len(losses) > RECENT and np.std(recent) < self.params.threshold:
                 break
         else:
             if not context.settled:
@@ -110,7 +104,6 @@ class FedALA(Method):
         client_round.log.numbers["mixing weight"] = float(weights.mean())
 
     def epoch(self, window: Tensor, own: Tensor, received: Tensor, weights: Tensor) -> float:
-        """One epoch of SGD on W alone; returns the loss of the last batch."""
         training = self.runtime.training
         lr = self.params.lr_product / training.lr  # not 0: then own and received model are equal
         module = self.model.module.eval()  # fixed statistics
@@ -144,8 +137,3 @@ class FedALA(Method):
     def load_personal_model(self, client_round: ClientRound) -> None:
         self.receive(client_round)
         self.start(client_round)
-
-
-def _converged(losses: list[float], threshold: float) -> bool:
-    """Whether there are more than `RECENT` losses and the last ones hardly differ."""
-    return len(losses) > RECENT and bool(np.std(losses[-RECENT:]) < threshold)

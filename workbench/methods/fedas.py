@@ -37,11 +37,7 @@ class FedASParams(FedAvgParams):
 
 
 class FedAS(Method):
-    """FedAvg of encoders; each client aligns the received one with its own before training.
-
-    The personal model is evaluated there, after alignment and before training; the authors evaluate
-    a client after training, which are the scores of the local model.
-    """
+    """FedAvg of encoders; the personal model is the received one, aligned with the own features."""
 
     Params: ClassVar = FedASParams
     models: tuple[str, ...] = ("personal", "local")
@@ -60,7 +56,6 @@ class FedAS(Method):
         return message if self.params.head == "shared" else self.without_head(message)
 
     def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
-        """The weighted average of the replies; a head that is not sent stays."""
         replies = [reply for reply in replies if reply.samples]
         if not replies:
             return server
@@ -75,7 +70,6 @@ class FedAS(Method):
         return {**server, **mean}
 
     def client_weights(self, replies: list[Reply], log: Log) -> list[float]:
-        """The Fisher trace of each client, or its number of samples."""
         samples = [float(reply.samples) for reply in replies]
         if self.params.weights == "samples":
             return samples
@@ -91,7 +85,6 @@ class FedAS(Method):
         return {**self.own_parts(server["parameters"], server["buffers"]), "experiences": []}
 
     def own_parts(self, parameters: Tensor, buffers: Tensor) -> dict[str, Tensor]:
-        """The parts of its own model that a client keeps for its next round."""
         parts = dict[str, Tensor]()
         if self.params.align:
             parts |= {"base": parameters[self.base], "base_buffers": buffers}
@@ -100,7 +93,6 @@ class FedAS(Method):
         return {name: part.cpu().clone() for name, part in parts.items()}
 
     def start(self, client_round: ClientRound) -> StepContext:
-        """Align the received encoder."""
         if self.params.align and len(client_round.indices):
             with client_round.log.clock("alignment"):
                 prototypes = self.prototypes(client_round)
@@ -126,7 +118,6 @@ class FedAS(Method):
         return table.index_copy(0, present, means).to(runtime.device)
 
     def align(self, client_round: ClientRound, prototypes: Tensor) -> None:
-        """One epoch of SGD on the encoder: features approach the prototype of their class."""
         model = self.model
         lr = self.params.align_lr
         for batch in self.shuffled(client_round, "alignment", self.params.align_batch_size):
@@ -139,10 +130,7 @@ class FedAS(Method):
         self.require_finite(model.parameters, client_round, f"align_lr (now {lr:g})")
 
     def shuffled(self, client_round: ClientRound, purpose: str, size: int) -> Iterator[Batch]:
-        """The client's images in random order; the live model is put into evaluation mode.
-
-        So a batch of one image is defined and no running statistics change.
-        """
+        """The client's images in random order, and the live model in evaluation mode."""
         self.model.module.eval()
         indices = client_round.indices
         order = torch.randperm(len(indices), generator=client_round.generator(purpose))
@@ -164,7 +152,6 @@ class FedAS(Method):
         return message
 
     def without_head(self, message: Message) -> Message:
-        """A message with the encoder's parameters alone, as "base"."""
         base = message["parameters"][self.base].clone()
         return {**{k: v for k, v in message.items() if k != "parameters"}, "base": base}
 
@@ -179,10 +166,7 @@ class FedAS(Method):
         return total.float().cpu()[None]
 
     def load_personal_model(self, client_round: ClientRound) -> None:
-        """Load the aligned encoder with the client's head, before training.
-
-        Without alignment for a client that was never selected: its head is untrained.
-        """
+        """Load the aligned encoder with the client's head; unaligned without a trained head."""
         self.receive(client_round)
         if client_round.state["experiences"]:
             self.start(client_round)

@@ -70,23 +70,18 @@ class FedDBE(Method):
         return InitialStates(initial.server, clients, down, up=mean.nbytes * len(replies))
 
     def warm_up(self, plan: Plan, client: int, server: State) -> Reply:
-        """A client round without offset and regulariser, of which only the mean is used.
-
-        In the published code the running statistics of the warm-up persist; here they do not.
-        """
+        """A client round without offset and regulariser, of which only the mean is used."""
         round_id = RoundId(plan.seed, client, 0, WARM_UP)
         message = super().broadcast(server, client)
         return self.train_client(self.client_round(round_id, plan, {}, message))
 
     def broadcast(self, server: State, client: int) -> Message:
-        """The model, and a renewed mean until the client has replied."""
         message = super().broadcast(server, client)
         if "mean" in server and client not in server["informed"]:
             message["mean"] = server["mean"]
         return message
 
     def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
-        """The averages of the models and, after the last round of a task, of the means."""
         averaged = super().aggregate(server, replies, log)
         senders = [reply for reply in replies if "mean" in reply.message]
         if senders:
@@ -117,10 +112,7 @@ class FedDBE(Method):
         return loss
 
     def regulariser(self, features: Tensor, context: FedDBEContext) -> Tensor:
-        """The mean over j of (m_j - shared_j)^2 / 2, where m is the running mean of features.
-
-        It updates m. It is 0 in the warm-up, where there is no global mean yet.
-        """
+        """The mean of (m_j - shared_j)^2 / 2, with the running mean m, which it updates."""
         mu = self.params.momentum  # m starts at 0 in every round, without bias correction
         before = torch.zeros_like(features[0]) if context.mean is None else context.mean
         mean = (1 - mu) * before + mu * features.mean(0)  # [F]
@@ -130,7 +122,6 @@ class FedDBE(Method):
         return result
 
     def correct_gradient(self, batch: Batch, context: FedDBEContext) -> None:
-        """Take an SGD step on the offset, without momentum or weight decay."""
         offset = context.offset
         if offset is not None and offset.grad is not None:
             offset.data.add_(offset.grad, alpha=-self.runtime.lr)
@@ -142,7 +133,6 @@ class FedDBE(Method):
         return {**super().update_state(client_round, context), **state}
 
     def upload(self, client_round: ClientRound, context: FedDBEContext) -> Message:
-        """The model and, in the warm-up or where it is renewed after a task, the running mean."""
         message = super().upload(client_round, context)
         renewed = self.params.refresh == "task" and client_round.last
         wanted = renewed or client_round.round == WARM_UP
@@ -160,7 +150,6 @@ class FedDBE(Method):
 
     @torch.no_grad()
     def add_offset(self, offset: Tensor | None) -> None:
-        """Add the offset to the live model: to its bias, as the head is linear."""
         if offset is not None:
             weight, bias = self.classifier.head.parameters()
             bias.add_(weight @ offset.to(bias.device))

@@ -21,10 +21,7 @@ OVERSHOT = "importance: the penalty overshoots, training.lr x fedssi_alpha x imp
 
 @dataclass(frozen=True)
 class FedSSIParams(FedAvgParams):
-    """How the importance of parameters is measured, and how strongly changes are penalised.
-
-    No default is verified: the authors published no code, and third parties disagree.
-    """
+    """How importance is measured and changes are penalised; no code was published."""
 
     # λ, from third parties: the surrogate's proximal weight is (1 - λ) / (2 λ)
     lam: OpenFraction = 0.1
@@ -33,7 +30,6 @@ class FedSSIParams(FedAvgParams):
 
     @property
     def pull(self) -> float:
-        """q(λ), the proximal weight that ties the surrogate to the global model."""
         return (1 - self.lam) / (2 * self.lam)
 
 
@@ -65,7 +61,6 @@ class FedSSI(Method):
         return {"experiences": [], "measured": True}
 
     def start(self, client_round: ClientRound) -> FedSSIContext:
-        """The first received model of a task is the anchor of the penalty."""
         state = client_round.state
         if client_round.first:
             self.log_start(client_round, state)
@@ -77,7 +72,6 @@ class FedSSI(Method):
         return FedSSIContext(state["omega"].to(device), anchor.to(device, copy=True))
 
     def log_start(self, client_round: ClientRound, state: State) -> None:
-        """Log what was not measured since the last round, and a penalty that overshoots."""
         missed = client_round.experience - 1 - client_round.latest + (not state["measured"])
         client_round.log.events += [MISSED] * missed
         strength = self.runtime.lr * self.params.fedssi_alpha
@@ -92,7 +86,6 @@ class FedSSI(Method):
             self.model.gradients.addcmul_(context.omega, drift, value=weight)
 
     def update_state(self, client_round: ClientRound, context: FedSSIContext) -> State:
-        """The anchor and, after the last round of a task, Ω with the importance of the task."""
         log = client_round.log
         state = super().update_state(client_round, context)
         state = {**state, "experiences": client_round.recorded, "measured": client_round.last}
@@ -125,11 +118,7 @@ class FedSSI(Method):
     def train_surrogate(
         self, client_round: ClientRound, context: FedSSIContext, start: Tensor
     ) -> Tensor:
-        """Train the surrogate, the live model, for an epoch.  # [P]
-
-        The result is the path integral of each parameter, -sum g * dv. The sources do not say how
-        long the surrogate is trained.
-        """
+        """Train the surrogate for an epoch; the path integrals, -sum g * dv.  # [P]"""
         model = self.model
         training = self.runtime.training
         integral = torch.zeros_like(start)

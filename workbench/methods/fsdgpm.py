@@ -112,10 +112,7 @@ class FsDgpm(Rehearsal):
         return {**super().update_state(client_round, context), **own}
 
     def loss(self, batch: Batch, context: FsDgpmContext) -> Tensor:
-        """The mean of the losses of new images and exemplars at the weights after each inner step.
-
-        Only the pass on the first part, at the weights themselves, updates running statistics.
-        """
+        """The mean loss of new images and exemplars at the weights after each inner step."""
         params = self.params
         if not params.inner_steps:
             return super().loss(batch, context)
@@ -163,6 +160,5 @@ class FsDgpm(Rehearsal):
         gradients.sub_(inside)
 
     def clip(self, vector: Tensor) -> None:
-        """Shorten a vector in place to the largest length."""
         if self.params.clip is not None:
             vector.mul_((self.params.clip / vector.norm()).clamp(max=1))

@@ -36,17 +36,11 @@ class GemContext(RehearsalContext):
 
 
 class Gem(Rehearsal):
-    """FedAvg whose clients project a gradient that conflicts with that of a past task.
-
-    The published code keeps the last images of a task and masks the classes of other tasks; here
-    the memory holds exemplars of each class and there is one head. A step costs an additional
-    backward pass for every past task, on all of its exemplars.
-    """
+    """FedAvg whose clients project a gradient that conflicts with that of a past task."""
 
     Params: ClassVar = GemParams
 
     def start(self, client_round: ClientRound) -> GemContext:
-        """The exemplars of each past task are normalised only once."""
         images, labels = self.exemplars_on_device(client_round)
         past = [
             (self.runtime.normalise(images[own]), labels[own].to(self.runtime.device))

@@ -37,11 +37,7 @@ class GpmContext(StepContext):
 
 
 class Gpm(Method):
-    """FedAvg whose clients project their gradients onto the complement of their past inputs.
-
-    The average of such updates is orthogonal to a client's past only where all clients have the
-    same past.
-    """
+    """FedAvg whose clients project their gradients onto the complement of their past inputs."""
 
     Params: ClassVar = GpmParams
     fedavg_equivalent: ClassVar = {"epsilon": 0.0, "increment": 0.0}
@@ -64,7 +60,6 @@ class Gpm(Method):
         return GpmContext(self.other_columns(client_round), [])
 
     def other_columns(self, client_round: ClientRound) -> Bases:
-        """The bases without the columns of the current task, on the device."""
         state = client_round.state
         bases = {n: m[:, state["tasks"][n] != client_round.task] for n, m in state["bases"].items()}
         return {name: basis.contiguous().to(self.runtime.device) for name, basis in bases.items()}
@@ -79,7 +74,6 @@ class Gpm(Method):
             client_round.log.numbers["removed"] = float(torch.stack(context.removed).mean())
 
     def correct_gradient(self, batch: Batch, context: GpmContext) -> None:
-        """Take the protected part from the gradient, and from what weight decay will add to it."""
         if self.params.project == "step" and subspaces.has_columns(context.bases):
             step = subspaces.descent_direction(self.runtime)
             self.model.gradients.sub_(self.protected_part(step, context))

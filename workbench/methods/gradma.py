@@ -49,7 +49,6 @@ class GradMA(Method):
         self.averages = not params.server
 
     def block_sizes(self) -> list[int] | None:
-        """The sizes of the blocks that are corrected separately."""
         tensors = self.model.module.parameters()
         return None if self.params.scope == "model" else [p.numel() for p in tensors]
 
@@ -96,7 +95,6 @@ class GradMA(Method):
     def remember(
         self, server: State, updates: dict[str, Tensor], log: Log
     ) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """The remembered updates with this round's, and how often each client took part since."""
         memory, counts = dict(server["memory"]), dict(server["counts"])
         for client, update in updates.items() if self.params.remembered else ():
             if client not in memory and len(memory) == self.params.remembered:
@@ -111,7 +109,6 @@ class GradMA(Method):
         return memory, counts
 
     def start(self, client_round: ClientRound) -> GradMAContext:
-        """The received model is also a point where gradients are taken."""
         received = client_round.message["parameters"].to(self.runtime.device)
         return GradMAContext(received, received, Corrections(), client_round.log)
 
@@ -119,9 +116,7 @@ class GradMA(Method):
         context.corrections.log(client_round.log, "gradma")
 
     def correct_gradient(self, batch: Batch, context: GradMAContext) -> None:
-        """Remove conflicts of the step with three vectors: the gradients at the previous iterate
-        and at the received model, and the displacement from the received model.
-        """
+        """Remove conflicts with the displacement and gradients at the last and received iterate."""
         if not self.params.worker:
             return
         model = self.model
@@ -140,10 +135,7 @@ class GradMA(Method):
         context.previous = here
 
     def gradient_at(self, point: Tensor, batch: Batch, context: GradMAContext) -> Tensor:
-        """The gradient of a batch at another point, with weight decay.  # [P]
-
-        In the same mode as the step, so that all gradients are those of one function.
-        """
+        """The gradient of a batch at another point, with weight decay.  # [P]"""
         self.model.parameters.copy_(point)
         loss = self.loss(batch, context)
         tensors = self.model.tensors

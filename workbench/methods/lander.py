@@ -95,10 +95,7 @@ def anchor_hinge(mapped: Tensor, anchors: Tensor, radius: float) -> Tensor:
 
 
 class NoisyLabelGenerator(nn.Module):
-    """Images from the anchors of their classes: noisy linear layers, then an `ImageGenerator`.
-
-    Every `CHUNK` consecutive images have a noisy layer of their own, drawn anew by `redraw`.
-    """
+    """Images from anchors: a noisy linear layer for every `CHUNK` images, then a generator."""
 
     def __init__(self, shape: Shape, latent: int, width: int, anchor: int, images: int) -> None:
         super().__init__()
@@ -110,7 +107,6 @@ class NoisyLabelGenerator(nn.Module):
 
     @torch.no_grad()
     def redraw(self, draw: torch.Generator) -> None:
-        """Draw the weights of the noisy layers from N(0, 1) and set their biases to 0."""
         self.weight.copy_(torch.randn(self.weight.shape, generator=draw))
         self.bias.zero_()
 
@@ -136,9 +132,8 @@ class AnchoredSynthesis(Synthesis):
     ) -> None:
         sizes = runtime.shape, params.latent, params.generator_width
         inputs = anchors.shape[1], params.synthesis_batch_size
-        self.layers = build_seeded(
-            lambda: NoisyLabelGenerator(*sizes, *inputs), *source.seed, "generator"
-        )
+        build = partial(NoisyLabelGenerator, *sizes, *inputs)
+        self.layers = build_seeded(build, *source.seed, "generator")
         super().__init__(runtime, params, source, self.layers, log)
         self.first_saved = params.warmup
         self.anchor_weight: float = params.anchor_weight
@@ -171,10 +166,7 @@ class LanderContext(DataFreeContext):
 
 
 class Lander(DataFree):
-    """FedAvg with anchors per class, near which a linear map brings features and images.
-
-    The map is trained, sent and averaged with the model. Clients receive the anchors once.
-    """
+    """FedAvg with anchors per class, near which a linear map brings features and images."""
 
     Params: ClassVar = LanderParams
     fedavg_equivalent: ClassVar = {"kd": 0.0, "anchor_weight": 0.0, "ce_classes": "all"}
@@ -239,7 +231,6 @@ class Lander(DataFree):
         return loss + F.mse_loss(student[1], teacher[1])
 
     def correct_gradient(self, batch: Batch, context: LanderContext) -> None:
-        """Take the SGD step of the map."""
         context.map_sgd.step()
         self.map.gradients.zero_()
 

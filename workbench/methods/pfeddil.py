@@ -22,10 +22,7 @@ SHARE = 1e-8  # added to each model's, so that they have a sum
 
 @dataclass(frozen=True)
 class PFedDILParams(FedAvgParams):
-    """How many models a client has, when it starts a new one, and what holds it near the others.
-
-    No code was published, and no rate or threshold could be read.
-    """
+    """How many models a client has, when it starts one, and their pull; no code was published."""
 
     models: PositiveInt = 3  # d, of a client at most
     # a model is near if it takes more than this share of a task for its own
@@ -78,7 +75,6 @@ class PFedDIL(Method):
         return {"models": [], "current": 0, "experiences": []}  # "current": in training
 
     def start(self, client_round: ClientRound) -> PFedDILContext:
-        """Load what the training of a new task starts from, if not the received model."""
         state = client_round.state
         models: list[PersonalModel] = state["models"]
         current = state["current"]
@@ -105,7 +101,6 @@ class PFedDIL(Method):
         return torch.tensor([float(log_share(*each).exp().mean()) for each in features])
 
     def load_own(self, client_round: ClientRound, current: int) -> None:
-        """Load one of the client's models; a new one has the initial weights."""
         models: list[PersonalModel] = client_round.state["models"]
         if current < len(models):
             self.model.load(models[current]["parameters"], models[current]["buffers"])
@@ -114,10 +109,7 @@ class PFedDIL(Method):
             self.model.load(initial.parameters, initial.buffers)
 
     def log_choice(self, client_round: ClientRound, near: Tensor, current: int) -> None:
-        """Log how many models there are, how near the nearest is, and whether it is the one.
-
-        The last is known where the task returns: was the chosen model trained on it before?
-        """
+        """Log how many models there are, how near the nearest is, and whether it knows the task."""
         models: list[PersonalModel] = client_round.state["models"]
         numbers = client_round.log.numbers
         numbers["models"] = max(len(models), current + 1)

@@ -56,7 +56,6 @@ class SRFDIL(SampleCache):
             self.extra_networks = {name: FlatModel(network) for name, network in live.items()}
 
     def network(self, name: str, seed: int) -> nn.Module:
-        """The generator or the discriminator with the initial weights of `seed`."""
         build = build_generator if name == "generator" else build_discriminator
         sizes = self.classifier.features, self.runtime.classes
         return build_seeded(partial(build, *sizes), seed, name)
@@ -86,10 +85,7 @@ class SRFDIL(SampleCache):
         return self.discriminate(*self.features(samples)).cpu()
 
     def features(self, samples: ExemplarLists) -> tuple[Tensor, Tensor]:
-        """Features of these samples, standardised among them, and one-hot labels, on the device.
-
-        They are those of the live model's encoder in evaluation mode.  # [N, F], [N, classes]
-        """
+        """Standardised features of samples, and one-hot labels.  # [N, F], [N, classes]"""
         features = self.runtime.outputs(samples["images"], self.classifier.encode)
         deviations, means = torch.std_mean(features, 0, correction=0)
         standardised = (features - means) / (deviations + DEVIATION)
@@ -97,13 +93,11 @@ class SRFDIL(SampleCache):
         return standardised.to(self.runtime.device), classes.to(self.runtime.device)
 
     def discriminate(self, features: Tensor, classes: Tensor) -> Tensor:
-        """The live discriminator's logits for features of classes.  # [N]"""
         inputs = torch.cat([features, classes], 1)
         logits: Tensor = self.extra_networks["discriminator"].module(inputs)
         return logits.squeeze(1)
 
     def fit_networks(self, client_round: ClientRound, cache: ExemplarLists) -> None:
-        """Steps of both networks on features of the cache; the classifier is not changed."""
         features, classes = self.features(cache)
         draw = client_round.generator("features")
         indices, noise = list[Tensor](), list[Tensor]()

@@ -25,17 +25,13 @@ class TargetParams(DataFreeParams):
     latent_lr: Positive = 0.01  # of Adam on the generator's inputs
 
     def __post_init__(self) -> None:
-        """Validate that the student is trained."""
         if self.adversarial_weight and self.warmup >= self.saved_rounds:
             rounds = "the rounds that images / synthesis_batch_size need"
             raise invalid("warmup", self.warmup, f"below {self.saved_rounds}, {rounds}")
 
 
 class MetaSynthesis(Synthesis):
-    """Every round trains a copy of the meta-generator together with its inputs.
-
-    The sum of the copy's gradients is the gradient of the meta-generator: first-order MAML.
-    """
+    """Every round trains a copy of the meta-generator with its inputs: first-order MAML."""
 
     def __init__(
         self, runtime: ClientRuntime, params: TargetParams, source: Source, log: Log

@@ -132,10 +132,7 @@ class VrMcl(Rehearsal):
         return loss.detach(), grad(loss, theta)[0]
 
     def through(self, steps: list[tuple[Tensor, Tensor]], slopes: list[Tensor]) -> Tensor:
-        """The gradient of the mean loss, given the slopes after each inner step.  # [P]
-
-        A step maps x to x - inner_lr g(x): its transposed derivative is I - inner_lr H(x).
-        """
+        """The gradient of the mean loss, given the slopes after each inner step.  # [P]"""
         total = torch.zeros_like(slopes[0])
         for (start, gradient), slope in zip(reversed(steps), reversed(slopes), strict=True):
             total = total + slope

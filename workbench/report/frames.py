@@ -1,7 +1,4 @@
-"""Runs as rows of a data frame: what every table and figure starts from.
-
-A row of `run_frame` is a run. The frames of the pages on sweeps have further columns.
-"""
+"""Runs as rows of a data frame: what every table and figure starts from."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -46,11 +43,7 @@ def unique_runs(records: Sequence[Record]) -> Sequence[Record]:
 
 
 def shared_seeds(records: Sequence[Record]) -> list[Record]:
-    """The records with the seeds that most methods of their setting have.
-
-    Means in one column are over the same seeds, except those of a method that lacks some. One
-    that has none of them keeps its own.
-    """
+    """The records with the seeds that most methods of their setting have, or else their own."""
     seeds: dict[tuple[str, str], set[int]] = {}
     for record in records:
         setting, method, seed = record.run
@@ -144,10 +137,7 @@ def _costs(record: Record) -> dict[str, float]:
 
 
 def relative_costs(rows: pd.DataFrame) -> dict[str, pd.Series]:
-    """Images and bytes of runs as multiples of the mean of `UNIT` in their setting.
-
-    NaN without that method, and where nothing is sent.
-    """
+    """Images and bytes of runs in units of `UNIT`'s mean in their setting; NaN without it."""
     costs = {"images": rows.images, "bytes": rows.bytes_up + rows.bytes_down}
     units = {
         name: cost[rows.method == UNIT].groupby(rows.setting).mean() for name, cost in costs.items()
@@ -156,21 +146,14 @@ def relative_costs(rows: pd.DataFrame) -> dict[str, pd.Series]:
 
 
 def model_frame(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of `run_frame`, then rows for the personal models of runs with a global one.
-
-    In the latter `main_` are the columns of the personal models.
-    """
+    """`run_frame`, then rows with the personal models as `main_` of runs with a global one."""
     both = rows[(rows.model == "global") & rows.personal_accuracy.notna()]
     personal = {c: both[c.replace("main_", "personal_")] for c in rows if c.startswith("main_")}
     return pd.concat([rows, both.assign(model="personal", **personal)], ignore_index=True)
 
 
 def block_frame(rows: pd.DataFrame) -> pd.DataFrame:
-    """Final accuracies, a column per method and a row per block: a setting with a seed.
-
-    Of the blocks those with the most methods, and of these the methods that all blocks have: ranks
-    in blocks with other methods cannot be compared.
-    """
+    """Final accuracies by method, in the blocks (a setting with a seed) with the most methods."""
     blocks = rows.pivot(index=["setting", "seed"], columns="method", values="main_accuracy")
     counts = blocks.notna().sum(axis=1)
     return blocks[counts == counts.max()].dropna(axis=1)
@@ -183,16 +166,13 @@ def experience_frame(records: Sequence[Record], personal: bool = False) -> pd.Da
     `personal` those of the personal models; forgetting is that within the cycle. The gap is local
     minus global accuracy on the task just learnt.
     """
-    rows = [
-        row
-        for record in unique_runs(records)
-        for row in _experience_rows(record, "personal" if personal else record.main_model)
-    ]
+    rows = [row for record in unique_runs(records) for row in _experience_rows(record, personal)]
     return pd.DataFrame(rows)
 
 
-def _experience_rows(record: Record, model: str) -> Iterator[dict[str, Any]]:
+def _experience_rows(record: Record, personal: bool) -> Iterator[dict[str, Any]]:
     setting, method, seed = record.run
+    model = "personal" if personal else record.main_model
     own, global_, local = (
         record.task_accuracies(name)  # [S, T]
         for name in (model, "global", "local")
@@ -218,7 +198,6 @@ def coreset_frame(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def _selection(record: Record) -> dict[str, Any]:
-    """Rule, exemplars per class, and milliseconds of one client for one task."""
     memory: dict[str, Any] = record.about["method"].get("memory") or {}
     rounds = [row for row in record.history if "coreset" in row["seconds"]]
     selections = sum(row["completed"] for row in rounds) or np.nan
@@ -251,10 +230,7 @@ def limited_memory(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def overlap_frame(records: Sequence[Record]) -> pd.DataFrame:
-    """The rows of `run_frame` on reporting seeds, each method with its chosen value.
-
-    `overlap` is the share of all classes that a client has in %, `size` the classes of a task.
-    """
+    """`run_frame` on reporting seeds with chosen values; `overlap` in % of classes, task `size`."""
     rows = run_frame(records)
     settings = [record.about["setting"] for record in records]
     sizes = [setting["split"]["classes_per_task"] for setting in settings]
@@ -276,10 +252,7 @@ def mask_frame(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def projection_frame(projected: Sequence[Record], exact: Sequence[Record]) -> pd.DataFrame:
-    """`run_frame` of runs that match on projections, then that of the same runs without any.
-
-    The value of the latter is "exact".
-    """
+    """`run_frame` of runs on projections, and of the same runs with the value "exact"."""
     own = {record.run for record in projected}
     same = [record for record in exact if record.run in own]
     return pd.concat([run_frame(projected), run_frame(same).assign(value="exact")])

@@ -1,8 +1,4 @@
-"""Comparisons of many methods at once: ranks with a critical difference, p-values corrected.
-
-After Demšar, "Statistical Comparisons of Classifiers over Multiple Data Sets", 2006. SciPy has the
-distributions; packages that wrap them would bring a second statistics library for two formulas.
-"""
+"""Comparisons of many methods (Demšar, 2006): ranks with a critical difference, Holm's p-values."""
 
 from collections.abc import Iterable, Sequence
 
@@ -29,10 +25,7 @@ def friedman(scores: pd.DataFrame) -> float:
 
 
 def critical_difference(methods: int, blocks: int, level: float = LEVEL) -> float:
-    """Nemenyi's: mean ranks that are further apart differ, at `level` for all pairs together.
-
-    Zero for a single method.
-    """
+    """Nemenyi's: mean ranks further apart differ, at `level` for all pairs together."""
     if methods < 2:
         return 0.0
     quantile = studentized_range.ppf(1 - level, methods, np.inf) / np.sqrt(2)
@@ -40,11 +33,7 @@ def critical_difference(methods: int, blocks: int, level: float = LEVEL) -> floa
 
 
 def rank_correlation(a: Iterable[float], b: Iterable[float]) -> dict[str, float]:
-    """Spearman's ρ of two scores of the same methods, with the limits of its 95 % interval.
-
-    The interval is that of Bonett and Wright (2000) over the methods; undefined for fewer than 4.
-    Equal orders, of which it would be a point, count as half a swap of neighbours there.
-    """
+    """Spearman's ρ with its 95 % interval (Bonett and Wright, 2000), from 4 methods on."""
     ranks = pd.DataFrame({"a": [*a], "b": [*b]}).rank()
     n, rho = len(ranks), float(ranks.a.corr(ranks.b))
     half = 1.96 * np.sqrt((1 + rho**2 / 2) / (n - 3)) if n > 3 else np.nan

@@ -60,19 +60,13 @@ def propose(task: TaskData) -> Proposal:
 
 
 def _sample(weights: Tensor, generator: Generator) -> Tensor:
-    """Indices sampled without replacement, with the weights as probabilities; 0 comes last.  # [N]
-
-    By exponential times with the weights as rates: the shortest time is the first draw.
-    """
+    """Indices by weight without replacement, the shortest exponential time first; 0 last.  # [N]"""
     times = torch.empty_like(weights).exponential_(generator=generator)
     return (times / weights).argsort(stable=True)
 
 
 class _Proxy:
-    """The model trained on weighted images: the network, or its head on fixed features.
-
-    In evaluation mode: with the statistics of a batch no image has a loss of its own.
-    """
+    """The model trained on weighted images in evaluation mode: the network, or its head alone."""
 
     def __init__(self, learner: Learner, space: Literal["all", "head"]) -> None:
         self.learner = learner
@@ -82,19 +76,14 @@ class _Proxy:
 
     @torch.no_grad()
     def inputs(self, images: Tensor, labels: Tensor) -> Inputs:
-        """The module's inputs, normalised images or their features, with labels."""
         inputs, labels = self.learner.inputs(images, labels)
         return self.learner.network.encode(inputs) if self.head_only else inputs, labels
 
     def losses(self, inputs: Inputs) -> Tensor:
-        """The cross-entropy of each image, with its graph.  # [n]"""
         return F.cross_entropy(self.module(inputs[0]), inputs[1], reduction="none")
 
     def train(self, inputs: Inputs, weights: Tensor, lr: float) -> float:
-        """One step on the inner loss sum_i p_i l_i (released: the mean, n times less).
-
-        Returns the mean of all l_i before the step.
-        """
+        """One step on the inner loss sum_i p_i l_i (released: the mean); the mean l_i before it."""
         losses = self.losses(inputs)
         gradient = grad(weights.to(losses) @ losses, self.parameters)
         with torch.no_grad():
@@ -129,7 +118,6 @@ def _optimise_weights(task: TaskData, batch: Tensor) -> Tensor:
 def _descend(
     task: TaskData, proxy: _Proxy, inputs: Inputs, past: Inputs, lr: float
 ) -> Tensor | None:
-    """The weights after all outer steps; None if the proxy diverges in one.  # float64 [n]"""
     options, count = task.options, len(inputs[1])
     total = task.exemplars_per_class * len(task.labels.unique())
     share = min(count, math.ceil(total * count / len(task.labels)))  # how many will be selected

@@ -55,7 +55,6 @@ def propose(task: TaskData) -> Proposal:
 
 
 def _reference_losses(task: TaskData) -> Tensor:
-    """The loss of each image under the reference model.  # [N]"""
     options = task.options
     inputs, labels = task.inputs()
     task.learner.load_initial_weights()

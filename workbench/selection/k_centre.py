@@ -10,11 +10,7 @@ from stamp_core.coresets.selection.base import Candidates
 
 
 def choose(candidates: Candidates) -> Tensor:
-    """The image nearest to the prototype, then always the one farthest from all chosen images.
-
-    The largest distance of an image to its nearest chosen one is at most twice the optimum. Ties
-    go to the lowest index; images with features that are not finite come last.
-    """
+    """The image nearest to the prototype, then always the one farthest from all chosen images."""
     first = min(1, candidates.exemplars_per_class)
     chosen = herding.choose(replace(candidates, exemplars_per_class=first))
     features = candidates.features.double()  # [N, D]

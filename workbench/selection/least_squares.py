@@ -34,10 +34,7 @@ def solve_printed_problem(candidates: Candidates, solver: Solver) -> Tensor:
 
 
 def largest_first(scores: Tensor, count: int) -> Tensor:
-    """Indices of the `count` largest scores, ties to the lowest index.  # [count]
-
-    Scores equal to six decimals are ties: smaller differences are errors of the solver.
-    """
+    """Indices of the `count` largest scores, rounded; ties to the lowest index.  # [count]"""
     return scores.round(decimals=6).argsort(descending=True, stable=True)[:count]
 
 

@@ -10,11 +10,7 @@ from workbench.selection.least_squares import largest_first, solve_printed_probl
 
 
 def choose(candidates: Candidates) -> Tensor:
-    """The images with the largest positive coefficients; herding chooses the rest.
-
-    Without other exemplars a = 1 has no error and is positive: as for least squares, the problem
-    does not select by itself. Otherwise few coefficients tend to be positive.
-    """
+    """The images with the largest positive coefficients; herding chooses the rest."""
     values = solve_printed_problem(candidates, nonnegative_solution)
     positive = int((values > 0).sum())
     return extend_by_herding(candidates, largest_first(values, min(positive, candidates.count)))

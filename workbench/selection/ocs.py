@@ -26,18 +26,13 @@ class Options:
     gradients: Literal["head", "all"] = "all"  # of which parameters
 
     def __post_init__(self) -> None:
-        """Check that a batch has as many candidates."""
         if self.batch_candidates > self.batch_size:
             allowed = f"at most batch_size, {self.batch_size}"
             raise invalid("batch_candidates", self.batch_candidates, allowed)
 
 
 def propose(task: TaskData) -> Proposal:
-    """The candidates of all batches by their score, then the other images by theirs.
-
-    As published, the network is trained on a batch's candidates before the next batch is scored;
-    here the method trains, and all batches are scored afterwards.
-    """
+    """The candidates of all batches by their score, all scored beforehand, then the others."""
     stream = torch.randperm(len(task.labels), generator=task.generator)
     scores = _stream_scores(task, stream)
     is_candidate = _select_candidates(scores, task.options)
@@ -77,10 +72,7 @@ def _stream_scores(task: TaskData, stream: Tensor) -> Tensor:
 
 
 def _gradient_factors(task: TaskData, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Two vectors for each image, whose outer product is its gradient.  # [n, L], [n, R]
-
-    The head's gradient is error x (feature, 1); that of all parameters is 1 x itself.
-    """
+    """Two vectors for each image: their outer product is its gradient.  # [n, L], [n, R]"""
     if task.options.gradients == "head":
         errors, features = head_gradient_factors(task.learner.network, images, labels)
         return errors, F.pad(features, (0, 1), value=1.0)
@@ -144,6 +136,5 @@ def _normalise_rows(vectors: Tensor) -> Tensor:
 
 
 def _in_batches(values: Tensor, batch_size: int, fill: float = 0.0) -> Tensor:
-    """Values in batches, the last one padded.  # [n, ...] -> [b, batch_size, ...]"""
     missing = (0, 0) * (values.dim() - 1) + (0, -len(values) % batch_size)
     return F.pad(values, missing, value=fill).view(-1, batch_size, *values.shape[1:])

@@ -51,11 +51,7 @@ def propose(task: TaskData) -> Proposal:
 
 
 def _squeeze(task: TaskData) -> None:
-    """Train the learner, from the client's weights, into the teacher of the task.
-
-    Without the published augmentation, momentum and weight decay. If training does not lower the
-    loss, the client's model is the teacher.
-    """
+    """Train the learner from the client's weights; these are the teacher if the loss stays."""
     options, learner, (inputs, labels) = task.options, task.learner, task.inputs()
     learner.load_client_weights()
     before = learner.losses(inputs, labels).mean()
@@ -87,10 +83,7 @@ def _recover(task: TaskData, labels: Tensor) -> Tensor:
 
 
 def _random_rolls(task: TaskData) -> Iterator[tuple[int, int]]:
-    """By how many pixels images are rolled down and right in each iteration.
-
-    At most an eighth of the side, as the published 4 of 32 pixels.
-    """
+    """By how many pixels images are rolled in each iteration, at most 1/8 of the side."""
     size = (task.options.iterations,)
     limits = [min(task.options.roll, side // 8) for side in task.images.shape[2:]]
     down, right = (torch.randint(m + 1, size, generator=task.generator).tolist() for m in limits)
@@ -99,7 +92,6 @@ def _random_rolls(task: TaskData) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def _record_norm_inputs(network: Classifier) -> Iterator[NormInputs]:
-    """A context that records the inputs of batch normalisation layers."""
     inputs: NormInputs = {}
     with ExitStack() as hooks:
         for norm in network.norms:
@@ -137,7 +129,6 @@ def _replace_invalid(task: TaskData, pixels: Tensor, labels: Tensor) -> tuple[Te
 
 @torch.no_grad()
 def _relabel(task: TaskData, images: Tensor, labels: Tensor) -> Tensor:
-    """The teacher's logits on the uint8 images.  # [n, classes], or [n, 0] without soft labels"""
     network = task.learner.network.eval()
     if not task.options.soft:
         return torch.empty(len(images), 0)

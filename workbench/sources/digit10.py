@@ -33,7 +33,6 @@ class Options:
     per_class: PositiveInt | None = None
 
     def __post_init__(self) -> None:
-        """Validate the names of the sets."""
         for name in self.sets:
             if name not in SETS:
                 raise unknown_name("sets:", name, SETS)

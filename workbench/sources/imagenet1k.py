@@ -32,7 +32,6 @@ class Options:
     test: Literal["val", "train"] = "val"  # train: the images of train/ after those for training
 
     def __post_init__(self) -> None:
-        """Validate that testing leaves images for training."""
         if self.test == "train":
             limited = self.per_class_train is not None
             require(self, "per_class_train", limited, "a number, as test is 'train'")

@@ -40,7 +40,6 @@ class Options:
     test_share: OpenFraction = 0.25  # of each class of a domain
 
     def __post_init__(self) -> None:
-        """Validate the domains."""
         folder.check_domains(self.domains)
 
 

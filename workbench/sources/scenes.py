@@ -57,21 +57,16 @@ def make(options: Options) -> ImageArrays:
 
 
 def _box(options: Options) -> int:
-    """The side of the square in which a character is drawn."""
     return 7 * options.size // 16
 
 
 def _draw_subset(shapes: Bytes, options: Options, subset: int, count: int) -> tuple[Bytes, Numbers]:
-    """Scenes with masks [N, 2, size, size] and their labels."""
     parts = [_draw_class(shapes, options, label, subset, count) for label in range(options.classes)]
     return np.concatenate(parts), np.repeat(np.arange(options.classes), count)
 
 
 def _draw_class(shapes: Bytes, options: Options, label: int, subset: int, count: int) -> Bytes:
-    """The scenes of one class with their masks.  # [n, 2, H, W]
-
-    Where masks meet, that of the scene's own class is in front.
-    """
+    """The scenes of one class with their masks, of which its own is in front.  # [n, 2, H, W]"""
     generator = np.random.Generator(np.random.PCG64([0, label, subset]))
     shape = (count, options.classes + 4 + SHOWN * NUMBERS + options.size**2)
     draws = generator.integers(0, ONE, shape, dtype=np.uint16).astype(np.int64)
@@ -108,7 +103,6 @@ def _draw_character(
 
 
 def _widen(cover: Numbers) -> npt.NDArray[np.bool_]:
-    """The pixels near a stroke.  # [n, size, size]"""
     padded = np.pad(cover > STROKE, ((0, 0), (REACH, REACH), (REACH, REACH)))
     side = 2 * REACH + 1
     windows = np.lib.stride_tricks.sliding_window_view(padded, (side, side), (1, 2))

@@ -43,10 +43,7 @@ def epsilons(records: Iterable[Record], delta: float) -> dict[tuple[str, str], f
 
 
 def noise_multiplier(setting: Setting, delta: float, target: float) -> float:
-    """The smallest noise multiplier, rounded up, at which a run's ε at δ is at most `target`.
-
-    The setting's own noise multiplier does not count.
-    """
+    """The smallest noise multiplier, rounded up, at which a run's ε at δ is at most `target`."""
     spent = accountant(setting, delta)
     if not 0 < target < math.inf:
         raise invalid("target", target, "a finite ε above 0")

@@ -85,7 +85,6 @@ def plane(gradients: _Gradients, matching: MatchingParams) -> Figure:
 def _draw_gradients(
     axis: Axes, gradients: Values, reference: Values, radius: float, matched: Values, free: Values
 ) -> None:
-    """The gradients, the ball around the reference, and the matched direction in it."""
     ends = [reference - radius, reference + radius, np.zeros(2), reference, free, matched]
     points = np.vstack([gradients, *ends])
     half = 0.6 * max(np.ptp(points, axis=0).max(), 2e-9) * np.array([-1, 1])
@@ -112,17 +111,13 @@ def _draw_gradients(
 
 
 def _draw_name(axis: Axes, point: Values, name: str, away: Values, ink: str) -> None:
-    """A name near a point, in a direction away from it."""
     (x, y), (dx, dy) = point, 11 * away / max(float(np.linalg.norm(away)), 1e-9)
     text = axis.annotate(name, (x, y), (dx, dy), textcoords="offset points")
     text.set(color=ink, fontsize=12, ha="center", va="center")
 
 
 def _dual(w: Values, gradients: Values, reference: Values, radius: float) -> tuple[Values, Values]:
-    """F(w) = <g_w, g0> + radius |g_w| and min_i <g_i, d(w)>, for d(w) on the ball along g_w.
-
-    w [n, K] -> [n], [n].
-    """
+    """F(w) = <g_w, g0> + radius |g_w|, and min_i <g_i, d(w)> on the ball.  # [n, K] -> [n], [n]"""
     mixed = w @ gradients
     norms = np.linalg.norm(mixed, axis=1)
     with np.errstate(invalid="ignore"):  # no direction at g_w = 0: a gap in the curve
@@ -131,7 +126,6 @@ def _dual(w: Values, gradients: Values, reference: Values, radius: float) -> tup
 
 
 def _draw_dual(axis: Axes, gradients: Values, reference: Values, radius: float) -> None:
-    """F over the weights: of two gradients a curve with its lower bound, of three a triangle."""
     axis.set_title("the dual: F over the weights")
     if len(gradients) == 2:
         x = np.linspace(0, 1, 401)
@@ -205,7 +199,6 @@ def solvers(
 
 
 def _problems(count: int, spread: float, instances: int) -> list[Tensor]:
-    """The inner products of random gradients, of several draws."""
     problems = []
     for instance in range(instances):
         draw = generator("solvers", count, str(spread), instance)
@@ -215,7 +208,6 @@ def _problems(count: int, spread: float, instances: int) -> list[Tensor]:
 
 
 def _draw_gaps(axis: Axes, places: Sequence[float], problems: list[list[Tensor]]) -> None:
-    """For each solver the median gap and its range at each place."""
     for name, changes in SOLVERS.items():
         matching = MatchingParams(**changes)
         gaps = [[max(match_gram(each, matching).gap, FLOOR) for each in some] for some in problems]
@@ -254,7 +246,6 @@ def explore() -> Any:
 
 
 def _controls() -> dict[str, Any]:
-    """Every control by the name of its value; a slider reports when it is released."""
     menus, late = get_type_hints(MatchingParams), {"continuous_update": False}
     controls = {"gradients": widgets.ToggleButtons(options=[2, 3])}
     for name in MENUS:

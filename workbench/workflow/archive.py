@@ -1,7 +1,4 @@
-"""The records of a setting in one small file: all but weights, features and exemplars.
-
-Pages are drawn from it without training, with the rows of methods that were trained beside it.
-"""
+"""The records of a setting in one small file: all but weights, features and exemplars."""
 
 import argparse
 import tarfile
@@ -17,16 +14,8 @@ from workbench.workflow.grid import data_folder
 from workbench.workflow.profiles import OWN
 
 
-def archive_file(profile: str, setting: str) -> Path:
-    """The file that holds the records of a setting."""
-    return ROOT / "figures" / profile / "records" / f"{setting}.tar.xz"
-
-
 def pack(folders: Sequence[Path], path: Path) -> None:
-    """Write the records in some folders of runs, which have a folder for each seed, to `path`.
-
-    Equal records give equal bytes.
-    """
+    """Write the records in folders of runs to `path`; equal records give equal bytes."""
     with (
         TemporaryDirectory() as scratch,
         atomic_write(path) as part,
@@ -65,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("profile", choices=OWN)
     parser.add_argument("setting")
     chosen = parser.parse_args(arguments)
-    path = archive_file(chosen.profile, chosen.setting)
+    path = ROOT / "figures" / chosen.profile / "records" / f"{chosen.setting}.tar.xz"
     runs = ROOT / data_folder(chosen.profile) / "runs" / chosen.setting
     if chosen.command == "unpack":
         if not path.exists():

@@ -66,11 +66,9 @@ class RayCluster:
         self.gpus = int(ray.cluster_resources().get("GPU", 0) > 0)
 
     def __enter__(self) -> Self:
-        """The cluster."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Leave it, which ends its tasks."""
         self.ray.shutdown()
 
     def room(self) -> int:
@@ -116,7 +114,6 @@ class SlurmCluster:
         self.jobs = ExitStack()
 
     def __enter__(self) -> Self:
-        """The cluster."""
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -1,7 +1,4 @@
-"""The command `stamp`: one experiment, names, parameters, whether a record is right.
-
-It needs no checkout; tables and figures of whole grids are those of `make`, in one.
-"""
+"""The command `stamp`: one experiment, names, parameters, whether a record is right."""
 
 import argparse
 import sys
@@ -47,10 +44,7 @@ def read_plans(experiment: Any, seeds: str, file: str | None) -> dict[int, Any]:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Train an experiment, and another one to compare it with, and print their accuracies.
-
-    Changes of the setting are those of both: else the difference would be one of protocols.
-    """
+    """Train an experiment, and one with the same setting to compare it with; print accuracies."""
     with without_garbage_collection():
         from stamp_core.engine.experiment import load_experiment
         from stamp_core.engine.train import train

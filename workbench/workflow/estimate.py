@@ -69,7 +69,6 @@ class SyntheticExperiment(Experiment):
     """An experiment on three batches of random images of the shape of its data set's."""
 
     def dataset(self) -> ImageDataset:
-        """The images, for training and tests."""
         shape = published_dataset(self.setting.data)
         classes = self.setting.split.classes_per_task or 1
         return synthetic_data(shape, classes, STEPS * self.setting.training.batch_size)
@@ -162,11 +161,7 @@ def compute_needs(
 
 
 def multiply(hours: float, ratios: Mapping[str, float], experiment: Experiment) -> float | None:
-    """An experiment's hours by FedAvg's.
-
-    A published form counts like the one of the small setting, any other preset without seconds
-    like its kind: a part of STAMP like STAMP.
-    """
+    """An experiment's hours by FedAvg's; without seconds it counts like its kind or small form."""
     method, kind = experiment.method, experiment.resolved()["method"]["kind"]
     known = (ratios[m] for m in (method, method.removesuffix("_published"), kind) if m in ratios)
     ratio = next(known, None)
@@ -174,10 +169,7 @@ def multiply(hours: float, ratios: Mapping[str, float], experiment: Experiment) 
 
 
 def time_step(fedavg: Experiment, dataset: ImageDataset, device: str) -> StepCost:
-    """The cost of FedAvg's step on a whole batch, by the last round of a short training.
-
-    If that takes long, on a part of a batch, as time and memory grow with its images.
-    """
+    """FedAvg's step on a whole batch, by the last round of a training on a batch or a part."""
     whole = fedavg.setting.training.batch_size
     few = min(whole, TRIAL)
     first = _train_briefly(fedavg, dataset, device, few)
@@ -189,7 +181,6 @@ def time_step(fedavg: Experiment, dataset: ImageDataset, device: str) -> StepCos
 
 
 def _train_briefly(fedavg: Experiment, dataset: ImageDataset, device: str, batch: int) -> StepCost:
-    """The cost of a step on a batch of some size: one client, one task, two rounds."""
     setting = fedavg.setting
     classes = min(setting.split.classes_per_task or len(dataset.classes), batch)
     short = replace(
@@ -234,7 +225,6 @@ def count_tests(plan: Plan, dataset: ImageDataset) -> int:
 
 
 def _count_pairs(labels: Tensor, domains: Tensor, dataset: ImageDataset) -> Numbers:
-    """The number of images of each domain and class.  # [D, C]"""
     shape = len(dataset.domains), len(dataset.classes)
     pairs = domains * shape[1] + labels
     counts: Numbers = torch.bincount(pairs, minlength=shape[0] * shape[1]).numpy()

@@ -33,10 +33,7 @@ def data_folder(profile: str) -> str:
 def load_plans(
     setting: Setting, dataset: ImageDataset, seeds: str | Iterable[str], profile: str = QUICK
 ) -> dict[int, Plan]:
-    """The plans of some seeds: those on disk that still fit the setting, others drawn anew.
-
-    `seeds` is one range, as "0to2", or several.
-    """
+    """The plans of one or several ranges of seeds: those on disk that still fit, else new ones."""
     ranges = [seeds] if isinstance(seeds, str) else seeds
     plans = {}
     for seed in dict.fromkeys(seed for each in ranges for seed in parse_seeds(each)):
@@ -86,7 +83,6 @@ def save_metrics(
 
 
 def _metrics(records: Sequence[Record]) -> dict[str, float]:
-    """An experiment's accuracy and forgetting, means over its seeds."""
     models = [(record, record.main_model) for record in records]
     final = [final_accuracy(record.task_accuracies(model)) for record, model in models]
     forgetting = [mean(record.forgetting(model)) for record, model in models]
@@ -96,10 +92,7 @@ def _metrics(records: Sequence[Record]) -> dict[str, float]:
 def train_and_save(
     experiment: Experiment, seeds: str, profile: str, workers: int = 1, device: str = "auto"
 ) -> list[Record]:
-    """The records of an experiment, trained and written to its folder.
-
-    A seed that diverges has none, and the records of the others say so. If all do, it is an error.
-    """
+    """The records of an experiment, saved; without seeds that diverge, an error if all do."""
     plans = load_plans(experiment.setting, experiment.dataset(), seeds, profile)
     try:
         records = train(experiment, plans, workers, device, RESUME)
@@ -173,10 +166,7 @@ def load_sound_record(folder: Path) -> Record | None:
 def load_records(
     experiment: Experiment, seeds: str, profile: str, outdated: bool = True
 ) -> list[Record]:
-    """The records of an experiment; none if one is missing or damaged, but for diverged seeds.
-
-    Records of other code or parameters cause a warning, or count as missing if not `outdated`.
-    """
+    """The records of an experiment, none if one is missing; outdated ones warn or are missing."""
     plans = load_plans(experiment.setting, experiment.dataset(), seeds, profile)
     return load_planned(experiment, plans, seeds, profile, outdated)
 

@@ -1,7 +1,4 @@
-"""The leaderboard: runs whose records verify, with what they cost; the others are named.
-
-Adding a row is adding a record. A record of other code does not verify: check that code out.
-"""
+"""The leaderboard: runs whose records verify with this code, with their costs; others are named."""
 
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
@@ -23,9 +20,8 @@ def find_records(folders: Iterable[Path]) -> list[Path]:
     found = {folder: sorted(path.parent for path in folder.rglob("run.json")) for folder in folders}
     for folder, records in found.items():
         if not records:
-            raise ValueError(
-                f"{folder} holds no record: name a folder with run.json in or below it"
-            )
+            text = f"{folder} holds no record: name a folder with run.json in or below it"
+            raise ValueError(text)
     return [*dict.fromkeys(record for records in found.values() for record in records)]
 
 
@@ -69,7 +65,6 @@ def leaderboard(records: Mapping[Path, Record]) -> pd.DataFrame:
 
 
 def _origin(folder: Path, record: Record) -> dict[str, str]:
-    """The digests of a record, the machine that made it, and when it was written."""
     identity, environment = record.about["identity"], record.about["environment"]
     written = datetime.fromtimestamp((folder / "run.json").stat().st_mtime, UTC)
     return {

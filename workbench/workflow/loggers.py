@@ -1,9 +1,4 @@
-"""Loggers for `train`: learning curves in files, in TensorBoard or in DVCLive while it trains.
-
-Each has the two methods of `stamp_core.engine.progress.Logger`. A training that resumes tells its
-loggers the earlier rounds again. So each of them starts anew: what it has written of an earlier
-training in the same place is replaced, and no round is there twice.
-"""
+"""Loggers for `train`, each of which starts anew: files, TensorBoard or DVCLive while it trains."""
 
 import csv
 import math
@@ -16,11 +11,7 @@ Values = Mapping[str, float]
 
 
 class CsvLogger:
-    """A line a round in one file, and a line an experience in `<name>_accuracy.csv` beside it.
-
-    A file has the columns of its first line. Numbers that appear only later, such as the angles
-    between a client's tasks, are in the record.
-    """
+    """A line a round in one file, a line an experience in `<name>_accuracy.csv` beside it."""
 
     def __init__(self, path: Path | str) -> None:
         path = Path(path)
@@ -28,19 +19,14 @@ class CsvLogger:
         self.accuracies = _Lines(path.with_stem(f"{path.stem}_accuracy"))
 
     def on_round(self, seed: int, round: int, values: Values) -> None:
-        """Append a round."""
         self.rounds.append({"seed": seed, "round": round}, values)
 
     def on_experience(self, seed: int, experience: int, values: Values) -> None:
-        """Append the accuracies after an experience."""
         self.accuracies.append({"seed": seed, "experience": experience}, values)
 
 
 class _Lines:
-    """A CSV file that is closed after every line: it can be followed, and a full disk is noticed.
-
-    It is begun with the first line, so that a training that is refused costs no earlier file.
-    """
+    """A CSV file that is begun with its first line, and closed after every line to be followed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -73,11 +59,9 @@ class TensorBoardLogger:
         self.writers: dict[int, Any] = {}
 
     def on_round(self, seed: int, round: int, values: Values) -> None:
-        """Add a point to the curve of each number."""
         self._add(seed, round, values)
 
     def on_experience(self, seed: int, experience: int, values: Values) -> None:
-        """Add a point to the curve of each accuracy."""
         self._add(seed, experience, values)
 
     def _add(self, seed: int, step: int, values: Values) -> None:
@@ -90,21 +74,16 @@ class TensorBoardLogger:
 
 
 class DvcliveLogger:
-    """Curves for `dvc plots` and for editors that show DVCLive's folder.
-
-    It leaves dvc.yaml alone and makes no experiment of DVC's: the pipeline has both already.
-    """
+    """Curves for `dvc plots` and for editors that show DVCLive's folder."""
 
     def __init__(self, folder: Path | str) -> None:
         live = _load("dvclive", "dvclive").Live
         self.live = live(str(folder), save_dvc_exp=False, dvcyaml=None)
 
     def on_round(self, seed: int, round: int, values: Values) -> None:
-        """Add a point to the curve of each number."""
         self._add(seed, round, values)
 
     def on_experience(self, seed: int, experience: int, values: Values) -> None:
-        """Add a point to the curve of each accuracy."""
         self._add(seed, experience, values)
 
     def _add(self, seed: int, step: int, values: Values) -> None:

@@ -1,8 +1,4 @@
-"""What DVC runs before a notebook: refuses names in the parameters that a shell could execute.
-
-DVC puts the names of settings, methods, seeds and sweeps into its commands. The first stage refuses
-bad ones; a stage that is run alone has only this.
-"""
+"""Before a notebook: refuses names in the parameters that DVC's shell could execute."""
 
 import sys
 

@@ -68,10 +68,7 @@ def _read_blocks(file: str, root: Path) -> dict[str, Any]:
 
 
 def check_names(params: Params) -> None:
-    """Validate that names and seeds of grids are single words of a command.
-
-    `read_profile` has validated the names of settings, methods and sweeps.
-    """
+    """Validate that names and seeds of grids are single words of a command."""
     for grid in (*OWN_PAGES, *GRIDS):
         axes = _check_axes(params, grid, AXES) if grid in params else {}
         for axis, words in axes.items():
@@ -106,7 +103,6 @@ def expand_grid(page: str, params: Params) -> Iterator[tuple[str, str, str]]:
 
 
 def _methods_shown(page: str, methods: list[str], ablation: Mapping[str, list[str]]) -> list[str]:
-    """Those of a grid's methods that a page shows."""
     variants = [method for method in methods if method in ablation["method"]]
     if page == "comparison":
         return [method for method in methods if method not in variants]

@@ -43,9 +43,8 @@ class RemoteWorker:
         node = ray.util.get_node_ip_address()
         experiment, plans, device, resume = pickle.loads(packed)
         if token and not token.exists():
-            raise RuntimeError(
-                f"node {node} does not see {token.parent}: the folder must be shared"
-            )
+            text = f"node {node} does not see {token.parent}: the folder must be shared"
+            raise RuntimeError(text)
         if experiment.code() != code:
             raise RuntimeError(f"node {node} has other code of stamp_core: it must be the same")
         self.executor = SerialExecutor(Worker(experiment, plans, device, resume))
@@ -76,7 +75,6 @@ class RayExecutor:
                 _result(begun)
 
     def map(self, work: Callable[[Worker, *_Args], _T], each: Iterable[tuple[*_Args]]) -> list[_T]:
-        """The results for each of the arguments, in order."""
         packed = [dumps((work, arguments)) for arguments in each]
         return [pickle.loads(result) for result in self.threads.map(self.call, packed)]
 
@@ -105,7 +103,6 @@ class RayExecutor:
                 self.free.put(None)
 
     def close(self) -> None:
-        """Leave the cluster, which ends the actors."""
         self.threads.shutdown(cancel_futures=True)
         ray.shutdown()
 
@@ -122,7 +119,6 @@ def start(workers: int, *of_worker: Any) -> RayExecutor:
 
 
 def _result(reference: Any) -> Any:
-    """The result of an actor, or the error that it raises there."""
     try:
         return ray.get(reference)
     except RayTaskError as error:

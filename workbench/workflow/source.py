@@ -71,10 +71,7 @@ def write_code() -> None:
 
 
 def write_experiments(params: Params, prefix: str) -> None:
-    """Write what the trainings of a profile depend on: settings, the tour and sweeps, a file each.
-
-    Of a setting there is also what its plans are drawn from.
-    """
+    """What a profile's settings, tour and sweeps depend on, and what plans are drawn from."""
     experiments = {run: load_experiment(*run[:2], params) for run in expand_grid("grid", params)}
     for setting in dict.fromkeys(setting for setting, _, _ in experiments):
         own = {run: each for run, each in experiments.items() if run[0] == setting}

@@ -57,9 +57,8 @@ class Sweep:
         for key, setting, method in itertools.product(self.keys, self.setting, self.method):
             places = (f"settings.{setting}.", f"methods.{method}.")
             if not expand_placeholders(key, setting, method).startswith(places):
-                raise invalid(
-                    "keys", list(self.keys), f"a list of keys under {' or '.join(places)}"
-                )
+                right = f"a list of keys under {' or '.join(places)}"
+                raise invalid("keys", list(self.keys), right)
 
 
 def expand_placeholders(key: str, setting: str, method: str) -> str:
@@ -122,11 +121,7 @@ def run_sweep(name: str, profile: str, workers: int = 1, device: str = "auto") -
 
 
 def load_sweeps(figure: str, profile: str = QUICK) -> list[Record]:
-    """The records of all sweeps that a figure shows, with its baselines from the grid.
-
-    Missing ones are trained with the quick profile, an error with the default one, and left out
-    with the paper's.
-    """
+    """The records of all sweeps of a figure, with its baselines; missing ones as in `load_grid`."""
     params = read_profile(profile)
     records: list[Record] = []
     for name in sweep_names(figure, params):
@@ -144,7 +139,6 @@ def load_sweeps(figure: str, profile: str = QUICK) -> list[Record]:
 
 
 def _coreset_baselines(params: Mapping[str, Any], profile: str) -> list[Record]:
-    """The baselines' records (no memory, every image), in the settings that the grid trains."""
     sweeps = [read_sweep(name, params) for name in sweep_names("coresets", params)]
     settings = {setting for sweep in sweeps for setting in sweep.setting}
     runs = expand_grid("grid", params)

@@ -14,10 +14,7 @@ from stamp_core.data.loading import find_source, load_dataset
 
 
 def published_dataset(spec: Mapping[str, Any]) -> ImageDataset:
-    """A data set with the labels and domains of the block `data`, its pixels all zero.
-
-    No file is read and no image takes memory, unless the source knows no counts: then the data.
-    """
+    """A data set with labels and domains but no pixels; read only without known counts."""
     source, options = find_source(spec)
     if hasattr(source, "expected"):
         return _from_counts(spec["source"], source.expected(options))

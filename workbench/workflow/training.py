@@ -29,12 +29,11 @@ from stamp_core.core.atomic import open_lock
 from stamp_core.core.devices import resolve_device
 from stamp_core.core.paths import RESUME, ROOT
 from stamp_core.core.processes import follow_parent, progress_form
-from stamp_core.data.plan import Plan
 from stamp_core.engine.executor import resolve_workers
 from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.results.records import Record
 from workbench.workflow.clusters import Cluster, ClusterError, chosen_cluster, job_workers
-from workbench.workflow.grid import load_planned, load_plans, train_and_save
+from workbench.workflow.grid import load_records, train_and_save
 from workbench.workflow.profiles import expand_grid, read_profile
 
 REFERENCE = "glyphs"  # the setting whose seconds of each method are compared
@@ -51,15 +50,11 @@ class Job:
 
     @property
     def name(self) -> str:
-        """The experiment's name and its seeds."""
         return f"{self.experiment.name}-{self.seeds}"
 
-    def records(self, plans: dict[int, Plan] | None = None) -> list[Record]:
+    def records(self) -> list[Record]:
         """The current records of all seeds; none if one is missing or outdated."""
-        experiment = self.experiment
-        if plans is None:
-            plans = load_plans(experiment.setting, experiment.dataset(), self.seeds, self.profile)
-        return load_planned(experiment, plans, self.seeds, self.profile, outdated=False)
+        return load_records(self.experiment, self.seeds, self.profile, outdated=False)
 
 
 class Failure(NamedTuple):
@@ -107,14 +102,13 @@ def require_trained(
 def train_missing(
     jobs: Sequence[Job], workers: int = 1, device: str = "auto"
 ) -> tuple[dict[str, list[Record]], dict[str, Failure]]:
-    """The records of experiments, and the failures of those that have none, by name.
-
-    `workers` are the processes that train: 1 is this one alone, 0 one for each core.
-    """
+    """Records and failures of experiments by name; `workers` 1: this process, 0: all cores."""
     found = {job.name: records for job in jobs if (records := job.records())}
-    missing = sorted((job for job in jobs if job.name not in found), key=_seconds, reverse=True)
+    missing = [job for job in jobs if job.name not in found]
     if not missing:
         return found, {}
+    seconds = relative_seconds()  # an unknown method may take longest: it comes first
+    missing.sort(key=lambda job: seconds.get(job.experiment.method, float("inf")), reverse=True)
     for experiment in {job.experiment.setting.name: job.experiment for job in missing}.values():
         experiment.dataset()  # once: each process would make the images otherwise
     if "DVC_STAGE" in os.environ:
@@ -213,7 +207,6 @@ class Processes:
         self.running: set[multiprocessing.process.BaseProcess] = set()
 
     def run(self, job: Job) -> Failure | None:
-        """Train a job in a new process."""
         receiver, sender = self.context.Pipe(duplex=False)
         target, arguments = _train_in_process, (sender, job, self.workers, self.device)
         process = self.context.Process(target=target, args=arguments)  # type: ignore[attr-defined]
@@ -246,10 +239,7 @@ def _train_in_process(sender: Connection, job: Job, workers: int, device: str) -
 
 
 def train_job(job: Job, workers: int, device: str) -> Failure | None:
-    """Train a job in this process, unless another one does: then wait for its end.
-
-    Any error is a result here: it is named with the others' when all have ended.
-    """
+    """Train a job in this process, or wait until another does; any error is a result."""
     try:
         with _exclusive(job):
             if not job.records():
@@ -279,11 +269,9 @@ class TrainingProgress:
     started: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
-        """Say how many there are."""
         self.say(f"{self.missing} experiments to train, {self.kept} have current records")
 
     def ended(self, job: Job, records: Sequence[Record], failure: Failure | None) -> None:
-        """Say how a job has ended, and about how long the others will take."""
         self.done += 1
         spent = time.perf_counter() - self.started
         left = spent / self.done * (self.missing - self.done)
@@ -294,20 +282,13 @@ class TrainingProgress:
             self.say(failure.trace)
 
     def say(self, line: str) -> None:
-        """Print a line, unless no progress is to be shown."""
         if progress_form() != "none":
             print(line, flush=True)
 
 
 def _accuracy(records: Sequence[Record]) -> str:
-    """The mean final accuracy of some records."""
     finals = [float(each.task_accuracies(each.main_model)[-1].mean()) for each in records]
     return f"accuracy {sum(finals) / len(finals):.1%}"
-
-
-def _seconds(job: Job) -> float:
-    """How long a job takes, relative to others of its setting; unknown ones longest."""
-    return relative_seconds().get(job.experiment.method, float("inf"))
 
 
 def relative_seconds() -> dict[str, float]:

@@ -52,7 +52,6 @@ class Tuning:
                     raise invalid(f"candidates.{name}", candidate, right)
 
     def methods(self, kind: str) -> Mapping[str, list[dict[str, Any]]]:
-        """The candidates that were tuned, or what was explored."""
         return self.explored if kind == "explored" else self.candidates
 
 
@@ -64,10 +63,7 @@ def read_tuning(profile: str = DEFAULT) -> Tuning:
 def candidate_experiments(
     tuning: Tuning, profile: str = DEFAULT, setting: str | None = None
 ) -> Iterator[Experiment]:
-    """An experiment for each method, candidate and setting, or on one setting alone.
-
-    `sweep` names the candidate.
-    """
+    """An experiment, whose `sweep` names the candidate, for each setting or for one."""
     if setting and setting not in tuning.setting:
         raise unknown_name(f"{FILES[profile]}: setting", setting, tuning.setting)
     params = read_profile(profile)
@@ -103,25 +99,17 @@ def candidate_records(experiments: Sequence[Experiment], seeds: str, workers: in
     others = {name: why for name, why in failures.items() if why.kind not in DIVERGED}
     require_trained(found, others)
     reasons = {name: why.message for name, why in failures.items()}
-    reasons |= {name: each for name in found for each in _diverged(found[name])}
+    diverged = {name: own[0].about.get("diverged", {}) for name, own in found.items()}
+    reasons |= {name: each for name, seeds in diverged.items() for each in seeds.values()}
     for name, reason in reasons.items():
         print(f"{name} counts as undefined: {reason}", flush=True)
     return [record for name in found if name not in reasons for record in found[name]]
 
 
-def _diverged(records: Sequence[Record]) -> list[str]:
-    """Why some seeds of an experiment have no record."""
-    return list(records[0].about.get("diverged", {}).values())
-
-
 def tune(
     workers: int, only: Sequence[str] = (), profile: str = DEFAULT, setting: str | None = None
 ) -> None:
-    """Train what is missing, and write tuning.md and tuning.csv.
-
-    With `only` some methods are tuned, and the results of the others stay. With `setting` they are
-    tuned for this setting alone, and what they were tuned for another one stays.
-    """
+    """Train what is missing and write the pages; results of methods not in `only` stay."""
     tuning = read_tuning(profile)
     known = {(kind, m) for kind in KINDS for m in tuning.methods(kind)}
     if unknown := set(only) - {method for _, method in known}:
@@ -132,21 +120,11 @@ def tune(
         if not only or experiment.method in only
     ]
     records = candidate_records(experiments, tuning.seeds, workers)
-    tried = [
-        (each.sweep[0], each.method, each.sweep[1], each.setting.name)
-        for each in experiments
-        if each.sweep
-    ]
+    swept = [(each, each.sweep) for each in experiments if each.sweep]
+    tried = [(kind, each.method, name, each.setting.name) for each, (kind, name) in swept]
     elsewhere = set() if profile == DEFAULT else default_candidates(tuning)
-    write_tuning(
-        records,
-        tried,
-        parse_seeds(tuning.seeds),
-        ROOT / FOLDERS[profile],
-        known,
-        elsewhere,
-        setting or ALL,
-    )
+    page = ROOT / FOLDERS[profile], known, elsewhere, setting or ALL
+    write_tuning(records, tried, parse_seeds(tuning.seeds), *page)
 
 
 if __name__ == "__main__":

@@ -36,20 +36,15 @@ def verify_record(folder: Path, plan_file: Path | None = None) -> list[Check]:
 
 
 def check_record(record: Record, plan_file: Path | None = None) -> list[Check]:
-    """Every check of a record that was loaded, which has verified its digest.
-
-    Without the file of an imported plan, the plan is drawn again.
-    """
+    """Every check of a loaded record; the plan is drawn again unless there is a file."""
     experiment = experiment_of(record)
     dataset, seed = experiment.dataset(), record.about["seed"]
     if plan_file is None:
         plan = make_plan(experiment.setting.split, dataset, seed)
     else:
         plan = import_plan(plan_file, dataset, seed)
-    checks = [
-        Check("digest", True, "that of the files"),
-        *_identity_checks(record, experiment, plan),
-    ]
+    digest = Check("digest", True, "that of the files")
+    checks = [digest, *_identity_checks(record, experiment, plan)]
     if all(check.holds for check in checks[:4]):  # else other images would be scored
         checks.append(_accuracy_check(record, experiment, plan))
     return checks
@@ -64,7 +59,6 @@ def experiment_of(record: Record) -> Experiment:
 
 
 def _identity_checks(record: Record, experiment: Experiment, plan: Plan) -> Iterator[Check]:
-    """Parameters, data, plan and code against the digests in the record."""
     own = record.about["identity"]
     now = experiment.identity(plan, own["device"].split()[0])
     for name in ("parameters", "data", "plan", "code"):
@@ -73,7 +67,6 @@ def _identity_checks(record: Record, experiment: Experiment, plan: Plan) -> Iter
 
 
 def _accuracy_check(record: Record, experiment: Experiment, plan: Plan) -> Check:
-    """The final accuracies of the global model against those of the final weights."""
     if not record.weights:
         return Check("accuracy", True, "not checked: there is no global model")
     worker = Worker(experiment, {plan.seed: plan}, "cpu")
@@ -86,6 +79,5 @@ def _accuracy_check(record: Record, experiment: Experiment, plan: Plan) -> Check
     off = float(np.nanmax(np.abs(again - stored), initial=0.0))
     holds = bool((undefined == np.isnan(stored)).all()) and off <= ROUNDING
     mean = float(np.nanmean(again[0]))
-    return Check(
-        "accuracy", holds, f"{mean:.1%} again, at most {off:.1%} from the record in a task"
-    )
+    found = f"{mean:.1%} again, at most {off:.1%} from the record in a task"
+    return Check("accuracy", holds, found)

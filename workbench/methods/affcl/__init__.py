@@ -45,7 +45,6 @@ class AFFCLParams(FedAvgParams):
 
     @property
     def distils(self) -> bool:
-        """Whether there is distillation from the last task's classifier."""
         return self.k_kd_last > 0
 
     @property
@@ -62,10 +61,7 @@ class AFFCLContext(TaskContext):
 
 
 class AFFCL(TaskServer):
-    """FedAvg of a classifier and of a flow over its features, from which all classes are replayed.
-
-    The flow replays the classes that any client has reported.
-    """
+    """FedAvg of a classifier and a flow over its features, which replays all reported classes."""
 
     Params: ClassVar = AFFCLParams
     fedavg_equivalent: ClassVar = {"k_loss_flow": 0.0, "k_kd_last": 0.0}
@@ -83,7 +79,6 @@ class AFFCL(TaskServer):
             self.flat_teacher = FlatModel(self.teacher)
 
     def new_flow(self, seed: int) -> FlatModel:
-        """A flow with the initial weights of `seed`."""
         hidden = self.params.flow_hidden or self.features
         sizes = self.features, self.runtime.classes, hidden, self.params.flow_layers
         flow = build_seeded(partial(Flow, *sizes, self.params.flow_scale), seed, "flow")
@@ -108,10 +103,7 @@ class AFFCL(TaskServer):
         return AFFCLContext(announced, last, replay)
 
     def last_task(self, client_round: ClientRound, past: Tensor) -> Any:
-        """The networks of the last task's end: those first received in an experience.
-
-        A client that misses this round takes the first ones that it receives.
-        """
+        """The networks of the last task's end: the first that a client receives for a task."""
         if not self.is_announced(client_round):
             return client_round.state.get("last", {})
         names = self.params.kept if past.any() else ()
@@ -121,7 +113,6 @@ class AFFCL(TaskServer):
         return last
 
     def flow_replay(self, client_round: ClientRound, past: Tensor, last: Message) -> FlowReplay:
-        """The flow's work in this client round."""
         message = client_round.message
         draw = client_round.generator
         classes = self.runtime.classes
@@ -171,7 +162,6 @@ class AFFCL(TaskServer):
         return features
 
     def distillation(self, images: Tensor, features: Tensor, logits: Tensor) -> Tensor:
-        """The weighted distances to the last task's features and outputs on a batch."""
         with torch.no_grad():
             old_features = self.teacher.encode(images)
             old_logits = self.teacher.head(old_features)

@@ -25,10 +25,7 @@ NOT_REPLAYED = "flow: the loss on its samples is not finite, they are not replay
 
 @dataclass
 class FlowReplay:
-    """Steps of the flow on features of images, and of the head on samples of the flow.
-
-    The host waits for the device only in `finish`.
-    """
+    """Steps of the flow on features of images, and of the head on samples of the flow."""
 
     runtime: ClientRuntime
     params: Any
@@ -40,7 +37,6 @@ class FlowReplay:
     log: Log
 
     def __post_init__(self) -> None:
-        """Start the optimisers anew, but for the moments."""
         self.network: Any = self.flow.module
         self.adam = FlatAdam(self.flow, self.params.flow_lr, self.moments)
         # a second optimiser, as published; weights decay in the step on images
@@ -51,13 +47,11 @@ class FlowReplay:
         self.outcomes = list[Tensor]()  # of each replay, see `replay`
 
     def add(self, features: Tensor, labels: Tensor) -> None:
-        """Take a batch, and the steps after every `flow_every` batches."""
         self.batches.append((features, labels))
         if len(self.batches) == self.params.flow_every:
             self.take_steps()
 
     def take_steps(self) -> None:
-        """One step of the flow and one of the head, on the features of the last batches."""
         features, labels = map(torch.cat, zip(*self.batches, strict=True))
         self.batches.clear()
         with self.log.clock("flow"):
@@ -105,11 +99,11 @@ class FlowReplay:
         norm = model.gradients.norm()
         finite = loss.isfinite() & norm.isfinite()
         usable = ~self.diverged
+        taken = finite & usable
         model.gradients.mul_((params.replay_clip / norm).clamp(max=1))
-        model.gradients.copy_(model.gradients.where(finite & usable, 0.0))
+        model.gradients.copy_(model.gradients.where(taken, 0.0))
         self.sgd.step()  # between batches the encoder's gradients are 0
         model.gradients.zero_()
-        taken = finite & usable
         clipped = taken & (norm > params.replay_clip)
         outcome = [density, weights.mean(), norm, taken, ~finite & usable, clipped]
         self.outcomes.append(torch.stack([each.float() for each in outcome]))

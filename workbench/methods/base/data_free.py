@@ -102,7 +102,6 @@ class DataFree(TaskServer, ABC):
         """The method's synthesis."""
 
     def source(self, server: State) -> Source:
-        """What images are synthesised from, after an experience."""
         seed = server["seed"], server["round"]
         student = None
         if self.params.adversarial_weight:
@@ -133,7 +132,6 @@ class DataFree(TaskServer, ABC):
         return DataFreeContext(announced, ce_classes, self.replay(client_round, announced, past))
 
     def replay(self, client_round: ClientRound, announced: Message, past: Tensor) -> Replay | None:
-        """Distillation on the synthetic images of these classes, if there are any."""
         if "images" not in announced or not len(client_round.indices):
             return None
         images = announced["images"][past[announced["labels"].long()]]
@@ -175,7 +173,6 @@ class DataFree(TaskServer, ABC):
         return replay.new_weight * new + replay.past_weight * past
 
     def new_loss(self, outputs: Outputs, labels: Tensor, context: Any) -> Tensor:
-        """Cross-entropy on the task, among all classes or without those in distillation."""
         return masked_cross_entropy(outputs[0], labels, context.ce_classes)
 
     def distillation_loss(self, student: Outputs, teacher: Outputs, classes: Tensor) -> Tensor:

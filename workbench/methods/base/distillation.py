@@ -6,10 +6,7 @@ from torch import Tensor
 
 
 def masked_cross_entropy(logits: Tensor, labels: Tensor, mask: Tensor | None) -> Tensor:
-    """The mean cross-entropy among the classes in `mask` (None: all), which have all labels.
-
-    Logits of other classes have no gradient.
-    """
+    """The mean cross-entropy among the classes in `mask` (None: all), which have all labels."""
     if mask is not None:
         logits = logits.masked_fill(~mask, -torch.inf)
     return F.cross_entropy(logits, labels)
@@ -32,10 +29,7 @@ def softened_divergence(student: Tensor, teacher: Tensor, temperature: float = 1
 
 
 def agreeing_divergence(student: Tensor, teacher: Tensor) -> Tensor:
-    """The mean of KL(teacher || student), counted as 0 where they predict other classes.
-
-    A generator that increases it finds images on which the student has yet to learn.
-    """
+    """The mean of KL(teacher || student), counted as 0 where they predict other classes."""
     pair = student.log_softmax(1), teacher.log_softmax(1)
     divergence = F.kl_div(*pair, reduction="none", log_target=True).sum(1)
     return (divergence * (student.argmax(1) == teacher.argmax(1))).mean()

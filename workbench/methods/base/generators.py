@@ -17,10 +17,7 @@ BETAS = (0.5, 0.999)  # of Adam on generators of images
 
 
 class ImageGenerator(nn.Module):
-    """Images with pixels in [0, 1] from latent vectors, at a quarter, half and all of their size.
-
-    Its normalisations always use the statistics of the batch, so it has no buffers.
-    """
+    """Images in [0, 1] from latent vectors; normalised by the batch, so without buffers."""
 
     def __init__(self, shape: Shape, latent: int, width: int) -> None:
         super().__init__()
@@ -51,17 +48,13 @@ class ImageGenerator(nn.Module):
 
 
 def build_seeded(build: Callable[[], _Module], *parts: int | str) -> _Module:
-    """The module that `build` returns, with the initial weights of an address.
-
-    The global generator is left unchanged.
-    """
+    """The module that `build` returns with the initial weights of an address."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(address(*parts))
         return build()
 
 
 def _batch_norm(channels: int) -> nn.Module:
-    """Batch normalisation without running statistics."""
     return nn.BatchNorm2d(channels, track_running_stats=False)
 
 
@@ -82,7 +75,6 @@ class Pool:
         self.rows: Sequence[Tensor] = ()
 
     def take(self, count: int) -> Sequence[Tensor]:
-        """The next rows of each tensor."""
         while not self.rows or len(self.rows[0]) < count:
             new = self.make()
             pairs = zip(self.rows or [part[:0] for part in new], new, strict=True)

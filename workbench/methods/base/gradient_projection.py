@@ -93,9 +93,8 @@ def minimise_program(
         return ProgramMinimum(v)
     scale = norms[nonzero]
     slopes = (linear + lower * matrix.sum(1))[nonzero] / (scale * size)
-    u, residual = _minimise_over_cone(
-        matrix[np.ix_(nonzero, nonzero)] / np.outer(scale, scale), slopes
-    )
+    scaled = matrix[np.ix_(nonzero, nonzero)] / np.outer(scale, scale)
+    u, residual = _minimise_over_cone(scaled, slopes)
     v[nonzero] += u * size / scale
     return ProgramMinimum(v, residual)
 
@@ -125,10 +124,7 @@ def _minimise_over_cone(matrix: Array, linear: Array) -> tuple[Array, float]:
 
 
 def exemplar_gradient(runtime: ClientRuntime, images: Tensor, labels: Tensor) -> Tensor:
-    """The live model's gradient on normalised exemplars; the live one is unchanged.  # [P]
-
-    Batch normalisation uses its running statistics, which past tasks must not change.
-    """
+    """The live model's gradient on normalised exemplars, by running statistics.  # [P]"""
     set_train_mode(runtime.classifier, update_norms=False)  # eval() in every step would take longer
     loss = F.cross_entropy(runtime.classifier(images), labels.to(runtime.device))
     tensors = runtime.model.tensors
@@ -143,14 +139,12 @@ class Corrections:
     failures: list[str] = field(default_factory=list)  # why vectors were not corrected
 
     def apply(self, gradients: Tensor, projection: Projection) -> None:
-        """Correct the live gradient in place."""
         self.corrected.append(projection.added is not None)
         self.failures += projection.troubles
         if projection.added is not None:
             gradients.add_(projection.added)
 
     def log(self, log: Log, name: str) -> None:
-        """Log the share of the steps that were corrected."""
         if self.corrected:
             share = sum(self.corrected) / len(self.corrected)
             log_projection(log, name, share, self.failures)

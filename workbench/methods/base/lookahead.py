@@ -30,9 +30,8 @@ class LookAhead:
         runtime.train_mode(len(images))
         with nullcontext() if update_norms else constant_statistics(runtime):
             # no network here has two names for one tensor, which it would take time to look for
-            logits: Tensor = functional_call(
-                runtime.classifier, values, (images,), tie_weights=False
-            )
+            network = runtime.classifier
+            logits: Tensor = functional_call(network, values, (images,), tie_weights=False)
         return logits
 
 

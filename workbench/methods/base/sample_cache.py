@@ -35,7 +35,6 @@ class CacheParams(FedAvgParams):
     balance: Literal["none", "class"] = "none"  # "class": as many samples of each past class
 
     def __post_init__(self) -> None:
-        """Validate that the proximal term does not diverge."""
         if self.pim_lr * self.pull >= 2:
             least = f"above {self.pim_lr / (4 + self.pim_lr):.4g}, so that pim_lr"
             raise invalid("lam", self.lam, f"{least} x (1 - lam) / (2 lam) is below 2")
@@ -69,7 +68,6 @@ class SampleCache(Method):
         return CacheContext(self.updated_cache(client_round))
 
     def batches(self, client_round: ClientRound, context: CacheContext) -> Iterator[Batch]:
-        """The local epochs over the task and the cache; without a new image there are none."""
         if not len(client_round.indices) or not len(context.cache["labels"]):
             return super().batches(client_round, context)
         samples = self.local_set(client_round.indices, client_round.task, context.cache)
@@ -156,7 +154,6 @@ class SampleCache(Method):
         return torch.cat(squares).sqrt().cpu()
 
     def squared_norms(self, images: Tensor, labels: Tensor) -> Tensor:
-        """The squared gradient norms of a few normalised images.  # [n]"""
         network = self.classifier
         if self.params.score == "head":
             return layer_squares(*head_gradient_factors(network, images, labels))
@@ -183,22 +180,14 @@ class SampleCache(Method):
 
 
 def layer_squares(errors: Tensor, inputs: Tensor) -> Tensor:
-    """The squared gradient norms of a linear layer's weight and bias for each image.  # [n]
-
-    The gradient of an image is the outer product of its error at the layer's output and the
-    layer's input, and for the bias the error.
-    """
+    """Squared gradient norms [n]: the gradient is error x input, and for the bias the error."""
     return errors.square().sum(1) * (inputs.square().sum(1) + 1)
 
 
 def linear_squares(
     network: Classifier, layers: list[nn.Module], images: Tensor, labels: Tensor
 ) -> Tensor:
-    """The squared gradient norm of each image where all learnable layers are linear.  # [n]
-
-    One backward pass for all images: row n of the gradient of the summed loss with respect to a
-    layer's output is the error of image n.
-    """
+    """Squared gradient norms where all layers are linear, by one backward pass.  # [n]"""
     passes = list[tuple[Tensor, Tensor]]()  # input and output of each layer
     with ExitStack() as hooks:
         for layer in layers:

@@ -39,7 +39,6 @@ class Layer:
         return weight if self.bias is None else torch.cat([weight, vector[self.bias, None]], 1)
 
     def write(self, vector: Tensor, matrix: Tensor) -> None:
-        """Replace the layer's part of a flat vector in place."""
         columns = self.shape[1] - (self.bias is not None)
         vector[self.weight] = matrix[:, :columns].flatten()
         if self.bias is not None:
@@ -97,10 +96,7 @@ def grown_bases(
 
 
 def layer_inputs(runtime: ClientRuntime, layers: Layers, images: Tensor) -> dict[str, Tensor]:
-    """The inputs of each layer of the live model for uint8 images, in evaluation mode.
-
-    The vectors as columns R [d, m] or, where there are no fewer than d of them, R R' [d, d].
-    """
+    """Inputs of each layer for uint8 images: columns R [d, m] or, if fewer numbers, R R' [d, d]."""
     found: dict[str, list[Tensor]] = {name: [] for name in layers}
 
     def add(name: str, module: nn.Module, args: tuple[Tensor]) -> None:
@@ -120,10 +116,7 @@ def layer_inputs(runtime: ClientRuntime, layers: Layers, images: Tensor) -> dict
 
 
 def grow(basis: Tensor, inputs: Tensor, epsilon: float) -> Tensor:
-    """The basis with the fewest new columns that hold a share `epsilon` of the squares of inputs.
-
-    `inputs` are those of `layer_inputs` for one layer.  # float64 [d, k] -> [d, k + new]
-    """
+    """The basis with as few new columns as hold a share `epsilon` of the squares.  # [d, k]"""
     gram = inputs.shape[0] == inputs.shape[1]
     total = float(inputs.trace() if gram else inputs.square().sum())
     if not 0 < total < math.inf:  # a dead layer, or one that overflows
@@ -153,10 +146,7 @@ def columns_needed(shares: Tensor, epsilon: float) -> int:
 def component(
     vector: Tensor, layers: Layers, bases: Bases, others: Tensor, weights: Bases | None = None
 ) -> Tensor:
-    """The part of a flat vector in the bases' spaces, G M M' for each layer's G.  # [P]
-
-    Where no layer has a column it is that of `others`. `weights` [k] are of the columns.
-    """
+    """The part of a flat vector in the bases' spaces; where these are empty `others`.  # [P]"""
     result = others.clone()
     for name, layer in layers.items():
         if bases[name].shape[1]:

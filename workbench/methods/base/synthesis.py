@@ -53,7 +53,6 @@ class SynthesisParams(FedAvgParams):
 
     @property
     def saved_rounds(self) -> int:
-        """The synthesis rounds whose images are needed for the set."""
         return math.ceil(self.images / self.synthesis_batch_size)
 
 
@@ -144,7 +143,6 @@ class Synthesis(ABC):
         self.student_ready = False  # trained at least once
 
     def matched_statistics(self, known: bool) -> NormStatistics | None:
-        """The statistics of the teacher's batch normalisations, if the server has them."""
         classifier = self.teacher.classifier
         if not self.params.statistics_weight:
             return None
@@ -172,11 +170,9 @@ class Synthesis(ABC):
         return pool.cpu(), labels
 
     def draw_targets(self, count: int) -> Tensor:
-        """The labels of a batch as indices of `classes`, drawn uniformly.  # [N]"""
         return torch.randint(len(self.classes), (count,), generator=self.draw)
 
     def prepare(self, images: Tensor) -> Tensor:
-        """Images from 0 to 255, augmented and normalised as in local training."""
         return self.runtime.normalise(augment(images, self.runtime.training, self.draw))
 
     @torch.no_grad()
@@ -200,10 +196,7 @@ class Synthesis(ABC):
         """The generator's inputs for a batch, and the optimisers of what the round trains."""
 
     def train_generator(self, targets: Tensor) -> Tensor | None:
-        """The images of the best step of a synthesis round, in [0, 1]; None if no loss is finite.
-
-        A generator that diverges goes back to its weights of before the round.
-        """
+        """The images of a synthesis round's best step, in [0, 1]; None without a finite loss."""
         before = self.generator.parameters.clone()
         best = None
         lowest = math.inf
@@ -229,7 +222,6 @@ class Synthesis(ABC):
         return best
 
     def generator_loss(self, images: Tensor, targets: Tensor) -> Tensor:
-        """The loss of images with pixels in [0, 1] for a batch of labels."""
         inputs = self.prepare(images * 255)
         teacher = self.teacher(inputs)
         loss = self.teacher_loss(teacher, targets)
@@ -241,7 +233,6 @@ class Synthesis(ABC):
         return loss
 
     def teacher_loss(self, teacher: Outputs, targets: Tensor) -> Tensor:
-        """The teacher's loss on the labels, among the classes learnt so far."""
         return LABEL_WEIGHT * F.cross_entropy(self.logits(teacher), targets)
 
     def after_backward(self) -> None:  # noqa: B027 - a hook that most do not need
@@ -267,7 +258,6 @@ class Synthesis(ABC):
         return FlatSGD(FlatModel(student.to(self.runtime.device)), training)
 
     def train_student(self, sgd: FlatSGD, pool: Tensor) -> None:
-        """Train the student on the images synthesised so far.  # uint8 [n, C, H, W]"""
         network: Any = sgd.model.module
         for _ in range(self.params.student_steps):
             order = torch.randperm(len(pool), generator=self.draw)
@@ -286,6 +276,5 @@ class Synthesis(ABC):
             self.log.events.append(STUDENT_DIVERGED)
 
     def student_loss(self, student: Outputs, teacher: Outputs) -> Tensor:
-        """The student's divergence from the teacher, among the classes learnt so far."""
         pair = self.logits(student), self.logits(teacher)
         return softened_divergence(*pair, STUDENT_TEMPERATURE)

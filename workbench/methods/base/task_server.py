@@ -70,10 +70,7 @@ class TaskServer(Method):
         return self.end_experience(state, log) if self.is_between(state) else state
 
     def end_experience(self, server: Any, log: Log) -> State:
-        """The server's state after the last round of an experience.
-
-        Personal models are evaluated after it: what is announced then is for the next experience.
-        """
+        """The server's state after an experience; what is announced then is for the next one."""
         return {**server, "past": server["classes"], "informed": []}
 
     def is_between(self, server: State) -> bool:
@@ -81,7 +78,6 @@ class TaskServer(Method):
         return bool(server["round"] % self.runtime.training.rounds == 0)
 
     def is_over(self, server: State) -> bool:
-        """Whether all experiences of the run have been trained."""
         return bool(server["round"] == server["experiences"] * self.runtime.training.rounds)
 
     def start(self, client_round: ClientRound) -> Any:
@@ -94,7 +90,6 @@ class TaskServer(Method):
         return new or client_round.state.get("announced", {})
 
     def past_classes(self, announced: Message) -> Tensor:
-        """Which classes any client had reported before this experience.  # bool [L]"""
         return unpack_bits(announced["past"], self.runtime.classes)
 
     def current_classes(self, client_round: ClientRound) -> Tensor:

@@ -41,7 +41,6 @@ class FedCILParams(FedAvgParams):
     every: PositiveInt = 1  # batches per adversarial step; the others train the classifier alone
 
     def __post_init__(self) -> None:
-        """A generator that is used has to be trained."""
         for name in ("replay", "consistency", "consolidation"):
             if getattr(self, name) and not self.adversarial:
                 raise invalid(name, getattr(self, name), "0, as adversarial is 0")
@@ -111,7 +110,6 @@ class FedCIL(TaskServer):
             return self.consolidate(state, replies, log)
 
     def consolidate(self, server: State, replies: list[Reply], log: Log) -> State:
-        """The server's state after training its networks on images of the clients' generators."""
         draw = generator(server["seed"], server["round"], "consolidation")
         images, labels = self.clients_images(server["clients"], replies, draw)
         networks = {"parameters": self.model, **self.extra_networks}
@@ -190,14 +188,12 @@ class FedCIL(TaskServer):
         return FedCILContext(announced, last, known, training, moments)
 
     def batches(self, client_round: ClientRound, context: Any) -> Iterator[Batch]:
-        """The batches of the task, each followed by images of the previous task's generator."""
         new = super().batches(client_round, context)
         if not self.params.replay or context.last is None:
             return new
         return map(append_exemplars, new, self.replayed(client_round, context.last))
 
     def replayed(self, client_round: ClientRound, last: TaskGenerator) -> Iterator[Batch]:
-        """Batches of the previous task's generator without end."""
         size = self.runtime.training.batch_size
         steps = self.runtime.training.epochs * math.ceil(len(client_round.indices) / size)
         pool_size = size * max(1, min(steps, self.acgan.chunk // size))  # in few passes: faster
@@ -210,7 +206,6 @@ class FedCIL(TaskServer):
             yield from map(Batch, images.split(size), labels.split(size))
 
     def finish(self, client_round: ClientRound, context: Any) -> None:
-        """A generator that has failed is the received one again."""
         if not self.params.adversarial:
             return
         training: AcganTraining = context.training
@@ -228,10 +223,6 @@ class FedCIL(TaskServer):
         return training.step(batch)
 
     def update_state(self, client_round: ClientRound, context: Any) -> State:
-        """The state with Adam's moments and, for replay in later tasks, the trained generator.
-
-        Where clients may miss the last round, they keep the one of every round.
-        """
         state = super().update_state(client_round, context)
         if not self.params.adversarial:
             return state

@@ -19,11 +19,7 @@ Sides = tuple[int, int]  # height and width
 
 
 class Generator(nn.Module):
-    """Images in (-1, 1) from noise, by transposed convolutions that double the sides of maps.
-
-    Batch normalisation always uses the statistics of the batch, in training and in sampling: the
-    network has no buffers that would have to be sent.
-    """
+    """Images in (-1, 1) from noise; normalised by the batch, so without buffers."""
 
     def __init__(self, shape: Shape, inputs: int, width: int) -> None:
         super().__init__()
@@ -63,7 +59,6 @@ class Upsampling(nn.Module):
         self.fold = nn.Fold(after, kernel, padding=1, stride=2)
 
     def forward(self, maps: Tensor) -> Tensor:
-        """The larger maps.  # [n, inputs, h, w] -> [n, outputs, H, W]"""
         patches = maps.flatten(2).transpose(1, 2) @ self.weight  # [n, h w, outputs kernel]
         larger: Tensor = self.fold(patches.transpose(1, 2))
         return larger

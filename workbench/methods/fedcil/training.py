@@ -39,10 +39,7 @@ class Classified(NamedTuple):
 
 @dataclass
 class AcganTraining:
-    """Steps on batches of real images, which replayed ones follow as exemplars.
-
-    One step of `every` is adversarial; the others train the classifier alone.
-    """
+    """Steps on real and replayed images; one step of `every` is adversarial."""
 
     runtime: ClientRuntime
     params: Any
@@ -53,7 +50,6 @@ class AcganTraining:
     every: int = 1
 
     def __post_init__(self) -> None:
-        """Start the optimisers anew, but for the moments."""
         self.steps = 0
         self.sgd = self.runtime.new_sgd(self.runtime.model)
         self.head_sgd = self.runtime.new_sgd(self.acgan.head)
@@ -65,23 +61,19 @@ class AcganTraining:
         self.stopped = torch.zeros((), dtype=torch.bool, device=self.runtime.device)
 
     def step(self, batch: Batch) -> Tensor:
-        """One step on a batch; its loss."""
         adversarial = self.steps % self.every == 0
         self.steps += 1
         return self.adversarial_step(batch) if adversarial else self.plain_step(batch)
 
     def plain_step(self, batch: Batch) -> Tensor:
-        """One step of the classifier alone."""
         self.runtime.model.gradients.zero_()
-        loss = self.mixed(
-            [F.cross_entropy(part.logits, part.labels) for part in self.classify(batch)]
-        )
+        parts = self.classify(batch)
+        loss = self.mixed([F.cross_entropy(part.logits, part.labels) for part in parts])
         loss.backward()
         self.sgd.step()
         return loss.detach()
 
     def adversarial_step(self, batch: Batch) -> Tensor:
-        """One step of classifier and adversarial head, and one of the generator."""
         images, labels = self.generate(batch.new)
         usable = (~self.stopped).float()
         self.runtime.model.gradients.zero_()
@@ -102,15 +94,12 @@ class AcganTraining:
         return loss.detach()
 
     def classify(self, batch: Batch) -> list[Classified]:
-        """The discriminator's outputs on the new images and, if there are any, replayed ones."""
         outputs = batch.targets, *self.acgan.discriminate(batch.images)
         sizes = [batch.new, batch.exemplars] if batch.exemplars else [batch.new]
-        return [
-            Classified(*part) for part in zip(*(each.split(sizes) for each in outputs), strict=True)
-        ]
+        parts = zip(*(each.split(sizes) for each in outputs), strict=True)
+        return [Classified(*part) for part in parts]
 
     def mixed(self, losses: list[Tensor]) -> Tensor:
-        """The loss of real images, and the share `replay` of that of replayed ones."""
         new, *replayed = losses
         return torch.lerp(new, replayed[0], self.params.replay) if replayed else new
 
@@ -122,7 +111,6 @@ class AcganTraining:
         return images.where(~self.stopped, 0.0), labels
 
     def generated_loss(self, images: Tensor, labels: Tensor, real: Classified) -> Tensor:
-        """The loss on generated images, which leaves running statistics unchanged."""
         with constant_statistics(self.runtime):
             logits, scores = self.acgan.discriminate(images)
             loss: Tensor = F.cross_entropy(logits, labels) + F.softplus(scores).mean()
@@ -133,11 +121,7 @@ class AcganTraining:
         return loss
 
     def consistency_loss(self, teacher: Teacher, real: Classified) -> Tensor:
-        """How far the outputs on the teacher's images are from their labels and other outputs.
-
-        They are compared with those on real images with the same labels, and with those on the
-        generator's own images.
-        """
+        """How far the outputs on the teacher's images are from labels, real and own images."""
         shared, noise = teacher.draws.take(len(real.labels))
         like_labels, like_shared, for_own = noise.unbind(1)
         asked = torch.cat([real.labels, shared])
@@ -169,7 +153,6 @@ class AcganTraining:
         return {"generator loss": float(self.generator_loss), "generator deviation": deviation}
 
     def failure(self) -> str | None:
-        """The event that the generator cannot be used, or None."""
         vectors = (self.acgan.generator.parameters, self.adam.first, self.adam.second)
         if self.stopped or not all(bool(vector.isfinite().all()) for vector in vectors):
             return NOT_FINITE

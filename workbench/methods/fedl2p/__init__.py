@@ -97,7 +97,6 @@ class FedL2P(Method):
         return self.warm_up(plan) if self.frozen else super().initial_states(plan)
 
     def warm_up(self, plan: Plan) -> InitialStates:
-        """Initial states with a network that FedAvg has trained on the first tasks."""
         fedavg = Method(self.params, self.runtime)
         server = self.init_server(plan.seed)
         states: list[State] = [{} for _ in plan.clients]
@@ -123,7 +122,6 @@ class FedL2P(Method):
         return {**net, "meta": server["meta"]}
 
     def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
-        """Meta-networks weighted by held-out images; FedAvg's network unless it is frozen."""
         averaged = server if self.frozen else super().aggregate(server, replies, log)
         replies = [reply for reply in replies if self.held_out(reply.samples)]
         if not replies:
@@ -133,7 +131,6 @@ class FedL2P(Method):
         return {**averaged, "meta": meta}
 
     def held_out(self, samples: int) -> int:
-        """The number of held-out images."""
         return int(HELD_OUT * samples)
 
     def start(self, client_round: ClientRound) -> FedL2PContext:
@@ -188,7 +185,6 @@ class FedL2P(Method):
         return order[:count], order[count:]
 
     def log_meta(self, log: Log, meta: Tensor, statistics: LayerStatistics) -> None:
-        """Log the client's learning rates and beta."""
         beta, lrs = self.nets(meta, statistics)
         log.numbers |= {"lr": float(lrs.mean()), "smallest lr": float(lrs.min())}
         if self.norms:
@@ -240,7 +236,6 @@ class FedL2P(Method):
         return torch.cat([direct[:bn] - implicit[:bn], -implicit[bn:]])
 
     def loss_at(self, theta: Tensor, batch: Batch) -> Tensor:
-        """The loss with the parameters `theta` in evaluation mode."""
         module = self.model.module.eval()
         named = dict(module.named_parameters())
         values = dict(zip(named, split_like(theta, list(named.values())), strict=True))
@@ -249,7 +244,6 @@ class FedL2P(Method):
     # --- fine-tuning
 
     def load_personal_model(self, client_round: ClientRound) -> None:
-        """Load the network, fine-tuned on the current task with the meta-networks' settings."""
         self.receive(client_round)
         indices = client_round.indices
         if not len(indices):

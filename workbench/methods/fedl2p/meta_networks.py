@@ -30,11 +30,7 @@ class LayerStatistics(NamedTuple):
 
 
 class MetaNets:
-    """BNNet, LRNet and a learnt learning rate for each tensor of a model, in one vector `meta`.
-
-    BNNet maps `divergences` to beta, the client's share in the statistics of each normalisation.
-    LRNet maps `inputs` to a multiplier of each tensor's learning rate.
-    """
+    """BNNet, LRNet and a learnt learning rate for each tensor of a model, in one vector `meta`."""
 
     def __init__(self, module: nn.Module, norms: int) -> None:
         self.tensors = [p.numel() for p in module.parameters()]
@@ -66,7 +62,6 @@ class MetaNets:
 
 
 def _learnable(module: nn.Module) -> list[nn.Module]:
-    """The layers that have parameters of their own."""
     return [layer for layer in module.modules() if list(layer.parameters(recurse=False))]
 
 
@@ -77,7 +72,6 @@ def _mlp_parts(inputs: int, outputs: int) -> list[Tensor]:
 
 
 def _mlp(parts: Sequence[Tensor], x: Tensor) -> Tensor:
-    """The output of the network with these weights and biases."""
     x = F.relu(F.linear(x, *parts[0:2]))
     x = F.relu(F.linear(x, *parts[2:4]))
     return F.linear(x, *parts[4:6])
@@ -117,7 +111,6 @@ def layer_statistics(
 
 
 def _moments(means: Tensor) -> Moments:
-    """Mean and variance from the means of x and of x^2."""
     return means[0].float(), (means[1] - means[0].square()).clamp(min=0).float()
 
 

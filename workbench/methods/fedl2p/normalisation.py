@@ -20,10 +20,7 @@ def running_statistics(norms: Sequence[Any]) -> list[Moments]:
 def mixed_normalisation(
     norms: Sequence[nn.Module], net: Sequence[Moments], beta: Tensor
 ) -> Iterator[None]:
-    """A context in which the norms use (1 - beta) net + beta own as means and as variances.
-
-    The own ones are those of the batch in training mode, the running ones in evaluation mode.
-    """
+    """A context in which norms use (1 - beta) net + beta own as means and as variances."""
     with ExitStack() as hooks:
         for norm, *mixture in zip(norms, net, beta, strict=True):
             hooks.callback(norm.register_forward_hook(partial(_normalise, *mixture)).remove)

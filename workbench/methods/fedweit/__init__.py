@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stamp_core.client.batches import Batch
 from stamp_core.client.runtime import ClientRuntime
-from stamp_core.client.scoring import accuracies, predict, score, tests_of_tasks
+from stamp_core.client.scoring import accuracies, predict, tests_of_tasks
 from stamp_core.config.limits import Fraction, NonNegative, Positive
 from stamp_core.config.schema import Training
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Log, Message, Reply, State
@@ -129,14 +129,10 @@ class FedWeIT(TaskServer):
         return server["knowledge"]
 
     def averaged_vectors(self) -> tuple[str, ...]:
-        """The rest where it is shared; channels of B have means of their own."""
         return (*self.shared_buffers(), *(("rest",) if self.params.head == "shared" else ()))
 
     def aggregate(self, server: State, replies: list[Reply], log: Log) -> State:
-        """The mean of each channel of B over the clients that sent it, the rest as by FedAvg.
-
-        A channel that nobody sent stays in the global model, but is sent as zeros.
-        """
+        """Means of B over the clients that sent a channel; an unsent one is broadcast as zeros."""
         state = super().aggregate(server, replies, log)
         trained = [reply for reply in replies if reply.samples]
         if not trained:
@@ -214,7 +210,6 @@ class FedWeIT(TaskServer):
         return knowledge
 
     def weights(self, client_round: ClientRound, knowledge: Tensor) -> Decomposed:
-        """The trained parts of the current task's weights: its own, or those it starts with."""
         draw = client_round.generator
         base = self.merged_base(client_round)
         if own := client_round.state["tasks"].get(str(client_round.task)):
@@ -248,11 +243,7 @@ class FedWeIT(TaskServer):
         return super().loss(batch, context)
 
     def correct_gradient(self, batch: Batch, context: FedWeITContext) -> None:
-        """One SGD step of B, m, A and alpha; theta itself is composed again before it is used.
-
-        Their loss has lambda1 |A|_1 and weight_decay / 2 times |A|^2 + |m|^2, in a client's first
-        task also |B|^2.
-        """
+        """One SGD step of B, m, A and alpha, with decay of m and A, of B in the first task."""
         weights = context.weights
         weights.backward(self.model.gradients)
         base, mask, adaptive, _ = weights.gradients
@@ -287,7 +278,6 @@ class FedWeIT(TaskServer):
     def moved_tasks(
         self, client_round: ClientRound, past: PastWeights | None
     ) -> dict[str, LearntTask]:
-        """All learnt tasks; A_i of past ones have moved against the target."""
         tasks = {**client_round.state["tasks"]}
         if past is None:
             return tasks
@@ -298,7 +288,6 @@ class FedWeIT(TaskServer):
         return tasks
 
     def learnt_task(self, weights: Decomposed) -> LearntTask:
-        """The current task's own parts."""
         return {
             "mask": weights.mask.cpu().clone(),
             "adaptive": weights.adaptive.cpu().clone(),
@@ -346,13 +335,8 @@ class FedWeIT(TaskServer):
         return scores
 
     def scores_on(self, client_round: ClientRound, tasks: list[int]) -> Tensor:
-        """The live model's scores of some tasks; those of other tasks mean nothing.
-
-        # [scorings, 1, T]
-        """
+        """The live model's scores of some tasks; others mean nothing.  # [scorings, 1, T]"""
         about = client_round.plan, [client_round.client], client_round.experience
-        if self.runtime.dataset.masks:
-            return score(self.runtime, *about)
         sets = tests_of_tasks(self.runtime, *about, tasks)
         logits = predict(self.runtime, sets, nearest_mean=False).logits
         return accuracies(self.runtime, *about, logits)

@@ -12,11 +12,7 @@ from workbench.methods.base.task_server import pack_bits, unpack_bits
 
 
 class Channels:
-    """Where the decomposed weights are in a flat vector of P parameters.
-
-    The first axis of a tensor are its output channels: `weights` decomposed numbers N have `count`
-    channels C. All other parameters are the rest [R].
-    """
+    """Where weights (N in C channels, the first axis) and the rest [R] are in a flat vector [P]."""
 
     def __init__(self, shapes: Sequence[Sequence[int]], decomposed: Sequence[bool]) -> None:
         self.sizes = [math.prod(shape) for shape in shapes]
@@ -64,10 +60,7 @@ class Channels:
         return numbers / widths.repeat_interleave(widths).sqrt()
 
     def largest(self, values: Tensor, sparsity: float) -> Tensor:
-        """The channels whose value is above that of a share of their tensor's.  # bool [C]
-
-        The threshold is one of the values itself, so even at 0 the smallest value is left out.
-        """
+        """The channels whose value is above that of a share of their tensor's.  # bool [C]"""
         parts = [
             part > part.sort().values[math.floor(sparsity * len(part))]
             for part in values.split(self.widths)
@@ -149,7 +142,6 @@ class PastWeights:
     """
 
     def __init__(self, target: Tensor, squares: Tensor, size: float) -> None:
-        """Start at a target, with the sums of s_i^2 (both [N]) and the size of a step."""
         self.target = target.clone()
         self.compensation = size / (1 + size)
         pull = squares * self.compensation

@@ -42,7 +42,6 @@ class GLFCParams(ProxyParams):
     threshold: NonNegative = 1.2  # of the entropy's increase
 
     def __post_init__(self) -> None:
-        """Validate that cross-entropy is FedAvg's."""
         if self.loss == "cross_entropy" and (self.groups != "none" or self.old_weight):
             raise invalid("loss", self.loss, "'binary' unless groups is none and old_weight 0")
 
@@ -136,7 +135,6 @@ class GLFC(ProxyServer):
         return known, signal
 
     def entropy(self, client_round: ClientRound, before: float) -> float:
-        """The received model's entropy on the task's images; `before` without any."""
         if not len(client_round.indices):
             return before
         p = self.runtime.outputs(self.runtime.train_images(client_round.indices)[0]).softmax(1)
@@ -213,7 +211,6 @@ class GLFC(ProxyServer):
         return weights
 
     def old_targets(self, images: Tensor, targets: Tensor, distilled: Tensor) -> Tensor:
-        """The targets of distillation: of past classes the old model's outputs.  # [n, L]"""
         with torch.no_grad():
             outputs = self.teacher.module(images).sigmoid()
         return torch.where(distilled, outputs, targets)
@@ -260,7 +257,6 @@ class GLFC(ProxyServer):
         return {name: torch.cat([lists[name][kept], new[name]]) for name in new}
 
     def normalised_features(self, images: Tensor) -> Tensor:
-        """Features of length 1, by the live model in evaluation mode.  # [n, D]"""
         return F.normalize(self.runtime.outputs(images, self.classifier.encode))
 
     def upload(self, client_round: ClientRound, context: GLFCContext) -> Message:
@@ -276,10 +272,7 @@ class GLFC(ProxyServer):
     def perturbed_prototypes(
         self, client_round: ClientRound, columns: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The image of each class nearest to its mean feature, perturbed, and the classes.
-
-        SGD on its pixels lowers its binary loss under the trained model. Values are about 0 to 1.
-        """
+        """The image nearest to each class's mean feature, perturbed by SGD, and the classes."""
         data = self.runtime.dataset
         images = data.x_train[client_round.indices]
         labels = data.y_train[client_round.indices]

@@ -19,10 +19,7 @@ Pair = tuple[Tensor, Tensor, Tensor]  # s [n, d], y [n, d] and 1 / <s, y> [n, 1]
 
 
 class GradientEncoder:
-    """Three 5 x 5 convolutions with sigmoids and a linear layer; fixed weights from a run's seed.
-
-    All clients and the server build the same one, so it is never sent.
-    """
+    """Three 5 x 5 convolutions and a linear layer: the same from a run's seed for everybody."""
 
     def __init__(self, shape: Shape, classes: int, seed: int, device: torch.device) -> None:
         depth, *sides = shape
@@ -56,11 +53,7 @@ class GradientEncoder:
         return torch.cat([slope.flatten(1) for slope in slopes], 1)
 
     def recover_labels(self, gradients: Tensor) -> Tensor:
-        """The label behind each gradient.  # [n]
-
-        A row of the linear layer's gradient is (p_c - y_c) times the features, which sigmoids make
-        positive: it is negative only for the label.
-        """
+        """The label of each gradient: its row in the last layer alone is negative.  # [n]"""
         weights, biases = (part.numel() for part in self.parts[-2:])
         rows = gradients[:, -weights - biases : -biases].unflatten(1, (self.classes, -1))
         labels: Tensor = rows.sum(2).argmin(1)
@@ -70,11 +63,7 @@ class GradientEncoder:
 def reconstruct(
     encoder: GradientEncoder, gradients: Tensor, labels: Tensor, start: Tensor, steps: int
 ) -> tuple[Tensor, Tensor]:
-    """Images whose gradients match, and what is left of the squared distance.  # [n, ...], [n]
-
-    All images are found side by side, each by L-BFGS of its own. A step that does not bring the
-    gradient nearer is not taken, and the next one has half its length.
-    """
+    """Images with these gradients, by L-BFGS each, and the distances left.  # [n, ...], [n]"""
 
     def evaluate(values: Tensor) -> tuple[Tensor, Tensor]:
         """The squared distance of each image's gradient, and its derivative.  # [n, 1], [n, d]"""

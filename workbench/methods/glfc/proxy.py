@@ -47,11 +47,7 @@ class BestModel(TypedDict):
 
 
 class ProxyServer(TaskServer):
-    """A server that announces the best global model of the experience before.
-
-    Clients send gradients of a public encoder on a perturbed prototype of each class. The server
-    reconstructs images from them: the best model is the most accurate one on these images.
-    """
+    """A server that announces the most accurate model on images it has reconstructed."""
 
     def init_server(self, seed: int) -> State:
         server: State = super().init_server(seed)
@@ -76,10 +72,7 @@ class ProxyServer(TaskServer):
         return {**state, "old": state["best"]} if self.is_between(state) else state
 
     def better_model(self, state: State, before: State, log: Log) -> BestModel:
-        """The new global model or the best one of this experience, whichever is more accurate.
-
-        The comparison starts anew with each experience and with every extension of the monitor.
-        """
+        """The more accurate of the new model and this experience's best; anew with each monitor."""
         accuracy = self.monitor_accuracy(state)
         log.numbers["proxy accuracy"] = accuracy
         round_ = before["round"] % self.runtime.training.rounds
@@ -96,7 +89,6 @@ class ProxyServer(TaskServer):
         }
 
     def monitor_accuracy(self, state: State) -> float:
-        """The global model's accuracy on the reconstructed images; 0 if there are none."""
         images = state["monitor"]["images"]
         labels = state["monitor"]["labels"]
         if not len(labels):
@@ -105,7 +97,6 @@ class ProxyServer(TaskServer):
         return float((self.runtime.outputs(images).argmax(1) == labels).double().mean())
 
     def extended_monitor(self, server: State, replies: list[Reply], log: Log) -> Monitor:
-        """The images reconstructed in this experience, with those of the gradients received now."""
         received = [r.message["gradients"] for r in replies if "gradients" in r.message]
         monitor: Monitor = server["monitor"]
         if not received:
@@ -133,10 +124,8 @@ class ProxyServer(TaskServer):
         return images.clamp(0, 1).mul(255).round().to("cpu", torch.uint8), labels.cpu()
 
     def encoder(self, seed: int) -> GradientEncoder:
-        """The public encoder of a run."""
         return GradientEncoder(self.runtime.shape, self.runtime.classes, seed, self.runtime.device)
 
     def remembered(self, server: State, client: Any) -> Any:
-        """The reconstructed images; if there are none, exemplars."""
         monitor = server["monitor"]
         return monitor if len(monitor["labels"]) else client["memory"]

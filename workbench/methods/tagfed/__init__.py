@@ -65,7 +65,6 @@ class TagFedParams(FedAvgParams):
     tail_lr: Positive = 0.2  # of SGD on the server's tails
 
     def __post_init__(self) -> None:
-        """Validate the server learning rate, which needs a model of all clients."""
         if self.server_lr != 1 and not self.averages_all:
             right = "1 unless exchange is 'weights' and trace 'none'"
             raise invalid("server_lr", self.server_lr, right)
@@ -119,7 +118,6 @@ class TagFed(Method):
             self.models = ("global", "personal", "local")
 
     def initial_states(self, plan: Plan) -> InitialStates:
-        """The first states, of no more tasks than owners can number."""
         if plan.tasks >= COPIED:
             raise invalid("split.tasks", plan.tasks, f"below {COPIED} for tagfed")
         return super().initial_states(plan)
@@ -129,10 +127,7 @@ class TagFed(Method):
         return {**super().init_server(seed), "seed": seed, "round": 0, **{n: {} for n in names}}
 
     def broadcast(self, server: TagFedServer, client: int) -> Message:
-        """What the client's last group has averaged, at first the model; or the server's answers.
-
-        Without an answer nothing.
-        """
+        """What the client's last group has averaged, first the model; or the server's answers."""
         if self.params.exchange == "features":
             answers = server["answers"].get(str(client))
             return {} if answers is None else {"answers": answers}
@@ -158,7 +153,6 @@ class TagFed(Method):
         return {**server, "members": members, "groups": in_use}
 
     def answer(self, server: TagFedServer, groups: dict[str, list[Reply]], log: Log) -> State:
-        """The state with the tails of the groups' tasks, trained, and their logits for clients."""
         tails = dict(server["tails"])
         answers = dict[str, Tensor]()
         with log.clock("tails"):
@@ -174,12 +168,10 @@ class TagFed(Method):
         return {**server, "tails": tails, "answers": answers, "round": server["round"] + 1}
 
     def build_tail(self) -> nn.Module:
-        """The server's network for one task, from features to logits."""
         first = nn.Linear(self.classifier.features, HIDDEN)
         return nn.Sequential(first, nn.ReLU(), nn.Linear(HIDDEN, self.runtime.classes))
 
     def fit_tail(self, tail: FlatModel, messages: list[Message], draw: torch.Generator) -> None:
-        """SGD of a tail on what the clients of a group have sent, distilled from their logits."""
         names = ("features", "logits", "labels")
         features, logits, labels = (torch.cat([m[name] for m in messages]) for name in names)
         for _ in range(EPOCHS):
@@ -191,7 +183,6 @@ class TagFed(Method):
                 tail.parameters.add_(tail.gradients, alpha=-self.params.tail_lr)
 
     def mixed_loss(self, outputs: Tensor, labels: Tensor, teacher: Tensor) -> Tensor:
-        """Cross-entropy and distillation, as shares of 1."""
         distilled = softened_divergence(outputs, teacher, TEMPERATURE)
         return torch.lerp(F.cross_entropy(outputs, labels), distilled, self.params.kd)
 
@@ -208,7 +199,6 @@ class TagFed(Method):
         }
 
     def key(self, task: Task) -> str:
-        """What makes two tasks the same one."""
         return "" if self.params.trace == "none" else f"{task.domain}: {task.classes}"
 
     def apply_received(self, client_round: ClientRound) -> PackedState:
@@ -221,7 +211,6 @@ class TagFed(Method):
         return with_values(state, message["parameters"], message.get("buffers", own))
 
     def select_task(self, client_round: ClientRound, state: PackedState) -> PackedState:
-        """The state in which the new experience's task is the current one: known, or new."""
         state = self.prune(state, 1)
         key = self.key(client_round.plan.clients[client_round.client][client_round.task])
         if key in state["keys"]:
@@ -235,7 +224,6 @@ class TagFed(Method):
         return pruned(state, share, self.sizes)
 
     def start(self, client_round: ClientRound) -> TagFedContext:
-        """Load the sub-model of the current task: new, pruned or known before."""
         state = self.apply_received(client_round)
         rounds = self.runtime.training.rounds
         starts = client_round.first
@@ -252,7 +240,6 @@ class TagFed(Method):
         return TagFedContext(state, weights, answers)
 
     def receive(self, client_round: ClientRound) -> None:
-        """Load the model of a client without a task: that of all clients, if it has received it."""
         weights = self.apply_received(client_round)["weights"]
         message = {**client_round.message, "parameters": weights}
         self.runtime.load_received(message, client_round.state)
@@ -283,7 +270,6 @@ class TagFed(Method):
             context.weights.train_mask(self.model.gradients)
 
     def update_state(self, client_round: ClientRound, context: TagFedContext) -> State:
-        """The state with the trained weights and, after a first round, with what is picked."""
         state = context.state
         base = super().update_state(client_round, context)
         if "buffers" in base:
@@ -304,10 +290,7 @@ class TagFed(Method):
         return state
 
     def upload(self, client_round: ClientRound, context: TagFedContext) -> Message:
-        """The weights that the current task trains; or features, logits and labels of its images.
-
-        None of these after the last round of a task, as there is nobody to use an answer.
-        """
+        """The weights that the task trains; or features, logits and labels, if they are used."""
         state = context.state
         number = {"group": torch.tensor([self.group_number(state)])}
         if self.params.exchange == "features":
@@ -318,10 +301,7 @@ class TagFed(Method):
         return message if self.params.averages_all else {**message, **number}
 
     def group_number(self, state: PackedState) -> int:
-        """The number of the group that exchanges: the same task and, for weights, the same owners.
-
-        Then all that the task is built on is equal as well, as it comes from the same averages.
-        """
+        """The group that exchanges: the same task and, for weights, the same owners."""
         keys = state["keys"][: state["task"]]
         if self.params.exchange == "features":
             return address("group", *keys[-1:])
@@ -329,7 +309,6 @@ class TagFed(Method):
         return address("group", *keys, hashlib.sha256(owned).hexdigest())
 
     def features_of(self, client_round: ClientRound) -> Message:
-        """Features, logits and labels of the task's training images, by the trained sub-model."""
         data = self.runtime.dataset
         indices = client_round.indices
         features = self.runtime.outputs(data.x_train[indices], self.classifier.encode)

@@ -76,10 +76,7 @@ def sub_model(state: PackedState, task: int) -> tuple[Tensor, Tensor]:
 
 
 def with_values(state: PackedState, values: Tensor, buffers: Tensor) -> PackedState:
-    """The state with other values of what the current task trains.
-
-    A task that has returned leaves the weights that later tasks are built on.
-    """
+    """The state with other values of what is trained; later tasks keep what they were built on."""
     augmented = state["augmented"].clone()
     augmented[trained(state)] = values
     state = {**state, "augmented": augmented}
@@ -95,10 +92,7 @@ def with_values(state: PackedState, values: Tensor, buffers: Tensor) -> PackedSt
 
 
 def with_task(state: PackedState, key: str, experience: int, buffers: Tensor) -> PackedState:
-    """The state with a new task, which owns all free weights and uses all of earlier tasks.
-
-    It starts from the copies of the task before; the first one from these buffers.
-    """
+    """The state with a new task, which owns all free weights and starts from the task before."""
     task = len(state["keys"]) + 1
     owners = state["owners"]
     every = pack_bits(torch.ones(len(owners), dtype=torch.bool))
@@ -117,20 +111,14 @@ def with_task(state: PackedState, key: str, experience: int, buffers: Tensor) ->
 
 
 def free_share(keep: float, task: int, progress: float) -> float:
-    """The share of what was free for a task that is free again after a part of its pruning.
-
-    Each task keeps a share of all. The free share rises fast at first, by a cubic curve.
-    """
+    """The share of a task's weights that is free after a part of its pruning, by a cubic curve."""
     left = 1 - keep * (task - 1)
     final = max(0.0, 1 - keep / left) if left > 0 else 0.0
     return final * (1 - (1 - progress) ** 3)
 
 
 def pruned(state: PackedState, share: float, sizes: list[int]) -> PackedState:
-    """The state in which the smallest weights of the newest task have become free.
-
-    In each tensor, until this share of the weights that are free or the task's is free.
-    """
+    """The state in which this share of each tensor's newest or free weights is free."""
     task = len(state["keys"])
     owners = state["owners"].clone()
     parts = zip(state["weights"].split(sizes), owners.split(sizes), strict=True)
@@ -165,7 +153,6 @@ class TaskWeights:
         torch.where(self.trained, parameters, used, out=parameters)
 
     def train_mask(self, gradients: Tensor) -> None:
-        """One step of the mask, if it is trained."""
         if self.adam is not None:
             torch.mul(self.earlier, gradients, out=self.mask.gradients)
             self.adam.step()

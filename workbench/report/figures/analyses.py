@@ -1,8 +1,4 @@
-"""Figures behind the results: angles between gradients, and features.
-
-Angles and features are recorded where the setting's `diagnostics` say so; what was not recorded, or
-is undefined, is left out.
-"""
+"""Figures of what a setting's `diagnostics` record: angles between gradients, and features."""
 
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -46,12 +42,7 @@ nearer to the mean of their class's other images than to that of any other class
 
 
 def angles(records: Sequence[Record], shown: Sequence[str] = ()) -> Figure:
-    """Cosines between clients' updates and between tasks, by experience: a row per setting.
-
-    There is a column for each kind that some setting recorded, without a panel where one did not.
-    `shown` restricts the methods: more
-    than a handful of lines cannot be told apart.
-    """
+    """Cosines between clients' updates and between tasks, by experience: a row per setting."""
     records = [r for r in frames.unique_runs(records) if not shown or r.run[1] in shown]
     rows = pd.DataFrame([row for record in records for row in _cosines(record)])
     settings, every = rows.groupby("setting", sort=False), {**_SPATIAL, **_TEMPORAL}
@@ -108,10 +99,7 @@ def _draw_cosines(axis: Axes, rows: pd.DataFrame, name: str) -> None:
 
 
 def features(records: Sequence[Record], setting: str, classes: Sequence[str]) -> Figure:
-    """t-SNE of the same test images after each experience: a row per method, a sign per image.
-
-    Shown are fedavg and stamp with the first seed whose features were recorded.
-    """
+    """t-SNE of the same test images after each experience: a row per method, a sign per image."""
     described = {record.run: record for record in frames.unique_runs(records) if record.features}
     seed = min((run[2] for run in described if run[0] == setting), default=0)
     shown = [described[run] for name in _DESCRIBED if (run := (setting, name, seed)) in described]
@@ -141,7 +129,6 @@ def features(records: Sequence[Record], setting: str, classes: Sequence[str]) ->
 def _draw_features(
     axis: Axes, vectors: NDArray[Any], labels: NDArray[np.int64], classes: Sequence[str]
 ) -> None:
-    """One panel of `features`; classes with long names are numbers."""
     signs = classes if max(map(len, classes)) == 1 else range(len(classes))
     places = _embed(vectors)
     axis.update_datalim(places)
@@ -156,7 +143,6 @@ def _draw_features(
 
 
 def _embed(vectors: NDArray[np.float32]) -> style.Values:
-    """Features put into the plane by t-SNE.  # [n, 2]"""
     from sklearn.manifold import TSNE  # only here: importing it takes a second
     from sklearn.utils.parallel import ThreadpoolController
 

@@ -59,10 +59,7 @@ def images(dataset: ImageDataset) -> Figure:
 
 
 def schedule(plan: Plan, dataset: ImageDataset) -> Figure:
-    """Who learns which classes (or domains) when, and how many clients hold each in each task.
-
-    Where the names do not fit, colour says in which task a client first meets a class.
-    """
+    """Who learns which classes (or domains) when, and how many clients hold each in each task."""
     kind, names = "class", dataset.classes
     if plan.split.kind == "domains":
         kind, names = "domain", dataset.domains
@@ -80,14 +77,12 @@ def schedule(plan: Plan, dataset: ImageDataset) -> Figure:
 
 
 def _wrap_names(held: NDArray[np.bool_], names: Sequence[str]) -> list[list[str]]:
-    """The names of what each client learns in each task; nothing if the names do not fit."""
     width = _LINE_LENGTH // held.shape[1]
     texts = []
     for client in held:
         joined = [", ".join(np.array(names)[items]) for items in client]
-        texts.append(
-            [textwrap.wrap(text, max(width, 1), break_long_words=False) for text in joined]
-        )
+        wrap = textwrap.TextWrapper(max(width, 1), break_long_words=False).wrap
+        texts.append([wrap(text) for text in joined])
     cells = [lines for row in texts for lines in row]
     fits = width > 1 and max(map(len, cells)) <= 3
     fits = fits and max(len(line) for lines in cells for line in lines) <= 1.2 * width
@@ -97,7 +92,6 @@ def _wrap_names(held: NDArray[np.bool_], names: Sequence[str]) -> list[list[str]
 def _draw_names(
     held: NDArray[np.bool_], names: Sequence[str], texts: list[list[str]], kind: str
 ) -> Figure:
-    """The schedule by name; darker cells hold more that some client met before."""
     met = np.cumsum(held.any(axis=0), axis=0) - held.any(axis=0) > 0  # [T, items], before a task
     known = (held & met).sum(axis=2) / held.sum(axis=2)  # [U, T]
     lines = max(text.count("\n") + 1 for row in texts for text in row)
@@ -116,7 +110,6 @@ def _draw_names(
 
 
 def _draw_first(held: NDArray[np.bool_], names: Sequence[str], kind: str) -> Figure:
-    """The schedule by colour, for plans with many tasks."""
     first = np.where(held.any(axis=1), held.argmax(axis=1) + 1.0, np.nan)  # [U, items]
     holders = pd.DataFrame(held.sum(axis=0), range(1, held.shape[1] + 1), names)
     figure, (top, bottom) = panels(2, 1, 3.2)
@@ -177,10 +170,7 @@ def scenes(dataset: ImageDataset) -> Figure:
 
 
 def exemplars(records: Sequence[Record], setting: str, classes: Sequence[str]) -> Figure:
-    """The first exemplars per class of one client: a row per rule, with the smallest seed.
-
-    Of several numbers of exemplars the largest is shown.
-    """
+    """The first exemplars per class of one client: a row per rule, with the smallest seed."""
     records = _with_memory(records, setting)
     if not records:
         return _empty(f"{setting}: its runs keep no exemplars with their records")
@@ -198,10 +188,7 @@ def exemplars(records: Sequence[Record], setting: str, classes: Sequence[str]) -
 
 
 def synthetic(records: Sequence[Record], setting: str, classes: Sequence[str]) -> Figure:
-    """The images that methods remember of each class after the first and the last task: two rows.
-
-    Those of replay are real images.
-    """
+    """The images that methods remember of each class after the first and the last task."""
     methods = {r.run[1:]: r for r in _with_memory(records, setting) if r.run[1] in _GENERATIVE}
     if not methods:
         return _empty(f"{setting}: no method of the grid has remembered images")
@@ -216,13 +203,11 @@ def synthetic(records: Sequence[Record], setting: str, classes: Sequence[str]) -
 
 
 def _with_memory(records: Sequence[Record], setting: str) -> list[Record]:
-    """The records of a setting that remember images."""
     own = [record for record in records if record.run[0] == setting]
     return [record for record in own if len(record.memory.get("labels", ()))]
 
 
 def _empty(title: str) -> Figure:
-    """A figure that says why it shows nothing."""
     figure, (axis,) = panels(1, 1, 0.5)
     axis.set_axis_off()
     figure.suptitle(title)
@@ -237,7 +222,6 @@ def _remembered(record: Record, place: int) -> _Memory:
 
 
 def _draw_by_class(rows: Sequence[_Memory], names: list[str], classes: Sequence[str]) -> Figure:
-    """A row of images for every memory, those of a class below each other."""
     labels = np.unique(np.concatenate([labels for _, labels in rows]))[:_REMEMBERED]
     count = max(np.bincount(labels).max() for _, labels in rows)
     shown = []

@@ -24,10 +24,7 @@ _KINDS = {
 
 
 def noise(records: Sequence[Record], spent: Mapping[tuple[str, str], float]) -> Figure:
-    """Final accuracy, and below it forgetting, by noise: a column per setting.
-
-    `spent` has the ε of settings and values where it is known.
-    """
+    """Final accuracy, and below it forgetting, by noise: a column per setting."""
     rows = frames.run_frame(records)
     settings = list(rows.groupby("setting", sort=False))
     figure, axes = style.panels(2 * len(settings), len(settings), 2.4, 1.2)
@@ -46,24 +43,16 @@ def noise(records: Sequence[Record], spent: Mapping[tuple[str, str], float]) -> 
 def _name_noise(
     axis: Axes, setting: str, values: Sequence[str], spent: Mapping[tuple[str, str], float]
 ) -> None:
-    """The noise multipliers below a panel, and below each its ε where it is known."""
     known = [spent.get((setting, value)) for value in values]
     axis.set_xlabel("noise multiplier" + "\nε" * (None not in known), fontsize=9)
     if None not in known:
-        texts = [f"{value}\n{_short(each)}" for value, each in zip(values, known, strict=True)]
+        short = [epsilon_text(each).replace(",000", "k") for each in known]
+        texts = [f"{value}\n{each}" for value, each in zip(values, short, strict=True)]
         axis.set_xticks(range(len(values)), texts)
 
 
-def _short(epsilon: float | None) -> str:
-    """An ε with two figures, thousands as k: there is little room below a tick."""
-    return epsilon_text(epsilon).replace(",000", "k")
-
-
 def projection(records: Sequence[Record], exact: Sequence[Record]) -> Figure:
-    """Final accuracy by the numbers that clients send for matching: a panel per setting.
-
-    `exact` has the runs without projections.
-    """
+    """Final accuracy by the numbers that clients send for matching: a panel per setting."""
     rows = frames.projection_frame(records, exact)
     xlabel = "numbers k of a client beside its model"
     figure, panels = style.setting_panels(rows, 2.6, xlabel=xlabel)
@@ -75,7 +64,6 @@ def projection(records: Sequence[Record], exact: Sequence[Record]) -> Figure:
 
 
 def _draw_by_value(axis: Axes, rows: pd.DataFrame, column: str) -> None:
-    """A line per method by the places of the swept values, in %."""
     values = rows.value.unique().tolist()
     placed = rows.assign(place=rows.value.map(values.index), percent=100 * rows[column])
     style.draw_lines(axis, placed, "place", "percent")
@@ -83,10 +71,7 @@ def _draw_by_value(axis: Axes, rows: pd.DataFrame, column: str) -> None:
 
 
 def rounds_together(windows: pd.DataFrame) -> Figure:
-    """PSNR by the number of rounds that the server inverts together: a panel per method.
-
-    `windows` has means over clients with the ends of their intervals.
-    """
+    """PSNR by the number of rounds that the server inverts together: a panel per method."""
     methods = list(windows.groupby("method", sort=False))
     figure, axes = style.panels(len(methods), height=2.6, sharey=True)
     axes[0].set_ylabel("PSNR, dB")

@@ -34,10 +34,7 @@ _HEAT: dict[str, Any] = {"cmap": "viridis", "fmt": ".0f", "vmin": 0}
 
 
 def accuracy(records: Sequence[Record]) -> Figure:
-    """Accuracy over the tasks learnt so far: a panel per setting, up to eight methods by name.
-
-    Mean intersection over union where images have masks.
-    """
+    """Accuracy over the tasks learnt so far: a panel per setting, up to eight methods by name."""
     score = "mean IoU" if len(records[0].scores["initial"]) > len(SCORINGS) else "accuracy"
     title = f"{score[0].upper()}{score[1:]} over the tasks learnt so far"
     return _highlights(_accuracies(frames.without_diverged(records)), title, f"{score}, %")
@@ -51,7 +48,6 @@ def gap(records: Sequence[Record]) -> Figure:
 
 
 def _accuracies(records: Sequence[Record]) -> pd.DataFrame:
-    """`experience_frame` with accuracy in %, by the personal models where there are any."""
     own = [record for record in records if not np.isnan(record.accuracy("personal")).all()]
     others = [record for record in records if record not in own]
     parts = [frames.experience_frame(some, some is own) for some in (others, own) if some]
@@ -100,12 +96,10 @@ def _draw_context(axis: Axes, rows: pd.DataFrame) -> None:
 
 
 def accuracy_all(records: Sequence[Record]) -> Figure:
-    """Accuracy over the tasks learnt so far: a row per method, a column per task, in each setting.
-
-    Headline methods come first, then the others by their final accuracy.
-    """
+    """Accuracy over the tasks learnt so far: a row per method, a column per task, by setting."""
     rows = _accuracies(frames.shared_seeds(records))
-    names = _ordered_names(rows[rows.experience == _last_experience(rows)], "percent")
+    last = rows.groupby("setting").experience.transform("max")
+    names = _ordered_names(rows[rows.experience == last], "percent")
     figure, panels = style.setting_panels(rows, 0.19 * len(names) + 0.9, "", sharey=True)
     means = rows.groupby(["setting", "method", "experience"]).percent.mean()
     top = _scale_end(means)
@@ -120,12 +114,6 @@ def accuracy_all(records: Sequence[Record]) -> Figure:
     return figure
 
 
-def _last_experience(rows: pd.DataFrame) -> pd.Series:
-    """The last experience of each row's setting."""
-    last: pd.Series = rows.groupby("setting").experience.transform("max")
-    return last
-
-
 def _scale_end(percent: pd.Series | style.Values) -> float:
     """The first multiple of ten that no value exceeds."""
     highest: float = np.fmax.reduce(np.ravel(percent), initial=1)
@@ -133,16 +121,12 @@ def _scale_end(percent: pd.Series | style.Values) -> float:
 
 
 def _add_colour_bar(figure: Figure | SubFigure, axes: Sequence[Axes], top: float) -> None:
-    """One scale of 0 to `top` % for the heat maps of `axes`."""
     scale = ScalarMappable(Normalize(_HEAT["vmin"], top), _HEAT["cmap"])
     figure.colorbar(scale, ax=axes, label="accuracy, %", shrink=0.8, aspect=30, pad=0.01)
 
 
 def matrices(records: Sequence[Record]) -> Figure:
-    """Accuracy on each task after each task of the last cycle, mean over seeds, per method.
-
-    A block of panels for each setting, headline methods first.
-    """
+    """Accuracy on each task after each task of the last cycle, mean over seeds, per method."""
     records = frames.shared_seeds(records)
     rows = frames.run_frame(records).assign(matrix=[_last_matrix(record) for record in records])
     names = _ordered_names(rows, "main_accuracy")
@@ -168,13 +152,11 @@ def matrices(records: Sequence[Record]) -> Figure:
 
 
 def _mean_matrices(rows: pd.DataFrame, names: Iterable[str]) -> dict[str, style.Values]:
-    """Mean matrices of a setting in %, by the label of a method.  # [T, T]"""
     methods = [rows[rows.method == name] for name in names if name in set(rows.method)]
     return {style.method_label(own): 100 * np.mean([*own.matrix], axis=0) for own in methods}
 
 
 def _draw_matrices(axes: Sequence[Axes], means: dict[str, style.Values], top: float) -> None:
-    """A heat map per method; panels without one are removed."""
     for axis, (label, mean) in zip(axes, means.items(), strict=False):
         numbers = range(1, len(mean) + 1)
         few = len(mean) <= _ANNOTATED
@@ -191,7 +173,6 @@ def _draw_matrices(axes: Sequence[Axes], means: dict[str, style.Values], top: fl
 
 
 def _last_matrix(record: Record) -> style.Values:
-    """The accuracy matrix of a run's last cycle.  # [T, T]"""
     a = last_cycle(record.accuracy(record.main_model), record.tests.shape[1])
     return micro_average(a, record.tests)
 
@@ -225,10 +206,7 @@ def training(records: Sequence[Record]) -> Figure:
 
 
 def forgetting(records: Sequence[Record]) -> Figure:
-    """The paper's forgetting: a row per method, by its personal models where there are any.
-
-    Headline methods come first, then the others by their mean, the least first.
-    """
+    """The paper's forgetting: a row per method, by its personal models where there are any."""
     rows = frames.model_frame(frames.run_frame(frames.shared_seeds(records)))
     rows = rows[rows.personal_accuracy.isna() | (rows.model == "personal")]
     defined = rows.dropna(subset="main_forgetting")
@@ -249,10 +227,7 @@ def forgetting(records: Sequence[Record]) -> Figure:
 
 
 def ranks(records: Sequence[Record]) -> Figure:
-    """Mean ranks over settings and seeds, and the methods that are as good as the best one.
-
-    Joint training, the bound, has none.
-    """
+    """Mean ranks over settings and seeds, and the methods that are as good as the best one."""
     rows = frames.run_frame(records)
     rows = rows[rows.method != "joint"]
     blocks = frames.block_frame(rows)
@@ -278,11 +253,7 @@ def ranks(records: Sequence[Record]) -> Figure:
 
 
 def _ordered_names(rows: pd.DataFrame, score: str, best: int = -1) -> dict[str, str]:
-    """The methods and their labels: headline methods, then the others by their mean score.
-
-    `best` is -1 where a high score is good, else 1. Settings have one weight each, and a method is
-    compared with the mean method of the settings where it was run.
-    """
+    """Methods and labels: headline ones, then by score over settings (`best` -1: high is good)."""
     means = rows.groupby(["setting", "method"], sort=False)[score].mean().unstack("setting")
     scores = (best * (means - means.mean())).mean(axis=1)
     labels = rows.groupby("method", sort=False)
@@ -292,7 +263,6 @@ def _ordered_names(rows: pd.DataFrame, score: str, best: int = -1) -> dict[str, 
 
 
 def _draw_rows(axis: Axes, names: Mapping[str, str]) -> None:
-    """A labelled row per method, with a line below those that are highlighted."""
     style.set_rows(axis, [*names.values()])
     highlighted = sum(name in style.HIGHLIGHTED for name in names)
     if 0 < highlighted < len(names):
@@ -365,11 +335,7 @@ def nearest_mean(records: Sequence[Record]) -> Figure:
 
 
 def cost(records: Sequence[Record]) -> Figure:
-    """Final accuracy beside what it costs: a row per method, a mark per setting.
-
-    Costs are multiples of fedavg's in the setting: most methods send what fedavg sends, and
-    settings would differ more than methods.
-    """
+    """Final accuracy beside what it costs: a row per method, a mark per setting."""
     rows = frames.run_frame(frames.shared_seeds(records)).dropna(subset="main_accuracy")
     names = _ordered_names(rows, "main_accuracy")
     images, sent = (cost.replace(0, np.nan) for cost in frames.relative_costs(rows).values())

@@ -69,11 +69,7 @@ class Label(NamedTuple):
 
 
 def method_style(method: str) -> _Style:
-    """Colour, marker and dashes of a method, by its name alone: the same in every figure.
-
-    Of others than the headline methods they follow from the place in params/methods.yaml, of names
-    that are not there from the checksum. Presets for scenes are marked as what they are one of.
-    """
+    """Colour, marker and dashes of a method, by its place in params/methods.yaml or checksum."""
     method = method.removesuffix(SCENES)
     place = _places().get(method, zlib.crc32(method.encode()))
     other = (_MUTED[place % len(_MUTED)], _MARKERS[place % len(_MARKERS)], place % len(_DASHES))
@@ -83,25 +79,20 @@ def method_style(method: str) -> _Style:
 
 @cache
 def _places() -> dict[str, int]:
-    """The presets by their places."""
     return {method: place for place, method in enumerate(read_params()["methods"])}
 
 
 def row_style(method: str) -> _Style:
-    """Colour and marker of a method that has a row of its own: only highlighted ones are coloured.
-
-    Eight colours for forty rows would stand for five methods each.
-    """
+    """Colour and marker of a method that has a row of its own: only highlighted ones have one."""
     marks = method_style(method) if method in HIGHLIGHTED else {"color": _PLAIN, "marker": "o"}
     return {key: marks[key] for key in ("color", "marker")}
 
 
 def headline_order(scores: pd.Series) -> list[str]:
     """The methods that index `scores`: the highlighted ones, then the others by their score."""
-    others = scores.sort_values(kind="stable").index
-    return [*(name for name in HIGHLIGHTED if name in scores.index)] + [
-        str(name) for name in others if name not in HIGHLIGHTED
-    ]
+    order = map(str, scores.sort_values(kind="stable").index)
+    highlighted = [name for name in HIGHLIGHTED if name in scores.index]
+    return highlighted + [name for name in order if name not in HIGHLIGHTED]
 
 
 def method_label(rows: pd.DataFrame) -> str:
@@ -168,10 +159,7 @@ def add_labels(axis: Axes, labels: Sequence[Label]) -> None:
 
 
 def draw_lines(axis: Axes, rows: pd.DataFrame, x: str, y: str, by: str = "method") -> list[Label]:
-    """A line per method (or rule): means over seeds by `x`, with each seed as a faint point.
-
-    Where a seed is undefined, there is no mean. The labels of the lines, for their right ends.
-    """
+    """A line per method (or rule): means over seeds by `x`, points of seeds; the lines' labels."""
     labels = []
     for name, group in rows.groupby(by, sort=False):
         text = method_label(group) if by == "method" else str(name)
@@ -269,10 +257,7 @@ def plain_text(name: Hashable) -> str:
 
 
 def set_log_scale(axis: Axes) -> None:
-    """A logarithmic x axis with plain numbers at 1, 2 and 5, or at 1 where these would collide.
-
-    A range with fewer than two such numbers stays linear.
-    """
+    """A logarithmic x axis with plain numbers, where the range has at least two."""
     low, high = axis.dataLim.intervalx
     if high < 3 * low:
         return

@@ -30,10 +30,7 @@ values and of the seeds at one value"""
 
 
 def coresets(records: Sequence[Record]) -> Figure:
-    """Final accuracy by exemplars per class: a row per rule, a panel per setting.
-
-    Titles say what no memory and all images reach: lines so far away would hide the differences.
-    """
+    """Final accuracy by exemplars per class: a row per rule, a panel per setting."""
     rows = _percent(frames.coreset_frame(records))
     limited = frames.limited_memory(rows)
     most = limited[limited.exemplars == limited.exemplars.max()]
@@ -57,7 +54,6 @@ def coresets(records: Sequence[Record]) -> Figure:
 def _draw_rules(
     axis: Axes, rows: pd.DataFrame, rules: Sequence[str], numbers: Sequence[int]
 ) -> None:
-    """A row per rule, in it a line per number of exemplars: seeds and their mean."""
     step = 0.6 / max(2, len(numbers) - 1)  # so that a row's lines stay apart from the next row's
     for line, number in enumerate(numbers):
         shift = step * (line - (len(numbers) - 1) / 2)
@@ -102,10 +98,7 @@ def heterogeneity(records: Sequence[Record]) -> Figure:
 
 
 def overlap(records: Sequence[Record]) -> Figure:
-    """Final accuracy by the share of classes that clients have in common: a panel per task size.
-
-    Each method at the value that is best for it on choosing seeds.
-    """
+    """Final accuracy by the share of classes that clients have in common: a panel per task size."""
     rows = _percent(frames.overlap_frame(records))
     sizes = list(rows.groupby("size"))
     figure, axes = style.panels(len(sizes), height=3.4)
@@ -126,7 +119,6 @@ def _percent(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _draw_by_number(axis: Axes, rows: pd.DataFrame, x: str) -> None:
-    """Lines of accuracy with labels, by a number on a logarithmic axis that names each value."""
     labels = style.draw_lines(axis, rows, x, "accuracy")
     numbers = sorted(rows[x].unique())
     axis.set_xscale("log")
@@ -136,10 +128,7 @@ def _draw_by_number(axis: Axes, rows: pd.DataFrame, x: str) -> None:
 
 
 def returning(records: Sequence[Record]) -> Figure:
-    """Accuracy over the tasks learnt so far, of each setting's runs with the most cycles.
-
-    A line is where a cycle ends.
-    """
+    """Accuracy over the tasks learnt so far, of each setting's runs with the most cycles."""
     rows = frames.run_frame(records)
     tasks = pd.Series([record.tests.shape[1] for record in records])
     most = rows.assign(tasks=tasks).groupby("setting", sort=False)[["cycles", "tasks"]].max()
@@ -153,10 +142,7 @@ def returning(records: Sequence[Record]) -> Figure:
 
 
 def protection(records: Sequence[Record], captions: _Captions) -> Figure:
-    """The share of the global update inside protected subspaces, and accuracy: a column per sweep.
-
-    `captions` has for each sweep its label and the preset's value.
-    """
+    """The share of the global update in protected subspaces, and accuracy: a column per sweep."""
     rows = _percent(frames.run_frame(records))
     columns = list(rows.groupby(["sweep", "setting"], sort=False))
     figure, axes = style.panels(2 * len(columns), len(columns), 1.8)
@@ -207,7 +193,6 @@ def sensitivity(records: Sequence[Record], captions: _Captions) -> Figure:
 
 
 def _set_spans(axes: Sequence[Axes]) -> None:
-    """The widest y range for every panel, around the middle of its own."""
     limits = [axis.get_ylim() for axis in axes]
     half = max(high - low for low, high in limits) / 2
     for axis, (low, high) in zip(axes, limits, strict=True):
@@ -216,7 +201,6 @@ def _set_spans(axes: Sequence[Axes]) -> None:
 
 
 def _draw_sweep(axis: Axes, rows: pd.DataFrame, measure: str, preset: str) -> None:
-    """One measure of a sweep by value, a thin line per seed."""
     values = rows.value.unique().tolist()
     for _, own in rows.groupby("seed"):
         colour = _MEASURES[measure][1]
@@ -238,7 +222,6 @@ def _draw_sweep(axis: Axes, rows: pd.DataFrame, measure: str, preset: str) -> No
 
 
 def _draw_by_value(axis: Axes, rows: pd.DataFrame, measure: str) -> None:
-    """A measure by the place of its value: seeds and their mean, a line between numbers."""
     label, colour, marker = _MEASURES[measure]
     values = rows.value.unique().tolist()
     rows = rows.assign(place=rows.value.map(values.index))

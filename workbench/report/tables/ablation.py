@@ -35,10 +35,7 @@ _CELLS: dict[str, page.Cell] = {
 
 
 def ablation_frame(records: Sequence[Record]) -> pd.DataFrame:
-    """One row a run: that of `run_frame`, parameters as text, and `relative_length`.
-
-    That is the length of its updates in units of fedavg's with the same seed and setting.
-    """
+    """`run_frame` with parameters as text, and `relative_length` of updates to fedavg's."""
     stamp: dict[str, Any] = next((r.about["method"] for r in records if r.run[1] == "stamp"), {})
     parameters = pd.DataFrame([_parameters(record, stamp) for record in records])
     rows = pd.concat([run_frame(records), parameters], axis=1)
@@ -48,7 +45,6 @@ def ablation_frame(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def _by_part(records: Sequence[Record]) -> pd.DataFrame:
-    """`ablation_frame` in the order of PARTS."""
     return ablation_frame(sorted(records, key=lambda record: [*PARTS].index(_part(record))))
 
 
@@ -61,7 +57,6 @@ def _part(record: Record) -> str:
 
 
 def _parameters(record: Record, stamp: dict[str, Any]) -> dict[str, str]:
-    """The parameters of a variant; `stamp` are those of the method `stamp`."""
     params = record.about["method"]
     server_lr = params.get("server_lr", 1.0)
     prototype = params.get("prototype")
@@ -81,7 +76,6 @@ def _parameters(record: Record, stamp: dict[str, Any]) -> dict[str, str]:
 
 
 def _coreset(params: dict[str, Any]) -> str:
-    """Selection rule and exemplars per class of a memory, and whether anything reads it."""
     memory = params.get("memory") or {}
     temporal = params.get("temporal") or {}
     if not memory.get("exemplars_per_class"):
@@ -126,7 +120,6 @@ def write_ablation(records: Sequence[Record], folder: Path) -> list[Path]:
 
 
 def _section(records: Sequence[Record]) -> list[str]:
-    """Findings, variants and differences of one setting."""
     table = page.markdown(ablation_table(records).drop(columns="setting"))
     pairs = model_differences(_by_part(records), BASES)
     sections = page.difference_sections(pairs, ["method", "model"], "{measure}")

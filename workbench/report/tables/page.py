@@ -36,10 +36,7 @@ HOLDS = "‡"  # differs from 0 after Holm's correction for the table
 
 
 def show(table: pd.DataFrame) -> None:
-    """Display all rows of a table in a notebook, a `score_table` as text.
-
-    Of more than sixty rows pandas shows ten.
-    """
+    """Display all rows of a table in a notebook, a `score_table` as text."""
     table = score_text(table) if table.columns.nlevels > 1 else table
     with pd.option_context("display.max_rows", None):
         display(table)
@@ -153,11 +150,7 @@ def paired_differences(
 
 
 def difference_sections(pairs: pd.DataFrame, keys: Sequence[str], heading: str) -> list[str]:
-    """For each base of `paired_differences` a line with its name and their table.
-
-    Below it stands how many of its intervals would exclude 0 if all differences were 0, and how
-    many of them hold for all of the table together.
-    """
+    """For each base its table, and how many intervals exclude 0, also after Holm."""
     sections = []
     for base, own in pairs.groupby("base", sort=False):
         p = [ranks.interval_p_value(pair.low, pair.high, pair.n) for pair in own.itertuples()]
@@ -183,10 +176,7 @@ def difference_table(pairs: pd.DataFrame, keys: Sequence[str], heading: str) -> 
 
 
 def _cell(row: Mapping[str, Any]) -> str:
-    """A difference with its interval, `+8.6 (+5.1 to +12.0)`, bold where that excludes 0.
-
-    Marked where it `holds` for all differences of its table together.
-    """
+    """A difference, `+8.6 (+5.1 to +12.0)`: bold if that excludes 0, marked if it `holds`."""
     text = f"{row['difference']:+z.1f}" if row["n"] else DASH
     if row["interval"] == "undefined":
         return text
@@ -236,11 +226,7 @@ def columns_in(heading: str) -> list[str]:
 
 
 class Comparison(NamedTuple):
-    """Differences of a page: each value of `name` minus the `bases`, paired in groups of `by`.
-
-    Headings have columns in braces: `finding` that of its sentences, `heading` that of the columns
-    of its tables, whose rows are combinations of `keys`.
-    """
+    """Differences of each value of `name` from the `bases`, paired in groups of `by`."""
 
     name: str
     bases: Sequence[object]  # none: the first value
@@ -252,7 +238,6 @@ class Comparison(NamedTuple):
     select: Callable[[pd.DataFrame], pd.DataFrame] = lambda rows: rows  # and sort
 
     def differences(self, rows: pd.DataFrame) -> pd.DataFrame:
-        """The `paired_differences` of a frame."""
         rows = self.select(rows)
         bases = self.bases or rows[self.name][:1]
         return paired_differences(rows, self.name, bases, self.by, self.measures)
@@ -271,7 +256,6 @@ class Page(NamedTuple):
     comparisons: Sequence[Comparison] = ()
 
     def findings(self, rows: pd.DataFrame) -> str:
-        """List items: whose intervals exclude 0."""
         found = [(each.differences(rows), each.finding) for each in self.comparisons]
         items = (difference_findings(*each) for each in found if each[1])
         return "\n".join(filter(None, items))
@@ -282,7 +266,6 @@ class Page(NamedTuple):
         return pairs[pairs.base == base].drop(columns="base")
 
     def tables(self, rows: pd.DataFrame) -> list[str]:
-        """The table, and those of differences."""
         parts = [markdown(self.table(rows))]
         for each in self.comparisons:
             if each.heading:
@@ -290,12 +273,10 @@ class Page(NamedTuple):
         return parts
 
     def section(self, records: Sequence[Record]) -> list[str]:
-        """The parts about some runs."""
         rows = self.frame(records)
         return [self.findings(rows), *self.tables(rows)]
 
     def write(self, records: Sequence[Record], folder: Path) -> Path:
-        """The file written, with a section for each setting."""
         return write_page(folder / f"{self.name}.md", self.title, records, self.section)
 
 

@@ -65,10 +65,7 @@ def _comparison(
     records: Sequence[Record],
     cells: Callable[[pd.Series, pd.DataFrame], dict[str, str]],
 ) -> pd.DataFrame:
-    """Data, method and n, then the cells of the paper's row and our runs.
-
-    Methods are the paper's, then ours; of the components the paper's alone.
-    """
+    """Data, method and n, then the cells of the paper's row and our runs."""
     frame = _paper_frame(records)
     grid = read_yaml(parameter_file(ROOT, "params/paper.yaml"))["grid"]["method"]
     table = []
@@ -84,10 +81,7 @@ def _comparison(
 
 
 def _paper_frame(records: Sequence[Record]) -> pd.DataFrame:
-    """One row a run: that of `run_frame` and its costs in the paper's units.
-
-    Bytes are of one client in a mean round: `mb_up` over those that completed.
-    """
+    """`run_frame` and its costs in the paper's units, bytes of one client in a mean round."""
     if not records:
         return pd.DataFrame({"setting": [], "method": []}, dtype=str)
     rows = run_frame(records)
@@ -101,7 +95,6 @@ def _paper_frame(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def _client_megabytes(record: Record, direction: str, clients: str) -> float:
-    """The MB sent in one direction, per client of all rounds."""
     sent = history_total(record.history, "bytes", direction)
     return sent / (history_total(record.history, clients) or np.nan) / MB
 

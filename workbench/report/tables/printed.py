@@ -1,7 +1,4 @@
-"""The numbers that the paper prints, typed into three CSV files by the labels of its tables.
-
-And the sizes of the workbench's networks, counted once: a test builds them.
-"""
+"""The numbers that the paper prints, by its tables, and the sizes of our networks, in CSV files."""
 
 from pathlib import Path
 

@@ -81,7 +81,6 @@ def write_privacy(
 def _inversion_section(
     cases: pd.DataFrame, contrasts: pd.DataFrame, windows: pd.DataFrame, gains: pd.DataFrame
 ) -> list[str]:
-    """Tables of the attacks: of single uploads, of pairs of them, and of several together."""
     pairs = contrasts[contrasts.score.isin(_SCORES)]
     more = [f"{rounds} rounds" for rounds in gains.rounds]
     tables = {
@@ -100,7 +99,6 @@ def _inversion_section(
 
 
 def _scores(rows: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
-    """Each score with its interval and its gain over other images, as text."""
     table = rows[list(keys)].astype(str)
     for column, label in _SCORES.items():
         table[label] = _intervals(rows, column, f"{column}_low", f"{column}_high")

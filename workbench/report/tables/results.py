@@ -1,7 +1,4 @@
-"""The comparison of all methods: results.md, accuracy.csv and summary.json.
-
-With the order of methods beside the paper's, and who is most accurate within a budget.
-"""
+"""The comparison of all methods: results.md, accuracy.csv and summary.json."""
 
 import json
 from collections import Counter
@@ -95,10 +92,7 @@ def more_seeds_table(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def results_text(table: pd.DataFrame) -> pd.DataFrame:
-    """A table of results as text, without columns that nothing has; with the paper's numbers.
-
-    They are those of the setting, or of its miniature; else of CIFAR-100 with 2 classes per task.
-    """
+    """A table of results as text, with the paper's numbers of the setting or of CIFAR-100."""
     text = page.score_text(table)
     label, data = printed.table_of(text.setting.iloc[0]) or printed.MAIN
     return text.assign(**{f"paper ({data})": [printed.scores(m, label, data) for m in text.method]})
@@ -111,23 +105,17 @@ def cost_table(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def _score_table(records: Sequence[Record]) -> pd.DataFrame:
-    """The scores of each experiment, in the order of the page."""
     keys = ["setting", "group", "method", "verified", "model"]
     return page.score_table(run_frame(_ordered(records)), keys, _SCORES)
 
 
 def _ordered(records: Sequence[Record]) -> list[Record]:
-    """The records of a setting together, and in it those of a group."""
     settings = list(dict.fromkeys(record.run[0] for record in records))
     return sorted(records, key=lambda r: (settings.index(r.run[0]), GROUPS.index(r.group)))
 
 
 def differences(records: Sequence[Record], base: str = "fedavg") -> pd.DataFrame:
-    """The paired differences of each method's models from the main model of `base`.
-
-    A method with a global model and personal ones has rows for both. Settings without `base` have
-    no rows.
-    """
+    """The paired differences of each method's models from the main model of `base`."""
     return model_differences(run_frame(records), [base]).drop(columns="base")
 
 
@@ -204,7 +192,6 @@ def write_results(records: Sequence[Record], folder: Path) -> list[Path]:
 
 
 def _section(records: Sequence[Record]) -> list[str]:
-    """Findings, accuracies, differences and costs of one setting."""
     rows, table = run_frame(records), _score_page(results_table(records))
     costs = page.markdown(cost_table(records).drop(columns=["setting", "n"]))
     pairs = model_differences(rows, _BASES)
@@ -220,7 +207,6 @@ def _section(records: Sequence[Record]) -> list[str]:
 
 
 def _score_page(table: pd.DataFrame) -> str:
-    """A table of results of one setting, in Markdown."""
     return page.markdown(results_text(table).drop(columns="setting"))
 
 
@@ -228,10 +214,7 @@ def _score_page(table: pd.DataFrame) -> str:
 
 
 def order_section(rows: pd.DataFrame) -> list[str]:
-    """Ranks of the methods of a setting that its table in the paper has, too, its best first.
-
-    `rows` is a `run_frame` of the setting, or of a miniature of it; none where few are in both.
-    """
+    """The ranks of a setting's methods here and in its table in the paper, if many have both."""
     table = printed.table_of(rows.setting.iloc[0])
     if table is None:
         return []
@@ -284,14 +267,13 @@ def _frontier(rows: pd.DataFrame, name: str, costs: pd.Series) -> Iterator[dict[
         runs = groups.get_group(method)
         scores = dict(zip(runs.seed, 100 * runs.main_accuracy, strict=True))
         pair = metrics.paired_difference(scores, before)
+        gained = "{mean:+.1f} ({low:+.1f} to {high:+.1f})".format(**pair)
         yield {
             "budget": name,
             "from": significant(cost),
             "method": str(method),
             "n": str(len(runs)),
             "accuracy": mean_std(runs.main_accuracy),
-            "above the row before": "{mean:+.1f} ({low:+.1f} to {high:+.1f})".format(**pair)
-            if pair["n"] > 1
-            else DASH,
+            "above the row before": gained if pair["n"] > 1 else DASH,
         }
         before, best = scores, accuracy

@@ -122,7 +122,6 @@ def _by_method(column: str, heading: str, changes: Comparison) -> list[Compariso
 
 
 def _alpha_ends(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with the least and the largest α, the least first."""
     ends = rows[rows.alpha.isin([rows.alpha.min(), rows.alpha.max()])]
     return ends.sort_values("alpha", kind="stable")
 
@@ -350,10 +349,7 @@ def _staying_rows(
 
 
 def _as_text(frame: pd.DataFrame) -> pd.DataFrame:
-    """A tuning frame as a page shows it, one row a candidate.
-
-    A dash where a method was not tuned on a setting, and for the mean where it was tuned for each.
-    """
+    """A tuning frame as a page shows it, one row a candidate."""
     alone = frame.setting != ALL
     shown = frame.assign(chosen=frame.setting.where(alone, "yes").where(frame.chosen, ""))
     for name in frame.columns[4:-1]:
@@ -362,9 +358,8 @@ def _as_text(frame: pd.DataFrame) -> pd.DataFrame:
         shown.loc[frame["mean"].isna() & frame[name].isna() & tuned, name] = "diverges"
     shown.loc[alone, "mean"] = DASH
     texts = shown.drop(columns="setting").groupby(["kind", "method", "candidate"], sort=False)
-    return texts.agg(_joined).reset_index()
 
+    def joined(cells: pd.Series) -> str:
+        return ", ".join(cell for cell in cells if cell not in ("", DASH)) or cells.iloc[0]
 
-def _joined(cells: pd.Series) -> str:
-    """The cells of a candidate that was tuned for several settings, one at a time."""
-    return ", ".join(cell for cell in cells if cell not in ("", DASH)) or cells.iloc[0]
+    return texts.agg(joined).reset_index()  # of settings that were tuned one at a time

@@ -33,16 +33,12 @@ class Images:
     exemplar: Tensor  # bool [M]
 
     def __getitem__(self, places: Tensor) -> "Images":
-        """The images at some places."""
         return Images(self.values[places], self.labels[places], self.exemplar[places])
 
 
 @dataclass(frozen=True, eq=False)
 class Upload:
-    """One client round: the server sees the first three fields; the attack is given the last two.
-
-    An image that is in several batches, as an exemplar may be, has one place.
-    """
+    """One client round: the server sees the first three fields, the attack has the others."""
 
     received: Tensor  # [P]
     update: Tensor  # [P], received - sent
@@ -80,11 +76,7 @@ def capture(
     images: slice = ALL,
     noise: float = 0.0,
 ) -> Upload:
-    """The upload of a client round on some of the task's images.
-
-    `images` is a part of their random order, which is the same in all rounds of an experience. As
-    many as `batch_size` in one local epoch are one SGD step. `noise` multiplies the update's norm.
-    """
+    """The upload of a client round on some of the task's images, in the order of the experience."""
     method = worker.method
     require_plain_sgd(method)
     client_round = method.client_round(round_id, worker.plans[round_id.seed], state, message)

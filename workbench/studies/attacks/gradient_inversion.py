@@ -36,10 +36,7 @@ def invert(
     limits: tuple[Tensor, Tensor],
     attack: Attack,
 ) -> Tensor:
-    """Images [M, C, H, W] with labels [M] that explain all uploads together.
-
-    `start` are the first images, `limits` the least and the largest value of a channel [C, 1, 1].
-    """
+    """Images [M, C, H, W] of `labels` that explain all uploads, from `start` within `limits`."""
     images = start.clone().requires_grad_()
     adam = Adam(images.detach(), (0.9, 0.999))  # moves the same values
     for iteration in range(attack.iterations):
@@ -65,10 +62,7 @@ def inversion_loss(
 def simulated_update(
     classifier: Classifier, upload: Upload, labels: Tensor, images: Tensor
 ) -> Tensor:
-    """The update of a client that takes the upload's SGD steps on these images.  # [P]
-
-    It can be differentiated by them.
-    """
+    """The update by the upload's SGD steps on these images, with its graph.  # [P]"""
     names, tensors = zip(*classifier.named_parameters(), strict=True)
     values = [each.clone().requires_grad_() for each in split_like(upload.received, tensors)]
     update = torch.zeros_like(upload.received)

@@ -37,10 +37,7 @@ def psnr(one: Tensor, other: Tensor) -> Tensor:
 
 
 def ssim(one: Tensor, other: Tensor) -> Tensor:
-    """Structural similarity of pairs of images (Wang et al., 2004).  # [N]
-
-    Means, variances and covariances are those of uniform windows inside the images.
-    """
+    """Structural similarity of pairs of images, by uniform windows (Wang et al., 2004).  # [N]"""
 
     def mean(images: Tensor) -> Tensor:
         return F.avg_pool2d(images, WINDOW, stride=1)
@@ -53,10 +50,7 @@ def ssim(one: Tensor, other: Tensor) -> Tensor:
 
 
 def pair(found: Tensor, labels: Tensor, images: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:
-    """Places of reconstructions and of the images that they belong to: the least sum of errors.
-
-    Pairs have one label as far as possible; `labels` are those of the reconstructions.  # [n], [n]
-    """
+    """Places of reconstructions and of their images, of one label if possible.  # [n], [n]"""
     errors = torch.cdist(found.flatten(1), images.flatten(1)).square() / images[0].numel()
     costs = errors + _OTHER_CLASS * (labels[:, None] != true)
     rows, columns = linear_sum_assignment(costs.numpy())
@@ -70,10 +64,7 @@ def strangers(dataset: ImageDataset, label: int, half: int) -> Tensor:
 
 
 def identified(found: Tensor, images: Tensor, labels: Tensor, dataset: ImageDataset) -> Tensor:
-    """Which reconstructions are nearer to their image than to all strangers of one half.
-
-    # bool [n]
-    """
+    """Which reconstructions are nearer to their image than to all strangers.  # bool [n]"""
     nearest = torch.empty(len(labels), dtype=torch.bool)
     for k, label in enumerate(labels.tolist()):
         candidates = torch.cat([images[k, None], strangers(dataset, label, 1)])
@@ -107,10 +98,7 @@ def pixels(runtime: ClientRuntime, images: Tensor) -> Tensor:
 def scores(
     runtime: ClientRuntime, found: Tensor, labels: Tensor, images: Images, draw: torch.Generator
 ) -> list[dict[str, Any]]:
-    """For new images and for exemplars the means of their scores, and the gains over controls.
-
-    `found` are reconstructions with these labels, `images` the true ones.
-    """
+    """The means of scores by kind of image, and gains over controls, of reconstructions `found`."""
     controls = other_images(runtime.dataset, labels, draw), mean_images(runtime.dataset, labels)
     own, other, mean = (by_kind(runtime, each, labels, images) for each in (found, *controls))
     return [

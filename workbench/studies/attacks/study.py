@@ -54,12 +54,10 @@ class Case:
 
     @property
     def images(self) -> slice:
-        """The part of a task's images that the client trains on."""
         return slice(self.steps and self.steps * self.batch_size)
 
     @property
     def name(self) -> str:
-        """How tables and figures name it."""
         steps = f"{self.steps} step{'s' * (self.steps > 1)} of" if self.steps else "all steps of"
         images = f"{self.batch_size} image{'s' * (self.batch_size > 1)}"
         text = f"{self.method}, task {self.experience + 1}: {steps} {images}"
@@ -75,12 +73,8 @@ def grid() -> list[Case]:
     first = [Case("fedavg", 0, *size) for size in SIZES]
     later = [Case(method, 1, *size) for method in METHODS for size in SIZES]
     unknown = [replace(case, weights="equal") for case in later[-len(SIZES) :][:3]]
-    noisy = [
-        replace(case, noise=noise)
-        for case in (*first, *later)
-        for noise in NOISE
-        if case.batch_size == 1
-    ]
+    single = [case for case in (*first, *later) if case.batch_size == 1]
+    noisy = [replace(case, noise=noise) for case in single for noise in NOISE]
     return [*first, *later, *unknown, *noisy]
 
 
@@ -92,14 +86,12 @@ class AttackedRun:
     params: Params | None
 
     def worker(self, method: str, batch_size: int) -> Worker:
-        """A worker of another method on the run's plan, with batches of this size."""
         changes = {"setting.training.batch_size": batch_size, "setting.training.epochs": 1}
         setting = self.run.experiment.setting.name
         experiment = load_experiment(setting, method, self.params, changes)
         return Worker(experiment, self.run.worker.plans, "cpu")
 
     def upload(self, worker: Worker, client: int, images: slice, noise: float = 0.0) -> Upload:
-        """A client's upload in the round that is next."""
         experience, round_ = divmod(self.run.state["next"], self.run.training.rounds)
         round_id = RoundId(self.run.seed, client, experience, round_)
         state = self.run.state["clients"][client]
@@ -259,6 +251,5 @@ def load_attacks(folder: Path) -> tuple[Study, pd.DataFrame]:
 
 
 def _name(row: pd.Series) -> str:
-    """The name of a row's case."""
     steps = None if pd.isna(row.steps) else int(row.steps)
     return Case(row.method, row.experience, row.batch_size, steps, row.weights, row.noise).name

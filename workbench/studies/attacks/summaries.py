@@ -13,11 +13,7 @@ _Pair = tuple[Pixels, Pixels]  # true and found
 
 
 def summary(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
-    """For each group the mean of every score over clients with its 95 % interval.
-
-    `n` counts clients: the images of one upload are not independent. Several rows of a client are
-    averaged first.
-    """
+    """For each group the mean of every score over clients (n of them) with its 95 % interval."""
     keys, values = [*by, "kind"], [name for name in SCORES if name in rows]
     found = []
     for key, group in rows.groupby(keys, sort=False, dropna=False):
@@ -31,10 +27,7 @@ def summary(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
 
 
 def contrast(rows: pd.DataFrame, one: Case, other: Case) -> pd.DataFrame:
-    """For each kind of image and score the mean of one - other, paired by client.
-
-    With n and the limits of the 95 % interval: STAMP and replay had the same batches.
-    """
+    """The mean of one - other with n and its 95 % interval, by kind and score, paired by client."""
     first, second = (
         rows[rows.name == case.name].set_index(["kind", "client"])[[*SCORES]]
         for case in (one, other)
@@ -69,10 +62,7 @@ def shown_cases(images: Mapping[str, _Pair]) -> dict[str, _Pair]:
 
 
 def gains_of_rounds(rows: pd.DataFrame) -> pd.DataFrame:
-    """What several rounds together add to one, paired by client: a row a method, number and kind.
-
-    With n, the mean difference of PSNR and the limits of its 95 % interval.
-    """
+    """The PSNR that several rounds together add to one, paired by client, with n."""
     clients = rows.groupby(["method", "rounds", "kind", "client"]).psnr.mean()
     found = []
     for (method, rounds, kind), own in clients.groupby(["method", "rounds", "kind"], sort=False):
