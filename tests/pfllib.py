@@ -23,14 +23,12 @@ def normalised(images: torch.Tensor) -> np.ndarray:
 
 
 def client(dataset: ImageDataset, train: Sequence[int], test: Sequence[int] = ()) -> dict[str, Any]:
-    """A client's data of some training and test images of ours."""
     a, b = list(train), list(test)
     x = torch.cat([dataset.x_train[a], dataset.x_test[b]])
     return {"x": normalised(x), "y": torch.cat([dataset.y_train[a], dataset.y_test[b]]).numpy()}
 
 
 def write_folder(folder: Path, clients: Sequence[Any]) -> Path:
-    """Write the folder of a data set with the data of some clients."""
     (folder / "train").mkdir(parents=True)
     for number, data in enumerate(clients):
         with (folder / "train" / f"{number}.npz").open("wb") as file:

@@ -9,7 +9,6 @@ PATIENCE = 120  # seconds until something that must happen is given up
 
 
 def wait_until(happened: Callable[[], object], what: str, patience: float = PATIENCE) -> None:
-    """Look again and again until something has happened."""
     end = time.monotonic() + patience
     while not happened():
         assert time.monotonic() < end, f"{what}: not within {patience} s"
@@ -17,7 +16,6 @@ def wait_until(happened: Callable[[], object], what: str, patience: float = PATI
 
 
 def gone(process: psutil.Process) -> bool:
-    """Whether a process has ended, be it that nobody has asked how."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

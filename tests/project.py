@@ -76,12 +76,10 @@ class Project:
         return done.stdout + done.stderr
 
     def commit(self) -> None:
-        """Put everything into git."""
         self.run("git", "add", "--all")
         self.run("git", "commit", "--quiet", "--message", "as it is")
 
     def change(self, file: str, key: str, value: Any) -> None:
-        """Change one value of a parameter file."""
         values = block = YAML().load(self.root / file)
         *path, last = key.split(".")
         for part in path:
@@ -95,11 +93,9 @@ class Project:
         return set(json.loads(self.run("dvc", "status", "--json", "dvc.yaml"))) - {"source"}
 
     def replace(self, file: str, old: str, new: str) -> None:
-        """Edit a file."""
         path = self.root / file
         assert old in path.read_text()
         path.write_text(path.read_text().replace(old, new, 1))
 
     def restore(self) -> None:
-        """Undo all edits since the last commit."""
         self.run("git", "checkout", "--quiet", ".")

@@ -112,16 +112,13 @@ class Quick(Experiment):
     """An experiment that reads its images, and the fingerprint of its code, once per process."""
 
     def dataset(self) -> ImageDataset:
-        """The images of the setting."""
         return dataset(json.dumps(self.setting.data))
 
     def code(self) -> str:
-        """The fingerprint of the code."""
         return code(*self.files())
 
 
 def coloured(images: ImageDataset) -> ImageDataset:
-    """The digits in three colours and twice as large."""
 
     def larger(x: Tensor) -> Tensor:
         x = x.repeat_interleave(2, 2).repeat_interleave(2, 3)  # [N, 1, 16, 16]
@@ -140,7 +137,6 @@ def dataset(spec: str) -> ImageDataset:
 
 @cache
 def code(*files: Path) -> str:
-    """The fingerprint of the code in some files and all they import."""
     return combined_fingerprint(*files)
 
 
@@ -173,23 +169,19 @@ def whole(kind: str, **options: Any) -> Experiment:
 
 
 def plan(experiment: Experiment, seed: int = 0) -> Plan:
-    """The plan of one seed."""
     return split.make_plan(experiment.setting.split, experiment.dataset(), seed)
 
 
 def first(whole: Plan, clients: int) -> Plan:
-    """The plan of the first clients alone."""
     split_ = replace(whole.split, clients=clients)
     return replace(whole, split=split_, clients=whole.clients[:clients])
 
 
 def plans(experiment: Experiment, *seeds: int) -> dict[int, Plan]:
-    """The plans of some seeds."""
     return {seed: plan(experiment, seed) for seed in seeds}
 
 
 def with_train(plan: Plan, indices: Mapping[tuple[int, int], tuple[int, ...]]) -> Plan:
-    """The plan with other training images for some clients and tasks."""
     clients = [
         tuple(
             replace(task, train=indices.get((u, t), task.train)) for t, task in enumerate(sequence)
@@ -200,7 +192,6 @@ def with_train(plan: Plan, indices: Mapping[tuple[int, int], tuple[int, ...]]) -
 
 
 def everywhere(plan: Plan) -> list[tuple[int, int]]:
-    """Every client with every task."""
     return [(u, t) for u in range(len(plan.clients)) for t in range(plan.tasks)]
 
 
@@ -216,7 +207,6 @@ def awkward(experiment: Experiment, seed: int = 0) -> Plan:
 
 
 def run(experiment: Experiment, plan_: Plan | None = None, **options: Any) -> Record:
-    """One seed trained in this process."""
     plan_ = plan_ or plan(experiment)
     return engine.train(experiment, {plan_.seed: plan_}, device="cpu", **options)[plan_.seed]
 
@@ -239,7 +229,6 @@ def stopped_after(rounds: int) -> Iterator[None]:
 
 @contextmanager
 def channels_last() -> Iterator[None]:
-    """A context in which every device has the layout of a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (runtime, experiments):
             patch.setattr(module, "weights_format", lambda device: torch.channels_last)
@@ -247,7 +236,6 @@ def channels_last() -> Iterator[None]:
 
 
 def worker(experiment: Experiment, *plans: Plan) -> Worker:
-    """A worker in this process."""
     torch.set_num_threads(1)  # as in a training
     return Worker(experiment, {plan.seed: plan for plan in plans}, "cpu")
 
@@ -273,7 +261,6 @@ def started(method: Method, client_round: ClientRound) -> Any:
 
 
 def network(experiment: Experiment, parameters: Tensor) -> Classifier:
-    """The network of an experiment on digits, with a vector of parameters."""
     net = models.build_network(experiment.setting.network, (1, 8, 8), 10, seed=0)
     nn.utils.vector_to_parameters(parameters.clone(), net.parameters())
     return net
@@ -286,17 +273,14 @@ def normalised(experiment: Experiment, images: Tensor) -> Tensor:
 
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:
-    """All values of some tensors, each as torch counts them."""
     return torch.cat([torch.zeros(0), *(each.detach().flatten() for each in tensors)])
 
 
 def slope(net: nn.Module, loss: Tensor) -> Tensor:
-    """The gradient of a loss as one vector."""
     return flat(torch.autograd.grad(loss, list(net.parameters())))
 
 
 def saved(experiment: Experiment, folder: Path, seed: int = 0) -> dict[str, Any]:
-    """The state in the checkpoint of a run."""
     path = checkpoint_folder(folder, experiment.name, seed) / "run.safetensors"
     identity = json.loads(read_tree(path)[1]["identity"])
     checkpoint = Checkpoint(folder, experiment.name, seed, identity)
@@ -311,7 +295,6 @@ def counted(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def assert_same_weights(one: Record, other: Record) -> None:
-    """Refuse two records whose final models differ in one bit."""
     assert one.weights.keys() == other.weights.keys()
     for name, value in one.weights.items():
         assert value.tobytes() == other.weights[name].tobytes(), name
@@ -327,7 +310,6 @@ def assert_same(one: Record, other: Record) -> None:
 
 
 def tensors(tree: object, where: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a tree with its path."""
     if isinstance(tree, Tensor):
         yield where, tree
     elif isinstance(tree, Mapping):
@@ -339,7 +321,6 @@ def tensors(tree: object, where: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def assert_equal_trees(one: Any, other: Any) -> None:
-    """Refuse two trees that differ in shape, type or one bit."""
     (text, arrays), (expected, others) = flatten(one), flatten(other)
     assert text == expected  # where nan is itself
     for name, array in arrays.items():

@@ -1,7 +1,6 @@
 """The attack against an analytic one, its loss at the true images, and recovered labels."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -27,7 +26,6 @@ from workbench.studies.attacks.scores import (
 from workbench.studies.attacks.study import (
     SCORES,
     Case,
-    grid,
     load_attacks,
     plan_attack,
     reconstruct,
@@ -35,7 +33,7 @@ from workbench.studies.attacks.study import (
     save_attacks,
     study,
 )
-from workbench.studies.attacks.summaries import contrast, contrasts, gains_of_rounds
+from workbench.studies.attacks.summaries import contrast, gains_of_rounds
 
 CNN: Any = {"kind": "cnn", "channels": [4], "features": 16}
 
@@ -48,7 +46,7 @@ def loss_at_truth(run: Run, upload: Upload) -> float:
 
 @pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("method", EXPERIMENTS)
-def test_the_loss_is_0_at_the_true_images_and_at_no_others(method: str, steps: int) -> None:
+def test_the_loss_is_0_at_the_true_images_and_at_no_others(method, steps):
     run = reached(EXPERIMENTS[method])
     upload = uploaded(run, 16 * steps)
     assert abs(loss_at_truth(run, upload)) < 1e-6
@@ -56,14 +54,14 @@ def test_the_loss_is_0_at_the_true_images_and_at_no_others(method: str, steps: i
     assert loss_at_truth(run, upload) > 1e-5
 
 
-def test_matching_changes_the_weights_and_the_loss_sees_it() -> None:
+def test_matching_changes_the_weights_and_the_loss_sees_it():
     run = reached(EXPERIMENTS["stamp"])
     upload = uploaded(run, 16)
     equal = [torch.full_like(each, 1 / len(each)) for each in upload.weights]
     assert loss_at_truth(run, replace(upload, weights=equal)) > 1e-4
 
 
-def test_the_loss_of_several_uploads_with_shared_exemplars_is_0_at_the_true_images() -> None:
+def test_the_loss_of_several_uploads_with_shared_exemplars_is_0_at_the_true_images():
     run = reached(EXPERIMENTS["replay"])
     uploads = [uploaded(run, 16)]
     run.train_round(1, 0)
@@ -78,7 +76,7 @@ def test_the_loss_of_several_uploads_with_shared_exemplars_is_0_at_the_true_imag
     assert abs(inversion_loss(classifier, joint, images.labels, images.values).item()) < 1e-6
 
 
-def test_one_image_of_an_mlp_is_found_as_by_the_quotient_of_gradients() -> None:
+def test_one_image_of_an_mlp_is_found_as_by_the_quotient_of_gradients():
     """The gradient of a unit's weights is the image times that of its bias."""
     run = reached(tiny(training={"batch_size": 1}), 0)
     runtime, upload = run.worker.runtime, uploaded(run, 1)
@@ -95,7 +93,6 @@ def test_one_image_of_an_mlp_is_found_as_by_the_quotient_of_gradients() -> None:
 
 
 def gradients(network: Classifier, images: Tensor, labels: Tensor) -> tuple[Any, Any]:
-    """The head, and its gradient on a batch."""
     loss = F.cross_entropy(network(images), labels)
     head = network.head.weight, network.head.bias
     return tuple(each.detach() for each in head), torch.autograd.grad(loss, head)
@@ -103,7 +100,7 @@ def gradients(network: Classifier, images: Tensor, labels: Tensor) -> tuple[Any,
 
 @pytest.mark.parametrize("network", [{"kind": "mlp", "features": 32}, CNN], ids=["mlp", "cnn"])
 @pytest.mark.parametrize("labels", [[3, 1, 7, 9, 0, 4], [2, 2, 2, 5, 5, 8], 12 * [6]])
-def test_labels_of_one_step_are_recovered(network: Any, labels: list[int]) -> None:
+def test_labels_of_one_step_are_recovered(network, labels):
     experiment = tiny(network=network)
     dataset = experiment.dataset()
     first = [(dataset.y_train == label).nonzero()[k] for k, label in enumerate(labels)]
@@ -113,23 +110,23 @@ def test_labels_of_one_step_are_recovered(network: Any, labels: list[int]) -> No
     assert counts.tolist() == [labels.count(label) for label in range(10)]
 
 
-def test_the_accuracy_of_labels_by_hand() -> None:
+def test_the_accuracy_of_labels_by_hand():
     assert label_accuracy(torch.tensor([1, 2, 0]), torch.tensor([0, 0, 1])) == 2 / 3
 
 
-def test_rounded_numbers_keep_their_sum_and_are_near() -> None:
+def test_rounded_numbers_keep_their_sum_and_are_near():
     values = torch.rand(50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     values = (40 * values / values.sum()).numpy()
     rounded = round_to_sum(values, 40)
     assert int(rounded.sum()) == 40 and abs(rounded.numpy() - values).max() < 1
 
 
-def test_total_variation_by_hand() -> None:
+def test_total_variation_by_hand():
     images = torch.tensor([[[[0.0, 1.0], [3.0, 3.0]]]])
     assert float(total_variation(images)) == (3 + 2) / 2 + (1 + 0) / 2
 
 
-def test_a_study_scores_new_images_and_exemplars_apart_and_repeats_itself() -> None:
+def test_a_study_scores_new_images_and_exemplars_apart_and_repeats_itself():
     cases = [Case("fedavg", 0, 4), Case("stamp", 1, 4), Case("replay", 1, 4, None)]
     one, other = (study("tiny", cases, [0, 1], Attack(iterations=3)) for _ in range(2))
     assert one.rows.equals(other.rows)
@@ -145,7 +142,7 @@ def test_a_study_scores_new_images_and_exemplars_apart_and_repeats_itself() -> N
     assert true.shape == found.shape == (8, 1, 8, 8)
 
 
-def test_attacks_on_two_clients_are_read_as_written(tmp_path: Path) -> None:
+def test_attacks_on_two_clients_are_read_as_written(tmp_path):
     cases = [Case("fedavg", 0, 4), Case("replay", 1, 4, None, noise=0.01)]
     found = [study("tiny", cases, [client], Attack(iterations=1)) for client in (2, 1)]
     again = returning("tiny", ["replay"], [1], [0], Attack(iterations=1))
@@ -164,18 +161,7 @@ def test_attacks_on_two_clients_are_read_as_written(tmp_path: Path) -> None:
         load_attacks(tmp_path / "1")
 
 
-def test_contrasts_are_of_cases_of_the_grid_that_differ_in_one_thing() -> None:
-    rows = pd.DataFrame(
-        {"name": case.name, "kind": "new", "client": client, **dict.fromkeys(SCORES, client)}
-        for case in grid()
-        for client in (0, 1)
-    )
-    found = contrasts(rows)
-    assert len(found) == (6 + 3 + 2) * len(SCORES) and (found["mean"] == 0).all()
-    assert found.one.nunique() == 11 and (found.one != found.other).all()
-
-
-def test_returning_exemplars_are_one_image_in_all_uploads() -> None:
+def test_returning_exemplars_are_one_image_in_all_uploads():
     rows = returning("tiny", ["replay"], [1, 2], [0], Attack(iterations=2))
     sizes = rows.groupby(["rounds", "kind"]).images.agg(["min", "max", "size"])
     assert sizes.loc[1, "exemplar"].tolist() == [4, 4, 2]  # two windows of one round
@@ -183,7 +169,7 @@ def test_returning_exemplars_are_one_image_in_all_uploads() -> None:
     assert sizes.loc[2, "new"].tolist() == [8, 8, 1]
 
 
-def test_more_rounds_are_compared_with_one_by_client() -> None:
+def test_more_rounds_are_compared_with_one_by_client():
     rows = pd.DataFrame(
         {"method": "replay", "rounds": rounds, "kind": "new", "client": client, "psnr": psnr}
         for rounds, client, psnr in [
@@ -195,7 +181,7 @@ def test_more_rounds_are_compared_with_one_by_client() -> None:
     assert found["mean"].tolist() == [1.5] and found["n"].tolist() == [2]  # 2 and 1 more
 
 
-def test_two_cases_are_compared_by_client() -> None:
+def test_two_cases_are_compared_by_client():
     replay, stamp = Case("replay", 1), Case("stamp", 1)
     rows = pd.DataFrame(
         {"name": case.name, "kind": "new", "client": client, **dict.fromkeys(SCORES, score)}

@@ -29,14 +29,12 @@ EXPERIMENTS = {
 
 
 def reached(experiment: Experiment, experience: int = 1) -> Run:
-    """A run before the first round of an experience."""
     run = start_run(experiment, seed=0)
     train_until(run, experience, 0)
     return run
 
 
 def uploaded(run: Run, images: int | None, first: int = 0, **options: Any) -> Upload:
-    """The first client's upload in the next round."""
     chosen = slice(first, images and first + images)
     round_id = RoundId(0, 0, *divmod(run.state["next"], run.training.rounds))
     message = run.method.broadcast(run.state["server"], 0)
@@ -44,7 +42,7 @@ def uploaded(run: Run, images: int | None, first: int = 0, **options: Any) -> Up
 
 
 @pytest.mark.parametrize("method", EXPERIMENTS)
-def test_the_upload_on_all_images_is_that_of_the_client_round(method: str) -> None:
+def test_the_upload_on_all_images_is_that_of_the_client_round(method):
     run = reached(EXPERIMENTS[method])
     upload = uploaded(run, None)
     message = run.method.broadcast(run.state["server"], 0)
@@ -54,12 +52,12 @@ def test_the_upload_on_all_images_is_that_of_the_client_round(method: str) -> No
     assert len(upload.steps) == reply.sgd_steps
 
 
-def test_before_there_is_a_memory_all_methods_send_the_same() -> None:
+def test_before_there_is_a_memory_all_methods_send_the_same():
     first, *others = (uploaded(reached(each, 0), 32).update for each in EXPERIMENTS.values())
     assert all(torch.equal(first, other) for other in others)
 
 
-def test_exemplars_are_those_of_the_memory_and_return_in_every_step() -> None:
+def test_exemplars_are_those_of_the_memory_and_return_in_every_step():
     run = reached(EXPERIMENTS["replay"])
     upload = uploaded(run, 64)
     memory = run.worker.runtime.normalise(run.state["clients"][0]["memory"]["images"])
@@ -71,7 +69,7 @@ def test_exemplars_are_those_of_the_memory_and_return_in_every_step() -> None:
     assert upload.images.labels.unique().numel() == 4  # two of the task, two of the memory
 
 
-def test_equal_images_have_one_place() -> None:
+def test_equal_images_have_one_place():
     values = torch.arange(5.0)[:, None, None, None].expand(-1, 1, 2, 2)
     whole = Images(values, torch.arange(5), torch.arange(5) > 2)
     parts = [whole[torch.tensor(each)] for each in ([4, 0], [4, 2, 4])]
@@ -83,7 +81,7 @@ def test_equal_images_have_one_place() -> None:
         assert torch.equal(images.exemplar[own], part.exemplar)
 
 
-def test_noise_has_its_deviation_and_none_leaves_the_upload_as_it_is() -> None:
+def test_noise_has_its_deviation_and_none_leaves_the_upload_as_it_is():
     run = reached(EXPERIMENTS["replay"])
     plain = uploaded(run, 16).update
     assert torch.equal(plain, uploaded(run, 16, noise=0.0).update)
@@ -100,6 +98,6 @@ def test_noise_has_its_deviation_and_none_leaves_the_upload_as_it_is() -> None:
         (tiny(network=BATCH_NORM), "network.norm is 'batch'"),
     ],
 )
-def test_what_is_not_simulated_is_refused(experiment: Experiment, key: str) -> None:
+def test_what_is_not_simulated_is_refused(experiment, key):
     with pytest.raises(ParameterError, match=key):
         uploaded(start_run(experiment, 0), 16)

@@ -17,17 +17,16 @@ from workbench.studies.attacks.scores import (
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Random images."""
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_psnr_by_hand() -> None:
+def test_psnr_by_hand():
     black = torch.zeros(3, 1, 2, 2)
     other = torch.tensor([0.1, 1.0, 0.0])[:, None, None, None].expand(-1, 1, 2, 2)
     assert psnr(black, other).tolist() == pytest.approx([20, 0, 100])  # 100 dB: no error
 
 
-def test_ssim_is_that_of_a_loop_over_windows() -> None:
+def test_ssim_is_that_of_a_loop_over_windows():
     one, other = noise(2, 3, 10, 9), noise(2, 3, 10, 9, seed=1)
     other = 0.7 * one + 0.3 * other
     found = ssim(one, other)
@@ -44,7 +43,7 @@ def test_ssim_is_that_of_a_loop_over_windows() -> None:
     assert ssim(one, one).tolist() == pytest.approx([1, 1])
 
 
-def test_pairs_are_the_nearest_and_of_one_label_where_they_can_be() -> None:
+def test_pairs_are_the_nearest_and_of_one_label_where_they_can_be():
     images = noise(6, 1, 4, 4)
     labels = torch.tensor([0, 0, 1, 1, 2, 2])
     order = torch.tensor([3, 0, 5, 1, 4, 2])
@@ -58,7 +57,7 @@ def test_pairs_are_the_nearest_and_of_one_label_where_they_can_be() -> None:
     assert set(columns.tolist()) == {2, 3}
 
 
-def test_strangers_are_no_candidates_of_the_other_half() -> None:
+def test_strangers_are_no_candidates_of_the_other_half():
     dataset = tiny().dataset()
     halves = [strangers(dataset, 3, half) for half in (0, 1)]
     assert sum(map(len, halves)) == int((dataset.y_test == 3).sum())

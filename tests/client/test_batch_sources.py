@@ -13,12 +13,11 @@ ROUND = RoundId(0, 1, 2, 3)
 
 
 def runtime(**training: int) -> ClientRuntime:
-    """The digits, in small batches."""
     experiment = small.tiny(training={"batch_size": 3, **training})
     return small.worker(experiment, small.plan(experiment)).runtime
 
 
-def test_plain_batches_are_in_order_and_unchanged() -> None:
+def test_plain_batches_are_in_order_and_unchanged():
     here = runtime(shift=2)
     one, two = here.plain_batches(torch.tensor([9, 4, 7]), 2)
     assert torch.equal(torch.cat([one.images, two.images]), here.normalise(here.x_train[[9, 4, 7]]))
@@ -27,7 +26,7 @@ def test_plain_batches_are_in_order_and_unchanged() -> None:
 
 
 @pytest.mark.parametrize("shift", [0, 2])
-def test_endless_batches_have_a_new_order_each_epoch_and_are_augmented(shift: int) -> None:
+def test_endless_batches_have_a_new_order_each_epoch_and_are_augmented(shift):
     """Three images at a time of seven: 3 + 3 + 1 each epoch."""
     here = runtime(shift=shift)
     draw = ROUND.generator("here")

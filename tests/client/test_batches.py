@@ -31,10 +31,7 @@ def runtime_of(x: Tensor, network: Network = MLP, **training: Any) -> ClientRunt
     return ClientRuntime(setting, labelled(x, x[:4], torch.arange(4)))
 
 
-# --- augmentation
-
-
-def test_a_shift_is_a_translation_with_repeated_edges() -> None:
+def test_a_shift_is_a_translation_with_repeated_edges():
     """Each image is one of the 25 cuts out of itself with its edges repeated twice, the same cut
     in every channel; 500 images meet every cut (one is missed with 25 * 0.96^500 < 1e-7)."""
     x = images(500, 3, 7, 5)
@@ -53,7 +50,7 @@ def test_a_shift_is_a_translation_with_repeated_edges() -> None:
     assert len(counts) == 25
 
 
-def test_half_of_the_images_are_mirrored_left_to_right() -> None:
+def test_half_of_the_images_are_mirrored_left_to_right():
     """Of 1000 images 500, give or take 5 standard deviations of sqrt(250) = 16."""
     x = images(1000, 3, 4, 5)
     flipped = augment(x, replace(TRAINING, flip=True), generator("augment"))
@@ -62,7 +59,7 @@ def test_half_of_the_images_are_mirrored_left_to_right() -> None:
     assert 420 < mirrored.sum() < 580
 
 
-def test_each_epoch_augments_differently_and_augmentation_does_not_change_the_order() -> None:
+def test_each_epoch_augments_differently_and_augmentation_does_not_change_the_order():
     """Nor do the batches of another client round that are drawn at the same time."""
     x = images(40, 1, 6, 6)
     before = x.clone()
@@ -80,10 +77,7 @@ def test_each_epoch_augments_differently_and_augmentation_does_not_change_the_or
     assert torch.equal(moving.x_train, before)
 
 
-# --- batches
-
-
-def test_a_batch_carries_the_number_and_the_tasks_of_its_exemplars() -> None:
+def test_a_batch_carries_the_number_and_the_tasks_of_its_exemplars():
     """They come last; teachers' logits belong to them alone. Without exemplars it is unchanged."""
     new = Batch(torch.zeros(3, 1, 2, 2), torch.tensor([1, 1, 2]))
     assert (len(new), new.new, new.exemplars, new.tasks, new.soft) == (3, 3, 0, None, None)
@@ -98,9 +92,7 @@ def test_a_batch_carries_the_number_and_the_tasks_of_its_exemplars() -> None:
 
 
 @pytest.mark.parametrize("network", [MLP, CNN], ids=["mlp", "cnn"])
-def test_images_normalised_once_are_those_normalised_in_every_batch(
-    network: Network, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_normalised_once_are_those_normalised_in_every_batch(network, monkeypatch):
     """Bit for bit and in the same layout; at most FLOATS values are."""
     x = images(50, 3, 6, 6)
     third = torch.full((3,), 1 / 3)  # whose products round
@@ -124,13 +116,13 @@ def test_images_normalised_once_are_those_normalised_in_every_batch(
         assert one.images.stride() == other.images.stride()
 
 
-def test_without_epochs_or_images_there_are_no_batches() -> None:
+def test_without_epochs_or_images_there_are_no_batches():
     x = images(50, 1, 6, 6)
     assert list(runtime_of(x, epochs=0).batches(HERE, torch.arange(40))) == []
     assert list(runtime_of(x).batches(HERE, torch.arange(0))) == []
 
 
-def test_images_stored_elsewhere_are_moved_to_the_device_batch_by_batch() -> None:
+def test_images_stored_elsewhere_are_moved_to_the_device_batch_by_batch():
     """On torch's device without values: batches are there, and the data set is not."""
     runtime = runtime_of(images(50, 1, 6, 6), epochs=1)
     runtime.device = torch.device("meta")
@@ -143,7 +135,7 @@ def test_images_stored_elsewhere_are_moved_to_the_device_batch_by_batch() -> Non
     assert runtime.x_train.device.type == runtime.y_train.device.type == "cpu"
 
 
-def test_each_channel_is_normalised_separately() -> None:
+def test_each_channel_is_normalised_separately():
     """Bytes 0 and 255 are 0 and 1: mean 0.5, deviation 0.25 give -2 and 2; 0 and 0.5 give 0, 2."""
     x = torch.tensor([0, 255], dtype=torch.uint8).view(1, 1, 1, 2).expand(1, 2, 1, 2)
     dataset = labelled(x, x, torch.zeros(1, dtype=torch.int64))
@@ -153,24 +145,20 @@ def test_each_channel_is_normalised_separately() -> None:
     torch.testing.assert_close(runtime.normalise(x), expected, atol=1e-6, rtol=0)
 
 
-# --- images by class
-
-
-def test_the_first_images_of_each_class() -> None:
-    """All of a class that has fewer."""
+def test_the_first_images_of_each_class():
     labels = torch.tensor([2, 0, 2, 2, 1, 0])
     assert first_per_class(labels, 2).tolist() == [0, 1, 2, 4, 5]
     assert first_per_class(labels, 0).tolist() == first_per_class(labels[:0], 2).tolist() == []
 
 
-def test_class_means_by_hand() -> None:
+def test_class_means_by_hand():
     """Classes may come in any order and number: (1 + 5) / 2, 3 and (0 + 2 + 4) / 3."""
     values = torch.tensor([[3.0], [0.0], [1.0], [2.0], [5.0], [4.0]])
     means, classes = class_means(values, torch.tensor([4, 9, 1, 9, 1, 9]))
     assert (means.flatten().tolist(), classes.tolist()) == ([3.0, 3.0, 2.0], [1, 4, 9])
 
 
-def test_a_balanced_sample_has_as_many_images_of_each_class() -> None:
+def test_a_balanced_sample_has_as_many_images_of_each_class():
     """Of 9, 2 and 5 images, 8 are 3, 2 and 3; each is there once."""
     order = torch.randperm(16, generator=generator("order"))
     labels = torch.tensor([0] * 9 + [1] * 2 + [2] * 5)[order]

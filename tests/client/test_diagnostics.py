@@ -1,7 +1,6 @@
 """Angles and features by hand and in the history; recording them changes no result."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,14 +40,12 @@ TEMPORAL = {"temporal gradients", "temporal displacements"}
         ([], math.nan),
     ],
 )
-def test_the_mean_cosine_of_pairs_by_hand(
-    vectors: list[tuple[float, ...]], expected: float
-) -> None:
+def test_the_mean_cosine_of_pairs_by_hand(vectors, expected):
     products = gram(torch.tensor(vectors))[0] if vectors else torch.ones(0, 0).double()
     assert mean_pair_cosine(products) == pytest.approx(expected, abs=1e-7, nan_ok=True)
 
 
-def test_the_angles_of_a_round_by_hand() -> None:
+def test_the_angles_of_a_round_by_hand():
     """Updates (1, 0) and (0, 2) of the clients, (3, 0) of the server: cosines 1 and 0 with the
     server's, 0 between clients; lengths 3, and 1 and 2."""
     before, after = torch.tensor([1.0, 1.0]), torch.tensor([4.0, 1.0])
@@ -61,11 +58,7 @@ def test_the_angles_of_a_round_by_hand() -> None:
     }
 
 
-# ------------------------------------------------------------------ tasks of a client
-
-
 def trained(experiment: Any, plan_: Plan, experience: int) -> tuple[Worker, RoundId]:
-    """A worker whose live model is that after a client round."""
     worker = small.worker(experiment, plan_)
     client_round = small.arrived(worker, plan_, experience)
     worker.method.train_client(client_round)
@@ -81,9 +74,7 @@ def mean_cosine(vectors: list[Tensor]) -> float:
 
 
 @pytest.mark.parametrize("empty", [{}, {(0, 1): ()}], ids=["three tasks", "one without images"])
-def test_temporal_angles_are_those_of_gradients_and_of_updates(
-    empty: dict[tuple[int, int], tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_temporal_angles_are_those_of_gradients_and_of_updates(empty, monkeypatch):
     """Written out in plain torch, for the tasks so far that have images; evaluation passes have 100
     of them."""
     monkeypatch.setattr(runtimes, "EVALUATION_BATCH", 100)
@@ -116,7 +107,7 @@ def test_temporal_angles_are_those_of_gradients_and_of_updates(
     assert all(math.isnan(value) for value in alone.values()) and alone.keys() == TEMPORAL
 
 
-def test_gradients_are_taken_in_evaluation_mode() -> None:
+def test_gradients_are_taken_in_evaluation_mode():
     """With the running statistics of batch normalisation, which do not change."""
     experiment = tiny(network=BATCH_NORM)
     worker, _ = trained(experiment, plan(experiment), 1)
@@ -134,43 +125,8 @@ def test_gradients_are_taken_in_evaluation_mode() -> None:
     assert torch.equal(buffers, before)
 
 
-# ------------------------------------------------------------------ in the history
-
-
-def test_angles_are_in_the_history_where_they_are_defined() -> None:
-    """Between clients in every round; between tasks after each experience from the second on."""
-    for entry in run(tiny(diagnostics=ANGLES)).history:
-        in_time = TEMPORAL if entry["experience"] and entry["round"] else set()
-        assert {name for name in entry["angles"] if name.startswith("temporal")} == in_time
-        assert -1 <= entry["angles"]["spatial clients"] <= 1
-        assert 0 < entry["angles"]["spatial update"] <= 1
-        assert entry["angles"]["update length"] <= entry["angles"]["client length"]
-    for entry in run(tiny(split={"tasks": 1}, diagnostics=ANGLES)).history:
-        assert not TEMPORAL & entry["angles"].keys()
-    one_client = run(tiny(split={"clients": 1}, diagnostics=ANGLES)).history
-    assert not any("spatial clients" in entry["angles"] for entry in one_client)
-    assert one_client[-1]["angles"]["spatial update"] == pytest.approx(1.0, abs=1e-6)
-    assert one_client[-1]["angles"].keys() >= TEMPORAL
-
-
-def test_angles_are_means_over_the_clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    each, temporal_angles = list[dict[str, float]](), diagnostics.temporal_angles
-
-    def noted(*arguments: Any) -> dict[str, float]:
-        each.append(temporal_angles(*arguments))
-        return each[-1]
-
-    monkeypatch.setattr("stamp_core.engine.worker.temporal_angles", noted)
-    split = {"tasks": 2, "images_per_class": 20}
-    angles = run(tiny(split=split, diagnostics=ANGLES)).history[-1]["angles"]
-    assert len(each) == 8
-    for name in TEMPORAL:
-        values = [found[name] for found in each[4:]]  # of the second experience
-        assert len(set(values)) == 4 and angles[name] == pytest.approx(sum(values) / 4, rel=1e-12)
-
-
 @pytest.mark.parametrize("kind", ["local", "joint"])
-def test_what_a_method_does_not_have_is_not_recorded(kind: str) -> None:
+def test_what_a_method_does_not_have_is_not_recorded(kind):
     """Without a global model no spatial angles and no features; joint training has no clients."""
     record = run(tiny(kind, diagnostics=ALL))
     spatial_ = {name for entry in record.history for name in entry["angles"] if "spatial" in name}
@@ -181,7 +137,7 @@ def test_what_a_method_does_not_have_is_not_recorded(kind: str) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("kind", ["fedavg", "stamp"])
-def test_diagnostics_change_no_bit(kind: str, workers: int) -> None:
+def test_diagnostics_change_no_bit(kind, workers):
     """Of weights, accuracies and the history but the angles, in this process and in others; without
     them nothing is recorded."""
     options: dict[str, Any] = {
@@ -201,9 +157,7 @@ def test_diagnostics_change_no_bit(kind: str, workers: int) -> None:
 
 
 @pytest.mark.parametrize("net", [small.NETWORK, BATCH_NORM], ids=["mlp", "cnn"])
-def test_features_are_those_of_the_first_test_images_after_each_experience(
-    net: dict[str, Any], tmp_path: Path
-) -> None:
+def test_features_are_those_of_the_first_test_images_after_each_experience(net, tmp_path):
     """[S, n, D] in half precision: those of the final model are the last. They are kept in the
     checkpoint of a finished run."""
     experiment = tiny(network=net, split={"cycles": 2}, diagnostics={"features": 3})

@@ -24,8 +24,6 @@ GRAPH_SAFE = {
 
 
 class FakeGraphs:
-    """Graphs whose capture calls the step, and whose replay does nothing."""
-
     def __init__(self) -> None:
         self.warm, self.captures, self.replays = 0, 0, 0
 
@@ -42,42 +40,29 @@ class FakeGraphs:
         return replay, step()
 
 
-class NoGraphs(FakeGraphs):
-    """Graphs that refuse everything."""
-
-    def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        step()
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-
 @dataclass
 class Context(StepContext):
-    """A tensor that captured steps see, and two fields that they do not."""
-
     added: Tensor
     seen: list[int] = field(default_factory=list)
     log: Log = field(default_factory=Log)
 
 
 @pytest.fixture
-def network() -> Classifier:
+def network():
     experiment = tiny("fedavg", network=BATCH_NORM)
     return worker(experiment, plan(experiment)).runtime.classifier
 
 
 @pytest.fixture
-def graphs(network: Classifier) -> StepGraphs:
-    """Steps of which some are captured by fake graphs."""
+def graphs(network):
     return StepGraphs(FakeGraphs(), network)  # type: ignore[arg-type]
 
 
 def batch(value: float, size: int = 2, exemplars: int = 0) -> Batch:
-    """Images of one value."""
     return Batch(torch.full((size, 2), value), torch.zeros(size, dtype=torch.int64), exemplars)
 
 
 def summing(network: Classifier) -> Callable[[Batch, Context], Tensor]:
-    """A step that counts one image and returns a sum of all that it may see."""
 
     def step(batch: Batch, context: Context) -> Tensor:
         network.images_backpropagated += 1
@@ -86,7 +71,7 @@ def summing(network: Classifier) -> Callable[[Batch, Context], Tensor]:
     return step
 
 
-def test_methods_whose_steps_depend_on_the_client_are_not_captured() -> None:
+def test_methods_whose_steps_depend_on_the_client_are_not_captured():
     assert {kind for kind in method_names() if get_method(kind).graph_safe} == GRAPH_SAFE
     for alternate in (False, True):  # whose second optimiser is made in the client round
         experiment = tiny("stamp", prototype=0.1, alternate=alternate)
@@ -94,7 +79,7 @@ def test_methods_whose_steps_depend_on_the_client_are_not_captured() -> None:
 
 
 @pytest.mark.parametrize("base", [Method, FedAvg, Replay])
-def test_a_class_that_changes_a_step_has_to_say_that_it_can_be_captured(base: type[Method]) -> None:
+def test_a_class_that_changes_a_step_has_to_say_that_it_can_be_captured(base):
     changed = type("Changed", (base,), {"correct_gradient": Method.correct_gradient})
     assert not changed.graph_safe
     assert not type("Child", (changed,), {}).graph_safe
@@ -103,9 +88,7 @@ def test_a_class_that_changes_a_step_has_to_say_that_it_can_be_captured(base: ty
     assert not type("Loss", (Replay,), {"weighted_loss": Replay.weighted_loss}).graph_safe
 
 
-def test_each_shape_and_number_of_exemplars_is_captured_once_after_its_first_steps(
-    graphs: StepGraphs, network: Classifier
-) -> None:
+def test_each_shape_and_number_of_exemplars_is_captured_once_after_its_first_steps(graphs, network):
     step, fake, context = summing(network), graphs.graphs, Context(torch.zeros(()))
     assert isinstance(fake, FakeGraphs)
     before = network.images_backpropagated
@@ -118,51 +101,6 @@ def test_each_shape_and_number_of_exemplars_is_captured_once_after_its_first_ste
     assert fake.warm == 3 * WARM_UP + 1
 
 
-def test_what_a_replay_reads_is_copied_to_where_it_was_captured(
-    graphs: StepGraphs, network: Classifier
-) -> None:
-    step = summing(network)
-    for value in range(WARM_UP + 3):
-        given = batch(float(value)), Context(torch.tensor(10.0 + value))
-        graphs.take(step, *given)
-    (captured,) = graphs.captured.values()
-    assert (captured.batch["images"] == WARM_UP + 2).all()
-    assert captured.context == {"added": 10 + WARM_UP + 2}
-    assert captured.context["added"] is not given[1].added
-
-
-@pytest.mark.parametrize("name", ["seen", "log"])
-def test_a_captured_step_sees_the_tensors_of_its_context_alone(
-    name: str, graphs: StepGraphs
-) -> None:
-    """What belongs to one client is None: a step that reads it fails when it is captured."""
-
-    def step(batch: Batch, context: Context) -> Tensor:
-        {"seen": lambda: context.seen.append(1), "log": lambda: context.log.events.append("x")}[
-            name
-        ]()
-        return context.added
-
-    context = Context(torch.zeros(()))
-    for _ in range(WARM_UP):
-        graphs.take(step, batch(1), context)
-    assert len(context.seen) + len(context.log.events) == WARM_UP
-    with pytest.raises(AttributeError, match="'NoneType' object has no attribute"):
-        graphs.take(step, batch(1), context)
-
-
-def test_a_refused_capture_is_said_and_the_step_is_taken(network: Classifier) -> None:
-    graphs = StepGraphs(NoGraphs(), network)  # type: ignore[arg-type]
-    step, context = summing(network), Context(torch.zeros(()))
-    for _ in range(WARM_UP):
-        graphs.take(step, batch(1), context)
-    before = network.images_backpropagated
-    with pytest.warns(UserWarning, match="not captured as graphs: operation not permitted"):
-        assert graphs.take(step, batch(1), context) == 4
-    assert network.images_backpropagated == before + 1
-    assert graphs.graphs is None and graphs.take(step, batch(1), context) == 4
-
-
-def test_the_cpu_has_no_graphs_and_the_record_says_so(network: Classifier) -> None:
+def test_the_cpu_has_no_graphs_and_the_record_says_so(network):
     assert new_step_graphs(CPU, network) is None
     assert run(tiny("fedavg")).about["environment"]["steps"] == "eager"

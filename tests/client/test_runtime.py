@@ -8,7 +8,6 @@ import torch
 from four_classes import images, labelled
 from torch import Tensor
 
-from stamp_core.client import runtime as runtimes
 from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.schema import Network, Setting, Split, Training
@@ -19,14 +18,13 @@ TRAINING = Training(rounds=1, epochs=3, batch_size=16, lr=0.1, momentum=0.9)
 
 
 def batch_normalised(**training: Any) -> tuple[Tensor, ClientRuntime]:
-    """Eight images, and a network with batch normalisation."""
     x = images(8, 1, 8, 8)
     dataset = labelled(x, x, torch.zeros(8, dtype=torch.int64))
     setting = Setting("by hand", {}, SPLIT, NORMED, replace(TRAINING, **training))
     return x, ClientRuntime(setting, dataset)
 
 
-def test_each_loop_of_steps_has_its_own_optimiser() -> None:
+def test_each_loop_of_steps_has_its_own_optimiser():
     """Twice the same steps from the same model, with momentum; each batch is passed on once."""
     x, runtime = batch_normalised()
     start = runtime.model.parameters.clone()
@@ -47,22 +45,8 @@ def test_each_loop_of_steps_has_its_own_optimiser() -> None:
     assert not torch.equal(found[0][0], start) and found[0][1].isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("shape", "many"),
-    [
-        ((3, 32, 32), 128),
-        ((1, 8, 8), 512),  # never more
-        ((3, 64, 64), 32),  # four times the pixels, a quarter of the images
-        ((3, 800, 1000), 1),
-        ((3, 224, 224), 2),  # 128 x 1,024 / 50,176 = 2.6
-    ],
-)
-def test_how_many_images_are_evaluated_at_once(shape: tuple[int, int, int], many: int) -> None:
-    assert runtimes.evaluation_batch_size(shape) == many
-
-
 @pytest.mark.parametrize("buffers", ["shared", "local", "frozen"])
-def test_frozen_buffers_do_not_change_in_training_and_others_do(buffers: Any) -> None:
+def test_frozen_buffers_do_not_change_in_training_and_others_do(buffers):
     x, runtime = batch_normalised(buffers=buffers)
     changes = buffers != "frozen"
     before = runtime.model.buffers.clone()
@@ -77,8 +61,7 @@ def test_frozen_buffers_do_not_change_in_training_and_others_do(buffers: Any) ->
     assert norm.weight.grad is not None and norm.weight.grad.any()  # scale and shift still learn
 
 
-def test_a_single_image_is_normalised_by_the_running_statistics() -> None:
-    """It has no variance: torch refuses it, or returns zeros."""
+def test_a_single_image_is_normalised_by_the_running_statistics():
     x, runtime = batch_normalised()
     expected = runtime.outputs(x[:1])
     normal = runtime.normalise(x)
@@ -88,8 +71,7 @@ def test_a_single_image_is_normalised_by_the_running_statistics() -> None:
     assert not torch.equal(runtime.model.module(normal[:2]).detach()[:1], expected)
 
 
-def test_outputs_do_not_depend_on_the_other_images() -> None:
-    """In evaluation mode, with batch normalisation too."""
+def test_outputs_do_not_depend_on_the_other_images():
     x, runtime = batch_normalised()
     runtime.train_mode(8)
     alone = torch.cat([runtime.outputs(image[None]) for image in x])

@@ -28,7 +28,7 @@ TASKS = (  # client 0 has class b twice, client 1 none twice; there is no test i
 
 
 @pytest.fixture
-def scored(monkeypatch: pytest.MonkeyPatch) -> tuple[ClientRuntime, Plan]:
+def scored(monkeypatch):
     """An untrained network and 30 test images of the classes a, b and c, in batches of 7."""
     monkeypatch.setattr(runtimes, "EVALUATION_BATCH", 7)
     dataset = labelled(images(4, 1, 5, 5), images(30, 1, 5, 5, seed=1), torch.arange(30) % 3)
@@ -41,7 +41,6 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> tuple[ClientRuntime, Plan]:
 def expected(
     runtime: ClientRuntime, client: int, experience: int, task: int, scoring: str
 ) -> float:
-    """The accuracy, image by image and class by class."""
     if scoring == "nearest mean":
         return expected_by_means(runtime, TASKS[client][task].classes)
     own, met = TASKS[client][task].classes, TASKS[client][: experience + 1]
@@ -77,9 +76,7 @@ def expected_by_means(runtime: ClientRuntime, own: Sequence[int]) -> float:
 
 @pytest.mark.parametrize("clients", [[0, 1, 2], [2], [1, 0]])
 @pytest.mark.parametrize("experience", [0, 1, 3])
-def test_scores_are_those_of_a_loop(
-    scored: tuple[ClientRuntime, Plan], clients: list[int], experience: int
-) -> None:
+def test_scores_are_those_of_a_loop(scored, clients, experience):
     runtime, plan = scored
     scores = score(runtime, plan, clients, experience, nearest_mean=True).numpy()
     wanted = [
@@ -92,8 +89,7 @@ def test_scores_are_those_of_a_loop(
     np.testing.assert_allclose(scores, wanted, atol=1e-6)
 
 
-def test_the_nearest_mean_is_scored_on_demand(scored: tuple[ClientRuntime, Plan]) -> None:
-    """Without it the other scorings are the same."""
+def test_the_nearest_mean_is_scored_on_demand(scored):
     runtime, plan = scored
     without, with_means = (score(runtime, plan, [0, 1], 1, nearest_mean=on) for on in (False, True))
     place = SCORINGS.index("nearest mean")
@@ -101,9 +97,7 @@ def test_the_nearest_mean_is_scored_on_demand(scored: tuple[ClientRuntime, Plan]
     assert torch.equal(without[:place], with_means[:place])
 
 
-def test_scores_do_not_depend_on_the_batch_of_evaluation(
-    scored: tuple[ClientRuntime, Plan],
-) -> None:
+def test_scores_do_not_depend_on_the_batch_of_evaluation(scored):
     runtime, plan = scored
     scores = []
     for runtime.chunk in (1, 2, 7, 29, 30, 512):

@@ -1,7 +1,6 @@
 """A Ray cluster of two nodes on this machine."""
 
 import os
-from collections.abc import Iterator
 
 import pytest
 from ray.cluster_utils import Cluster
@@ -10,8 +9,7 @@ from stamp_core.core.paths import ROOT
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    """Two nodes with a core each, on the loopback."""
+def cluster():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")

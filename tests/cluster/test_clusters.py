@@ -6,7 +6,6 @@ SLURM's own commands are four shell scripts.
 import os
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -14,7 +13,6 @@ import pytest
 import ray
 import small
 from processes import gone, wait_until
-from ray.cluster_utils import Cluster
 from small import plans, whole
 
 from stamp_core.core.paths import ROOT
@@ -54,8 +52,7 @@ done
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty project, whose folder all nodes see."""
+def project(tmp_path, monkeypatch):
     root = tmp_path / "project"
     shutil.copytree(ROOT / "params", root / "params")
     for module in (clusters, grid, training):
@@ -66,14 +63,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(params=["ray", "local", "slurm"])
-def some_cluster(
-    request: pytest.FixtureRequest,
-    cluster: Cluster,
-    tmp_path_factory: pytest.TempPathFactory,
-    monkeypatch: pytest.MonkeyPatch,
-    project: Path,
-) -> Iterator[None]:
-    """Each kind of cluster as a user names it."""
+def some_cluster(request, cluster, tmp_path_factory, monkeypatch, project):
     if request.param == "ray":
         monkeypatch.setenv("RAY", cluster.address)
         yield
@@ -96,12 +86,11 @@ def some_cluster(
 
 
 def jobs(*kinds: str) -> list[Job]:
-    """Small experiments with two seeds each."""
     return [Job(whole(kind), "0to1", "quick") for kind in kinds]
 
 
 @pytest.mark.usefixtures("some_cluster")
-def test_results_are_those_of_this_process_and_a_failure_is_named() -> None:
+def test_results_are_those_of_this_process_and_a_failure_is_named():
     """The one whose weights overflow; the records of the others are kept."""
     broken = Job(small.tiny("fedavg", training={"lr": 1e38}), "0to1", "quick")
     found, failures = train_missing([broken, *jobs("replay", "stamp")])
@@ -115,9 +104,7 @@ def test_results_are_those_of_this_process_and_a_failure_is_named() -> None:
 
 
 @pytest.mark.usefixtures("some_cluster")
-def test_a_folder_that_a_node_does_not_see_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_a_node_does_not_see_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "ROOT", tmp_path)
     _, failures = train_missing(jobs("fedavg"))
     (failure,) = failures.values()
@@ -126,12 +113,11 @@ def test_a_folder_that_a_node_does_not_see_is_named(
 
 
 def training_in(root: Path) -> list[psutil.Process]:
-    """The processes that work in a project, apart from this one."""
     return [each for each in psutil.process_iter(["cwd"]) if each.info["cwd"] == str(root)]
 
 
 @pytest.mark.usefixtures("some_cluster")
-def test_what_is_cancelled_ends_with_its_process(project: Path) -> None:
+def test_what_is_cancelled_ends_with_its_process(project):
     job, ended = Job(small.long(), "0", "quick"), list[Failure | None]()
     chosen = clusters.chosen_cluster()
     assert chosen
@@ -149,9 +135,7 @@ def test_what_is_cancelled_ends_with_its_process(project: Path) -> None:
     assert None not in ended and not job.records() and checkpoint.exists()
 
 
-def test_as_many_jobs_as_fit_the_nodes_are_submitted(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_as_many_jobs_as_fit_the_nodes_are_submitted(cluster, monkeypatch):
     """Two nodes with a core each; then one more with a core and a GPU, which every job needs."""
     nodes = RayCluster(cluster.address)
     assert nodes.room() == 2

@@ -2,13 +2,11 @@
 
 import threading
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 import small
 from processes import wait_until
-from ray.cluster_utils import Cluster
 from small import plans, whole
 
 from stamp_core.engine import train as engine
@@ -21,22 +19,18 @@ SEEDS = (0, 1)
 
 
 @pytest.fixture(autouse=True)
-def on_the_cluster(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients run on the cluster."""
+def on_the_cluster(cluster, monkeypatch):
     monkeypatch.setenv("STAMP_EXECUTOR", "ray")
 
 
 def unbroken(experiment: Any) -> dict[int, Any]:
-    """The records of one process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("STAMP_EXECUTOR")
         return engine.train(experiment, plans(experiment, *SEEDS), 1, "cpu")
 
 
 @pytest.mark.parametrize("kind", ["fedavg", "stamp", "fedas", "fedl2p"])
-def test_a_cluster_has_the_results_of_one_process_also_after_a_stop(
-    kind: str, tmp_path: Path
-) -> None:
+def test_a_cluster_has_the_results_of_one_process_also_after_a_stop(kind, tmp_path):
     experiment = whole(kind)
     seeds = plans(experiment, *SEEDS)
     found = [engine.train(experiment, seeds, 1, "cpu")]
@@ -48,9 +42,7 @@ def test_a_cluster_has_the_results_of_one_process_also_after_a_stop(
             small.assert_same(records[seed], expected)
 
 
-def test_a_node_with_other_code_or_another_folder_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_with_other_code_or_another_folder_is_refused(tmp_path, monkeypatch):
     experiment = whole("fedavg")
     with monkeypatch.context() as patch:
         patch.setattr(ray_executor, "_token", lambda resume: nullcontext(resume / "elsewhere"))
@@ -61,21 +53,19 @@ def test_a_node_with_other_code_or_another_folder_is_refused(
         engine.train(experiment, plans(experiment, 0), 1, "cpu")
 
 
-def test_an_error_on_a_node_comes_through_as_it_is() -> None:
+def test_an_error_on_a_node_comes_through_as_it_is():
     experiment = small.tiny(training={"lr": 1e38})
     with pytest.raises(DivergedError, match="the weights are no longer finite"):
         engine.train(experiment, plans(experiment, 0), 1, "cpu")
 
 
-def test_more_workers_than_the_cluster_has_room_for_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_more_workers_than_the_cluster_has_room_for_are_refused(monkeypatch):
     monkeypatch.setenv("STAMP_WORKERS", "3")
     with pytest.raises(RuntimeError, match="STAMP_WORKERS is 3; the Ray cluster has room for 2"):
         engine.train(whole("fedavg"), plans(whole("fedavg"), 0), resolve_workers(0, "cpu"), "cpu")
 
 
-def test_a_node_that_dies_costs_the_calls_that_it_ran(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_node_that_dies_costs_the_calls_that_it_ran(cluster, tmp_path):
     """After the fifth of 60 rounds; the last test, as one node is left."""
     experiment = small.long()
     file = tmp_path / "tiny-replay-0" / "run.safetensors"

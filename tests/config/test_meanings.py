@@ -1,11 +1,9 @@
 """Every parameter has a meaning and, if it is a number, limits; where a value of a run stands."""
 
-from typing import Any
-
 import pytest
 
 from stamp_core.config.params import read_params
-from workbench.workflow.explain import describe, explanations, meaning, parameters, places
+from workbench.workflow.explain import explanations, meaning, parameters, places
 from workbench.workflow.show import shown
 
 PARAMETERS = {
@@ -15,35 +13,16 @@ PARAMETERS = {
 }
 
 
-def test_every_parameter_has_a_meaning() -> None:
+def test_every_parameter_has_a_meaning():
     assert not [key for key, parameter in PARAMETERS.items() if not meaning(*parameter)]
 
 
-def test_every_number_has_limits() -> None:
-    """A type of stamp_core.config.limits."""
+def test_every_number_has_limits():
     free = (int, float, int | None, float | None)
     assert not [key for key, (_, _, hint) in PARAMETERS.items() if hint in free]
 
 
-@pytest.mark.parametrize(
-    ("key", "text"),
-    [
-        ("settings split.order", "independent | common | given | mixed, default 'independent'; of"),
-        ("settings network.channels", "list of int at least 1, default (16, 32); cnn: one 5 x 5"),
-        ("settings split", "Split; Which client learns which classes when."),
-        ("gem ridge", "float at least 0, default 0.001; Added to the diagonal of the Gram matrix"),
-        ("gem ratio", "float at least 0, default 0.0; exemplars are not trained on"),
-        ("lander images", "int at least 1, default 10000; of the synthetic set"),  # inherited
-        ("stamp spatial", "SpatialParams | null, default None; matching on the server, SAM"),
-        ("ocs memory.options.tau", "float at least 0, default 1000.0; weight of the similarity"),
-        ("glyphs data.size", "int between 8 and 64, default 20; pixels per side"),
-    ],
-)
-def test_a_description_is_type_default_and_meaning(key: str, text: str) -> None:
-    assert describe(*PARAMETERS[key]).startswith(text)
-
-
-def test_presets_that_set_a_parameter_are_named() -> None:
+def test_presets_that_set_a_parameter_are_named():
     *_, used = explanations("spatial.kappa", read_params())
     assert "stamp_code 0.25" in used
 
@@ -77,9 +56,7 @@ def test_presets_that_set_a_parameter_are_named() -> None:
         ),
     ],
 )
-def test_where_a_value_stands(
-    arguments: tuple[str, str, str], rows: dict[str, tuple[Any, str]]
-) -> None:
+def test_where_a_value_stands(arguments, rows):
     found = {line.split()[0]: line for line in shown(*arguments)}
     for key, (value, place) in rows.items():
         assert found[key].split(None, 2)[1:] == [value, place]

@@ -26,7 +26,6 @@ from stamp_core.config.limits import (
 )
 from stamp_core.config.params import parse_seeds
 from workbench.workflow.checks import check_params
-from workbench.workflow.profiles import expand_grid
 from workbench.workflow.sweeps import sweep_experiments
 
 VALID: dict[str, Any] = {
@@ -87,25 +86,17 @@ Row = tuple[str, object, str]
 PROFILE: list[Row] = [
     ("grid.method", ["fedagv", "rare"], f"{M} 'fedagv' is unknown; did you mean 'fedavg'? known:"),
     ("grid.method", ABSENT, "params.yaml: grid.method is None; it must be a list of names"),
-    ("grid.setting", ["two"], "params/settings.yaml: 'two' is unknown; known: one"),
     ("grid.seed", ["0"], "params.yaml: grid: 'seed' is unknown; did you mean 'seeds'? known: meth"),
-    ("ablation.baselines", ["fedagv"], "params.yaml: ablation.baselines is 'fedagv'; it must be i"),
     # settings and presets outside the grid
     ("settings.other", {"data": {"source": "digits"}}, "params/settings.yaml: other.split is miss"),
-    ("methods.other", {"kind": "replay", "ratio": -1}, f"{M} other.ratio is -1.0; it must be at"),
     # what extends something unknown or, at once or through another, itself
     ("methods.rare.extends", "oftn", f"{M} 'oftn' is unknown; did you mean 'often'? known: "),
-    ("methods.again", {"extends": "again"}, f"{M} again.extends is 'again'; it must be another"),
     ("methods.often.extends", "rare", f"{M} rare.extends is 'often'; it must be another, whi"),
     (f"{SETTING}.extends", "one", f"{S}.extends is 'one'; it must be another, which does not"),
 ]
 NAMES: list[Row] = [
     ("training.momentm", 0.1, ".training: 'momentm' is unknown; did you mean 'momentum'? known: "),
-    ("training.dropout", 0.5, ".training: 'dropout' is unknown; known: batch_size, "),
-    ("network.kind", "cnnn", ".network.kind 'cnnn' is unknown; did you mean 'cnn'?"),
-    ("data.source", "digit", ".data.source 'digit' is unknown; did you mean 'digits"),
     ("data.source", ABSENT, ".data.source is missing"),
-    ("data", {**FOLDER, "gray": True}, ".data: 'gray' is unknown; did you mean 'gr"),
     ("name", "two", ".name is 'two'; it must be absent: a setting's key is its na"),
     ("training.lr", ABSENT, ".training.lr is missing"),
 ]
@@ -119,11 +110,8 @@ TYPES: list[Row] = [
         *(("training.lr", value, "a number") for value in ("fast", "nan", True, None, [0.1])),
         *(("training.lr", value, "a finite number") for value in (NAN, float("inf"))),
         ("training.batch_size", "32", f"a whole number, {QUOTED} 32"),
-        ("training.batch_size", 16.0, "a whole number"),
         ("training.flip", 1, "true or false"),
         ("network.channels", 16, "a list"),
-        ("network", "cnn", "a block of keys"),
-        ("data", "digits", "a block of keys"),
     )
 ]
 COMBINATIONS: list[Row] = [
@@ -169,15 +157,10 @@ COMBINATIONS: list[Row] = [
     ("network.channels", [], ".network.channels is []; it must be at least one num"),
     ("network.channels", [4, 0], ".network.channels[1] is 0; it must be at least 1"),
     ("network", {"kind": "mlp", "norm": "batch"}, ".network.norm is 'batch'; it must be 'none'"),
-    ("network", {"kind": "resnet18"}, ".network.norm is 'none'; it must be 'batch'"),
     ("network.stem", "small", ".network.stem is 'small'; it must be absent, as ki"),
 ]
 METHODS: list[Row] = [
-    ("fedavg", 1.0, "fedavg is 1.0; it must be a block of keys"),
-    ("often.kind", "repaly", "kind 'repaly' is unknown; did you mean 'replay'? known: "),
-    ("often.memory", 5, "often.memory is 5; it must be a block of keys"),
     ("rare.memory.selecton", "uniform", "rare.memory: 'selecton' is unknown; did you"),
-    ("often.memory.selection", "herdin", "often.memory.selection 'herdin' is unknown; did"),
     ("often.memory", {"options": {"tau": 1}}, "often.memory.options: 'tau' is unknown; known: "),
     (
         "replay.memory",
@@ -234,13 +217,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [  # of sources, and the message aft
 ]
 SWEEPS: list[tuple[str, object, str]] = [  # a field, its value, and the message
     ("keys", ["methods.near.spatial.kapa"], f"{M} near.spatial: 'kapa' is unknown; did you mean"),
-    (
-        "keys",
-        ["methods.near.spatial.kappa", "methods.far.spatial.kappa"],
-        f".keys is ['methods.near.spatial.kappa', 'methods.far.spatial.kappa']; {KEYS}",
-    ),
-    ("keys", [], ".keys is []; it must be a list that is not empty"),
-    ("values", [-1], f" with -1: {M} near.spatial.kappa is -1.0; it must be at least 0"),
+    ("keys", ["methods.far.kappa"], f".keys is ['methods.far.kappa']; {KEYS}"),
     ("values", ["../x"], ".values is '../x'; it must be a number, a word or true, false or null"),
     ("seeds", "2to1", ".seeds is '2to1'; it must be a number such as '3' or a rising range such "),
     ("figure", "coreset", ".figure 'coreset' is unknown; did you mean 'coresets'?"),
@@ -248,7 +225,6 @@ SWEEPS: list[tuple[str, object, str]] = [  # a field, its value, and the message
 
 
 def changed(place: str, value: object) -> dict[str, Any]:
-    """The valid parameters with one of them changed or taken away."""
     params = deepcopy(VALID)
     *path, last = place.split(".")
     block = params
@@ -269,15 +245,13 @@ def check(params: dict[str, Any]) -> int:
     return experiments
 
 
-def test_valid_parameters_are_accepted() -> None:
+def test_valid_parameters_are_accepted():
     """1 setting x 3 methods x 2 ranges of seeds."""
     assert check(deepcopy(VALID)) == 6
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """A parameter with each kind of limit."""
-
     counts: tuple[PositiveInt, ...] = ()
     rounds: NonNegativeInt | None = None
     lr: Positive = 1.0
@@ -305,9 +279,7 @@ class Numbers:
         ("size", (8, 64), (7, 65), "between 8 and 64"),
     ],
 )
-def test_a_value_beyond_a_limit_is_refused(
-    name: str, within: tuple[Any, ...], beyond: tuple[Any, ...], right: str
-) -> None:
+def test_a_value_beyond_a_limit_is_refused(name, within, beyond, right):
     for value in within:
         build(Numbers, {name: value}, "here")
     for value in beyond:
@@ -326,7 +298,7 @@ def test_a_value_beyond_a_limit_is_refused(
         ("methods.replay", {"memory": {"selection": "sre2l"}, "ratio": 0}),  # not mixed in
     ],
 )
-def test_a_combination_that_is_possible_is_accepted(place: str, value: object) -> None:
+def test_a_combination_that_is_possible_is_accepted(place, value):
     check(changed(place, value))
 
 
@@ -343,9 +315,7 @@ ROWS: list[tuple[str, object, str | tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("place", "value", "message"), ROWS, ids=lambda v: str(v)[:60])
-def test_an_invalid_value_is_named_with_its_file_and_key(
-    place: str, value: object, message: str | tuple[str, ...]
-) -> None:
+def test_an_invalid_value_is_named_with_its_file_and_key(place, value, message):
     with pytest.raises(ParameterError) as error:
         check(changed(place, value))
     text = str(error.value).removeprefix(f"{SWEEP} with 0.0: ")
@@ -353,18 +323,6 @@ def test_an_invalid_value_is_named_with_its_file_and_key(
 
 
 @pytest.mark.parametrize("value", ["", "2to0", "-1", "1.5", "0-2", "to3", "0to1to2", None])
-def test_seeds_that_are_none(value: Any) -> None:
+def test_seeds_that_are_none(value):
     with pytest.raises(ParameterError, match=f"seeds is {value!r}; it must be a number such as"):
         parse_seeds(value)
-
-
-@pytest.mark.parametrize(
-    ("page", "message"),
-    [
-        ("ablations", "page 'ablations' is unknown; did you mean 'ablation'"),
-        ("grid.on", "params.yaml: grid.setting 'on' is unknown; did you mean 'one'"),
-    ],
-)
-def test_an_unknown_page_is_refused(page: str, message: str) -> None:
-    with pytest.raises(ParameterError, match=message):
-        list(expand_grid(page, deepcopy(VALID)))

@@ -12,7 +12,7 @@ from stamp_core.core.atomic import add_path_to_errors, atomic_folder, atomic_wri
 TIMES = 50
 
 
-def test_a_file_is_replaced_when_the_context_ends(tmp_path: Path) -> None:
+def test_a_file_is_replaced_when_the_context_ends(tmp_path):
     path = tmp_path / "new" / "plan.json"
     for text in ("first", "second"):
         with atomic_write(path) as part:
@@ -26,7 +26,7 @@ def test_a_file_is_replaced_when_the_context_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("bad"), OSError(errno.ENOSPC, "full")])
-def test_an_error_leaves_the_old_file_alone(tmp_path: Path, error: Exception) -> None:
+def test_an_error_leaves_the_old_file_alone(tmp_path, error):
     path = tmp_path / "plan.json"
     path.write_text("old")
     with pytest.raises(type(error)), atomic_write(path) as part:
@@ -36,9 +36,7 @@ def test_an_error_leaves_the_old_file_alone(tmp_path: Path, error: Exception) ->
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_data_are_flushed_before_the_rename(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_are_flushed_before_the_rename(tmp_path, monkeypatch):
     path, seen, flush = tmp_path / "plan.json", list[tuple[str, bool]](), os.fsync
 
     def record(handle: int) -> None:
@@ -61,13 +59,13 @@ def test_data_are_flushed_before_the_rename(
         (ValueError("bad"), "bad"),
     ],
 )
-def test_an_os_error_names_its_file(error: Exception, text: str) -> None:
+def test_an_os_error_names_its_file(error, text):
     with pytest.raises(type(error)) as caught, add_path_to_errors(Path("a.npy")):
         raise error
     assert str(caught.value).startswith(text)
 
 
-def test_threads_that_replace_one_folder_leave_one_of_theirs_whole(tmp_path: Path) -> None:
+def test_threads_that_replace_one_folder_leave_one_of_theirs_whole(tmp_path):
     folder, errors = tmp_path / "record", list[BaseException]()
 
     def write(content: str) -> None:
@@ -89,9 +87,7 @@ def test_threads_that_replace_one_folder_leave_one_of_theirs_whole(tmp_path: Pat
     assert (folder / "a").read_text() == (folder / "b").read_text()
 
 
-def test_the_scratch_folder_of_a_killed_process_goes_and_a_running_ones_stays(
-    tmp_path: Path,
-) -> None:
+def test_the_scratch_folder_of_a_killed_process_goes_and_a_running_ones_stays(tmp_path):
     ended = os.spawnlp(os.P_NOWAIT, "true", "true")
     os.waitpid(ended, 0)
     killed, running = (tmp_path / f"record.{pid}.7.part" for pid in (ended, os.getppid()))

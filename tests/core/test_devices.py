@@ -1,7 +1,6 @@
 """What depends on the kind of device."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def flags() -> tuple[bool, ...]:
-    """What determinism sets."""
     cudnn = torch.backends.cudnn
     chosen = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -22,7 +20,7 @@ def flags() -> tuple[bool, ...]:
 
 
 @pytest.fixture(autouse=True)
-def same_flags_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def same_flags_afterwards(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     deterministic, benchmark, chosen, warns = flags()
@@ -32,41 +30,26 @@ def same_flags_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
 
 
-def test_a_gpu_is_deterministic() -> None:
+def test_a_gpu_is_deterministic():
     devices.set_deterministic(GPU)
     assert flags() == (True, False, True, True)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
-def test_nothing_changes_on_a_cpu() -> None:
+def test_nothing_changes_on_a_cpu():
     before = flags()
     devices.set_deterministic(CPU)
     assert flags() == before and "CUBLAS_WORKSPACE_CONFIG" not in os.environ
 
 
-def test_a_gpu_is_asked_for_its_own_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", asked.append)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5, 9))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    devices.reset_device_peak(GPU)
-    assert asked == [GPU]
-    assert (devices.device_peak(GPU), devices.free_memory(GPU)) == (7, 5)
-    assert devices.device_name(GPU) == "a GPU"
-    assert devices.cache_size(GPU) > devices.cache_size(CPU)
-
-
 @pytest.mark.parametrize(("present", "device"), [(False, "cpu"), (True, "cuda")])
-def test_the_device_is_the_gpu_if_there_is_one(
-    present: bool, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_device_is_the_gpu_if_there_is_one(present, device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: present)
     assert devices.resolve_device("auto") == device
     assert devices.resolve_device("cpu") == "cpu"
 
 
-def test_no_other_module_asks_which_device_it_is() -> None:
+def test_no_other_module_asks_which_device_it_is():
     """Branches on the kind of device never run in a test: there is one place for them."""
     files = set(Path(stamp_core.__file__).parent.rglob("*.py")) - {Path(devices.__file__)}
     assert [file.name for file in files if "cuda" in file.read_text().lower()] == ["vision.py"]
@@ -74,8 +57,8 @@ def test_no_other_module_asks_which_device_it_is() -> None:
 
 @pytest.mark.parametrize(("free", "home"), [(4 * 288, "cuda"), (4 * 288 - 1, "cpu")])
 def test_training_images_are_stored_on_a_gpu_with_room_for_four_times_as_many(
-    free: int, home: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    free, home, monkeypatch
+):
     """8 images of 36 bytes; the rest of the room is for models and batches."""
     images = torch.zeros(8, 1, 6, 6, dtype=torch.uint8)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10**12))

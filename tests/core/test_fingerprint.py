@@ -18,8 +18,7 @@ FILES = {
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small package in the place of stamp_core."""
+def package(tmp_path, monkeypatch):
     root = tmp_path / "stamp_core"
     (root / "methods").mkdir(parents=True)
     for name, code in FILES.items():
@@ -29,7 +28,6 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def imported(package: Path, code: str) -> set[str]:
-    """The files of the small package that a script with this code imports."""
     script = package.parent / "script.py"
     script.write_text(code)
     return {file.relative_to(package).as_posix() for file in fingerprint.find_imports(script)}
@@ -50,19 +48,16 @@ def imported(package: Path, code: str) -> set[str]:
         ("from stamp_core import nothing", set()),
     ],
 )
-def test_the_files_of_an_import(package: Path, code: str, files: set[str]) -> None:
+def test_the_files_of_an_import(package, code, files):
     assert imported(package, code) == files
 
 
 def closure(package: Path, *files: str) -> list[str]:
-    """The files that some files of the small package depend on."""
     found = fingerprint.import_closure(*(package / file for file in files))
     return [file.relative_to(package).as_posix() for file in found]
 
 
-def test_the_closure_goes_through_functions_relative_and_circular_imports_and_no_further(
-    package: Path,
-) -> None:
+def test_the_closure_goes_through_functions_relative_and_circular_imports_and_no_further(package):
     methods = ["base.py", "engine.py", "methods/__init__.py"]
     assert closure(package, "methods/late.py") == [*methods, "methods/late.py"]
     near = ["base.py", "methods/__init__.py", "methods/fedavg.py", "methods/near.py"]
@@ -95,16 +90,14 @@ class A:
         (f"{CODE}'a string after the docstring'", False),
     ],
 )
-def test_code_counts_but_not_comments_layout_and_docstrings(
-    other: str, equal: bool, tmp_path: Path
-) -> None:
+def test_code_counts_but_not_comments_layout_and_docstrings(other, equal, tmp_path):
     (tmp_path / "a.py").write_text(CODE)
     (tmp_path / "b.py").write_text(other)
     digests = [fingerprint.code_digest(tmp_path / name) for name in ("a.py", "b.py")]
     assert (digests[0] == digests[1]) == equal
 
 
-def test_the_fingerprint_changes_with_indirect_imports_only(package: Path) -> None:
+def test_the_fingerprint_changes_with_indirect_imports_only(package):
     late = package / "methods" / "late.py"
     before, short = fingerprint.fingerprint_files(late), fingerprint.combined_fingerprint(late)
     (package / "lonely.py").write_text("x = 1")
@@ -117,13 +110,13 @@ def test_the_fingerprint_changes_with_indirect_imports_only(package: Path) -> No
     assert len(short) == 64
 
 
-def test_the_name_of_a_module_counts(package: Path) -> None:
+def test_the_name_of_a_module_counts(package):
     (package / "other.py").write_text(FILES["base.py"])
     other, base = (fingerprint.combined_fingerprint(package / f"{n}.py") for n in ("other", "base"))
     assert other != base
 
 
-def test_where_a_module_is_does_not_count(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_module_is_does_not_count(package, monkeypatch):
     """`base` moves to a folder of another package, which an importing file names below others."""
     importing = package / "importing.py"
     importing.write_text("from stamp_core.base import STEP\nfrom stamp_core.lonely import x\nSTEP")
@@ -141,7 +134,7 @@ def test_where_a_module_is_does_not_count(package: Path, monkeypatch: pytest.Mon
     assert fingerprint.combined_fingerprint(importing) != before
 
 
-def test_the_closure_in_the_real_package() -> None:
+def test_the_closure_in_the_real_package():
     source = fingerprint.PACKAGES["stamp_core"] / "data" / "sources" / "glyphs.py"
     names = fingerprint.fingerprint_files(source).keys()
     assert {"decode", "images", "cache"} <= names

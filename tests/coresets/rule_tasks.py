@@ -98,7 +98,6 @@ def random_task(
     exemplars_per_class: int = 2,
     **options: Any,
 ) -> TaskData:
-    """A task of n images of three classes, with some past exemplars."""
     return TaskData(
         *random_samples(n, shape),
         random_samples(past, shape, seed=1),

@@ -18,7 +18,6 @@ CLASSES = 5
 
 
 def build(network: Network, seed: int = 3) -> Classifier:
-    """A network whose running statistics are not the initial ones."""
     built = build_network(network, (1, 8, 8), CLASSES, seed)
     built.train()(torch.rand(20, 1, 8, 8, generator=generator(1)))
     return built
@@ -47,9 +46,7 @@ networks = pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
 
 @networks
 @pytest.mark.parametrize("count", [1, 7, CHUNK + 3])
-def test_per_sample_gradients_are_those_of_single_backward_passes(
-    network: Network, count: int
-) -> None:
+def test_per_sample_gradients_are_those_of_single_backward_passes(network, count):
     module, (images, labels) = build(network), examples(count)
     expected = []
     for image, label in zip(images, labels, strict=True):
@@ -62,10 +59,7 @@ def test_per_sample_gradients_are_those_of_single_backward_passes(
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_per_sample_gradients_have_the_order_of_the_flat_vector(
-    layout: torch.memory_format,
-) -> None:
-    """OCS compares them with the model's own gradient."""
+def test_per_sample_gradients_have_the_order_of_the_flat_vector(layout):
     network = build_network(Network("cnn", features=6, channels=(4, 3)), (2, 16, 16), CLASSES, 0)
     model = FlatModel(network.to(memory_format=layout))  # type: ignore[call-overload]
     images, labels = normal(6, 2, 16, 16), examples(6)[1]
@@ -75,7 +69,7 @@ def test_per_sample_gradients_have_the_order_of_the_flat_vector(
 
 
 @networks
-def test_head_gradients_are_the_last_part_of_all(network: Network) -> None:
+def test_head_gradients_are_the_last_part_of_all(network):
     module, samples = build(network), examples(30)
     head, every = head_gradients(module, *samples), per_sample_gradients(module, *samples)
     assert head.shape == (30, CLASSES * 6 + CLASSES) and head.abs().max() > 0.1
@@ -85,7 +79,7 @@ def test_head_gradients_are_the_last_part_of_all(network: Network) -> None:
     torch.testing.assert_close(products, head @ head.T, rtol=1e-5, atol=1e-5)
 
 
-def test_gradients_change_neither_weights_nor_running_statistics() -> None:
+def test_gradients_change_neither_weights_nor_running_statistics():
     module, samples = build(BATCH_NORM).train(), examples(9)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     per_sample_gradients(module, *samples)
@@ -94,7 +88,7 @@ def test_gradients_change_neither_weights_nor_running_statistics() -> None:
     assert all(p.grad is None for p in module.parameters()) and not module.training
 
 
-def test_a_learner_loads_client_and_initial_weights() -> None:
+def test_a_learner_loads_client_and_initial_weights():
     learner = make_learner(BATCH_NORM)
     built = build_network(BATCH_NORM, (1, 8, 8), CLASSES, seed=3)
     initial, client = small.flat(list(built.parameters())), build(BATCH_NORM, seed=4)
@@ -110,7 +104,7 @@ def test_a_learner_loads_client_and_initial_weights() -> None:
         learner.load_client_weights()
 
 
-def test_training_takes_the_steps_of_sgd_in_the_order_of_the_batches() -> None:
+def test_training_takes_the_steps_of_sgd_in_the_order_of_the_batches():
     learner, other, (images, labels) = make_learner(), make_learner(), examples(10)
     batches = [torch.tensor([3, 1, 3]), torch.tensor([9]), torch.arange(10)]
     learner.train(images, labels, batches, lr=0.3)
@@ -123,7 +117,7 @@ def test_training_takes_the_steps_of_sgd_in_the_order_of_the_batches() -> None:
     assert not learner.network.training
 
 
-def test_weighted_training_is_that_on_batches_with_repeated_images() -> None:
+def test_weighted_training_is_that_on_batches_with_repeated_images():
     """Images 0, 0 and 2 have the weights 2/3, 0 and 1/3."""
     learner, other, (images, labels) = make_learner(), make_learner(), examples(3)
     batches = [torch.tensor([0, 0, 2]), torch.tensor([1, 2])]
@@ -134,7 +128,7 @@ def test_weighted_training_is_that_on_batches_with_repeated_images() -> None:
     assert not learner.network.training
 
 
-def test_losses_are_those_of_single_images_in_evaluation_mode() -> None:
+def test_losses_are_those_of_single_images_in_evaluation_mode():
     learner, (images, labels) = make_learner(BATCH_NORM), examples(5)
     before = learner.model.buffers.clone()
     losses = learner.losses(images, labels)

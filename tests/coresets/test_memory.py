@@ -6,8 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from fractions import Fraction
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +27,6 @@ from stamp_core.coresets.memory import (
     mixstyle_images,
 )
 from stamp_core.coresets.selection import base
-from stamp_core.engine import trees
 from stamp_core.results.records import tree_bytes
 
 Array = NDArray[np.float64]
@@ -38,10 +35,7 @@ MERGES = ("mixstyle", "reservoir")
 quick = settings(deadline=None, max_examples=50, derandomize=True)
 
 
-# -------------------------------------------------------------------------------------- prototypes
-
-
-def test_the_prototype_without_features_and_without_finite_ones() -> None:
+def test_the_prototype_without_features_and_without_finite_ones():
     assert class_prototype(torch.empty(0, 2), zeros(2), 0).tolist() == [0, 0]
     assert class_prototype(torch.empty(0, 1), zeros(1) + 7, 5).tolist() == [7]
     features = torch.tensor([[1.0, 2.0], [torch.nan, 0.0], [3.0, torch.inf], [5.0, 4.0]])
@@ -59,7 +53,6 @@ def encode(images: Tensor) -> Tensor:
 def updated(
     before: Memory, label: int, task: int, images: Tensor, params: MemoryParams, seed: int = 0
 ) -> Memory:
-    """The memory after one more task, under the frozen encoder."""
     features = encode(before["images"][before["labels"] == label])
     proposal = base.hard_label_proposal(images, torch.full((len(images),), label))
     new = memory.class_samples(proposal, label, task, encode(images))
@@ -79,7 +72,7 @@ def as_bytes(several: Tensor) -> list[bytes]:
     return [image.contiguous().numpy().tobytes() for image in several]
 
 
-def test_tasks_and_bytes_of_a_memory() -> None:
+def test_tasks_and_bytes_of_a_memory():
     """6 images of 3 * 4 * 4 bytes, and 8 bytes each for 6 labels, 6 tasks and 2 counts."""
     params = MemoryParams(exemplars_per_class=6)
     after = memory_of(params, (4, images(1)), (1, images(3, seed=1)), (2, images(2, seed=2)))
@@ -99,9 +92,7 @@ def test_tasks_and_bytes_of_a_memory() -> None:
         merge=st.sampled_from(MERGES),
     ),
 )
-def test_a_memory_keeps_its_bounds(
-    sequence: list[tuple[int, int]], sizes: list[int], params: MemoryParams
-) -> None:
+def test_a_memory_keeps_its_bounds(sequence, sizes, params):
     """Each class has all images it met, or `exemplars_per_class`; nothing changes in place.
 
     A reservoir is given no task twice; for MixStyle a repeated one adds no image.
@@ -184,7 +175,7 @@ def defined_update(
 
 @pytest.mark.parametrize("rule", ["herding", "least_squares"])
 @pytest.mark.parametrize("merge", MERGES)
-def test_a_class_is_merged_by_its_definition(merge: Any, rule: str) -> None:
+def test_a_class_is_merged_by_its_definition(merge, rule):
     """A task may be met again; a class may have fewer images than places, or more."""
     for seed in range(12):
         params = MemoryParams(selection=rule, exemplars_per_class=2 + 3 * (seed % 3), merge=merge)
@@ -250,10 +241,7 @@ def every_outcome(
 @pytest.mark.parametrize(
     ("sizes", "count"), [((2, 2), 1), ((2, 2), 3), ((3, 1), 2), ((1, 2, 1), 2), ((1, 1, 2), 3)]
 )
-def test_a_random_reservoir_is_a_uniform_sample_of_all_images(
-    sizes: tuple[int, ...], count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Exactly: every subset of that size has the same probability."""
+def test_a_random_reservoir_is_a_uniform_sample_of_all_images(sizes, count, monkeypatch):
     params = MemoryParams(selection="uniform", exemplars_per_class=count, merge="reservoir")
     found: dict[frozenset[int], Fraction] = defaultdict(Fraction)
     for probability, kept in every_outcome(lambda: reservoir_of(sizes, params), monkeypatch):
@@ -271,9 +259,7 @@ def test_a_random_reservoir_is_a_uniform_sample_of_all_images(
     met=st.integers(1, 30),
     seed=st.integers(0, 10**6),
 )
-def test_all_places_are_filled_whatever_a_rule_proposes(
-    count: int, old: int, new: int, seen: int, met: int, seed: int
-) -> None:
+def test_all_places_are_filled_whatever_a_rule_proposes(count, old, new, seen, met, seed):
     """Fewer candidates than images of the class, or synthetic ones that are more."""
     old = min(old, count)
     stay = memory._draw_remaining(old, new, seen, met, count, generator(seed)).tolist()
@@ -281,7 +267,7 @@ def test_all_places_are_filled_whatever_a_rule_proposes(
     assert len(stay) + min(new, count - len(stay)) == min(count, old + new)
 
 
-def test_synthetic_exemplars_share_the_memory_with_as_many_new_ones() -> None:
+def test_synthetic_exemplars_share_the_memory_with_as_many_new_ones():
     """9 for the 4 images of each of two tasks, so 4.5 stay on average, up to 5 deviations.
 
     The variance is that of 9 draws from 9 and 9 images: 9 / 4 (18 - 9) / (18 - 1) = 81 / 68.
@@ -293,25 +279,7 @@ def test_synthetic_exemplars_share_the_memory_with_as_many_new_ones() -> None:
 
 
 @pytest.mark.parametrize("merge", MERGES)
-def test_a_task_without_images_changes_nothing(merge: Any) -> None:
+def test_a_task_without_images_changes_nothing(merge):
     params = MemoryParams(exemplars_per_class=5, merge=merge)
     before = memory_of(params, (0, images(9)))
     small.assert_equal_trees(updated(before, 0, 0, images(0), params), before)
-
-
-def test_a_memory_survives_a_checkpoint(tmp_path: Path) -> None:
-    """With its strides, on which the last bit of a convolution can depend, and its successor."""
-    several = images(9).permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)  # as in data sets
-    params = MemoryParams(exemplars_per_class=4)
-    first = updated(memory.empty_memory(several, classes=2), 0, 0, several, params)
-    after = updated(first, 0, 1, several, params)
-    assert first["images"].is_contiguous()
-    trees.write_tree(tmp_path / "a.safetensors", {"memory": after}, {})
-    loaded, _ = trees.read_tree(tmp_path / "a.safetensors")
-    assert loaded is not None
-    small.assert_equal_trees(loaded["memory"], after)
-    for name, tensor in after.items():
-        if tensor.numel():
-            assert loaded["memory"][name].stride() == tensor.stride(), name
-    args = (0, 2, several, params)
-    small.assert_equal_trees(updated(loaded["memory"], *args), updated(after, *args))

@@ -17,7 +17,7 @@ seeds = st.integers(0, 10**6)
 
 @quick
 @given(seed=seeds)
-def test_mixstyle_is_its_formula_and_mixes_the_statistics(seed: int) -> None:
+def test_mixstyle_is_its_formula_and_mixes_the_statistics(seed):
     """Before clipping, each channel has the mixed mean and deviation, up to epsilon."""
     content, style = images(3, seed=seed) / 255.0, images(3, seed=seed + 1) ** 1.5 / 4096
     weight = torch.rand(3, generator=generator(seed), dtype=torch.float64)
@@ -35,13 +35,13 @@ def test_mixstyle_is_its_formula_and_mixes_the_statistics(seed: int) -> None:
 
 @quick
 @given(seed=seeds, side=st.sampled_from([1, 2, 5]), spread=st.sampled_from([1, 2, 256]))
-def test_a_weight_of_one_is_the_identity_bit_for_bit(seed: int, side: int, spread: int) -> None:
+def test_a_weight_of_one_is_the_identity_bit_for_bit(seed, side, spread):
     content, style = images(4, 0, spread, seed, side), images(4, seed=seed + 1, side=side)
     assert torch.equal(mixstyle_images(content, style, torch.ones(4)), content)
 
 
 @pytest.mark.parametrize("side", [1, 4])
-def test_constant_images_stay_finite(side: int) -> None:
+def test_constant_images_stay_finite(side):
     """Constant content becomes the style's mean; a constant style leaves almost no contrast."""
     flat, rich = torch.full((2, 3, side, side), 7, dtype=torch.uint8), images(2, side=side)
     half = torch.full((2,), 0.5)
@@ -53,15 +53,7 @@ def test_constant_images_stay_finite(side: int) -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.1, 1.0, 4.0])
-def test_mixing_weights_follow_the_beta_distribution(alpha: float) -> None:
+def test_mixing_weights_follow_the_beta_distribution(alpha):
     found = mixing_weights(5000, generator(), alpha).numpy()
     assert found.dtype == np.float64
     assert stats.kstest(found, stats.beta(alpha, alpha).cdf).pvalue > 0.01
-
-
-@pytest.mark.parametrize("alpha", [1e-300, 1e-3, 0.1])
-def test_mixing_weights_are_finite_for_tiny_alpha(alpha: float) -> None:
-    """And as often near 0 as near 1."""
-    found = mixing_weights(20000, generator(), alpha)
-    assert ((found >= 0) & (found <= 1)).all()
-    assert abs(float(found.mean()) - 0.5) < 0.02

@@ -1,7 +1,6 @@
 """OCS scores images by its definition and proposes the best of each batch first."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from rule_tasks import BATCH_NORM, MLP, OCS, generator, indices_of, normal
 from rule_tasks import ocs_task as make_task
 from torch import Tensor
 
-from stamp_core.config.schema import Network
 from stamp_core.coresets.selection.base import TaskData
 from workbench.selection import ocs
 from workbench.selection.ocs import Options
@@ -28,20 +26,14 @@ def stream_of(task: TaskData, seed: int = 0) -> Tensor:
 
 
 def scores_of(task: TaskData) -> Array:
-    """The scores of a task's images in the order of its stream."""
     return ocs._stream_scores(task, stream_of(task)).double().numpy()
 
 
 def proposed(task: TaskData) -> list[int]:
-    """The proposal as indices of the task's images."""
     return indices_of(ocs.propose(task), task)
 
 
-# ------------------------------------------------------------------------- an independent version
-
-
 def gradients_of(task: TaskData, images: Tensor, labels: Tensor) -> Array:
-    """The gradient of each image, by one backward pass each."""
     network, gradients = task.learner.network.eval(), []
     parameters = list(network.parameters())[-2 if task.options.gradients == "head" else 0 :]
     for image, label in zip(task.learner.normalise(images), labels, strict=True):
@@ -81,13 +73,10 @@ def defined_order(task: TaskData, seed: int = 0) -> tuple[list[int], list[int]]:
     return [n for n in ranked if n in candidates], [n for n in ranked if n not in candidates]
 
 
-# --------------------------------------------------------------------------------------- the score
-
-
 @pytest.mark.parametrize("past", [0, 7])
 @pytest.mark.parametrize("network", [MLP, BATCH_NORM], ids=lambda n: n.kind)
 @pytest.mark.parametrize("gradients", ["all", "head"])
-def test_a_score_is_what_its_definition_says(gradients: str, network: Network, past: int) -> None:
+def test_a_score_is_what_its_definition_says(gradients, network, past):
     """The scores of the other gradients differ by more than rounding."""
     task = make_task(network=network, past=past, gradients=gradients)
     expected = defined_scores(task, stream_of(task))
@@ -97,7 +86,7 @@ def test_a_score_is_what_its_definition_says(gradients: str, network: Network, p
     assert abs(scores - expected).max() > 1e-2
 
 
-def test_scores_by_hand() -> None:
+def test_scores_by_hand():
     """Gradients (3, 0), (0, 1), (1, 0) and 0 add up to (4, 1); the past's is (0, 5).
 
     The cosine of 0 with everything is 0, but counts in means. The second batch has one finite
@@ -113,7 +102,7 @@ def test_scores_by_hand() -> None:
 
 
 @pytest.mark.parametrize("scale", [1e-33, 1e-25, 1e25, 1e33])
-def test_the_length_of_gradients_does_not_matter(scale: float) -> None:
+def test_the_length_of_gradients_does_not_matter(scale):
     """Although their squares, and products of the factors, under- or overflow in float32."""
     left, right, past = normal(9, 3).abs() + 1, normal(9, 6, seed=1), normal(3, 6, seed=2)
     past, options = past / past.norm(), Options(**OCS)
@@ -124,9 +113,7 @@ def test_the_length_of_gradients_does_not_matter(scale: float) -> None:
 
 
 @pytest.mark.parametrize("gradients", ["all", "head"])
-def test_memory_limits_do_not_change_scores(
-    gradients: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_limits_do_not_change_scores(gradients, monkeypatch):
     """Gradients are computed in multiples of a batch, those of past exemplars in parts."""
     task = make_task(gradients=gradients)
     expected = scores_of(task)
@@ -136,16 +123,11 @@ def test_memory_limits_do_not_change_scores(
         np.testing.assert_allclose(scores_of(task), expected, rtol=0, atol=1e-5)
 
 
-# ------------------------------------------------------------------------------------ the proposal
-
-
 @pytest.mark.parametrize("options", [{}, {"tau": 0.0}, {"batch_size": 13, "batch_candidates": 13}])
 @pytest.mark.parametrize("past", [0, 7])
 @pytest.mark.parametrize("gradients", ["all", "head"])
 @pytest.mark.parametrize("seed", range(5))
-def test_the_best_of_each_batch_come_first(
-    gradients: str, past: int, seed: int, options: dict[str, Any]
-) -> None:
+def test_the_best_of_each_batch_come_first(gradients, past, seed, options):
     task = make_task(past=past, seed=seed, gradients=gradients, **options)
     candidates, others = defined_order(task, seed)
     assert proposed(task) == candidates + others
@@ -153,12 +135,8 @@ def test_the_best_of_each_batch_come_first(
     assert task.events == [SHORTAGE] * bool((first < 2).any())
 
 
-# ---------------------------------------------------------------------------------------- events
-
-
 @pytest.mark.parametrize("gradients", ["all", "head"])
-def test_an_image_without_a_finite_gradient_comes_last_and_changes_nothing(gradients: str) -> None:
-    """As if its batch, here the whole task, had one image less."""
+def test_an_image_without_a_finite_gradient_comes_last_and_changes_nothing(gradients):
     task = make_task(batch_size=13, batch_candidates=13, gradients=gradients)
     task.images[4] = 255
     order, others = proposed(task), torch.arange(13) != 4
@@ -169,7 +147,7 @@ def test_an_image_without_a_finite_gradient_comes_last_and_changes_nothing(gradi
 
 
 @pytest.mark.parametrize("gradients", ["all", "head"])
-def test_a_past_without_a_finite_gradient_is_ignored(gradients: str) -> None:
+def test_a_past_without_a_finite_gradient_is_ignored(gradients):
     task, alone = make_task(gradients=gradients), make_task(past=0, gradients=gradients)
     task.past[0][2] = 255
     assert proposed(task) == proposed(alone)

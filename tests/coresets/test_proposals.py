@@ -1,6 +1,5 @@
 """Rules that propose from whole tasks: what they are given, and what becomes of proposals."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +19,11 @@ from stamp_core.coresets import memory
 from stamp_core.coresets.memory import MemoryParams
 from stamp_core.coresets.selection import base
 from stamp_core.coresets.selection.base import Proposal, TaskData
-from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalParams
+from stamp_core.methods.base.rehearsal import Rehearsal
 
 CLASSES = 10
 FACES = {"source": "glyphs", "classes": 10, "train_per_class": 32, "test_per_class": 16}
 FACES |= {"size": 16, "face_domains": True}
-DOMAINS = {"kind": "domains", "classes_per_task": None, "cycles": 2}
 GIVEN: list[TaskData] = []  # what the rule `recording` was given
 
 
@@ -38,7 +36,6 @@ class Options:
 
 
 def propose_synthetic(task: TaskData) -> Proposal:
-    """Images as bright as their index, with logits that count."""
     labels = task.labels.unique().repeat_interleave(task.exemplars_per_class + 1)
     images = torch.arange(len(labels), dtype=torch.uint8)[:, None, None, None]
     images = images.expand(-1, *task.images.shape[1:]).contiguous()
@@ -49,18 +46,16 @@ def propose_synthetic(task: TaskData) -> Proposal:
 
 
 def propose_backwards(task: TaskData) -> Proposal:
-    """The task's images, the last first."""
     return task.proposal(torch.arange(len(task.labels)).flip(0))
 
 
 def propose_recording(task: TaskData) -> Proposal:
-    """The task's images in their order."""
     GIVEN.append(task)
     return task.proposal(torch.arange(len(task.labels)))
 
 
 @pytest.fixture(autouse=True)
-def three_more_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def three_more_rules(monkeypatch):
     GIVEN.clear()
     known = base.load_rule
     more = {
@@ -74,7 +69,6 @@ def three_more_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def replaying(rule: str, exemplars_per_class: int = 3, **params: Any) -> Any:
-    """Replay with one of the rules."""
     memory = small.kept(exemplars_per_class, selection=rule)
     return tiny("replay", **{"memory": memory, "weight": 1.0, **params})
 
@@ -86,15 +80,11 @@ def arrived(experiment: Any, experience: int) -> tuple[Any, Any]:
 
 
 def content_order(images: Tensor, labels: Tensor) -> list[int]:
-    """Indices by class, then by pixels."""
     keys = list(zip(labels.tolist(), images.flatten(1).tolist(), strict=True))
     return sorted(range(len(keys)), key=keys.__getitem__)
 
 
-# ---------------------------------------------------------------------------------- parameters
-
-
-def test_options_are_those_of_the_rule_and_checked() -> None:
+def test_options_are_those_of_the_rule_and_checked():
     assert base.rule_options("synthetic", {"height": 3}) == Options(height=3)
     assert base.rule_options("herding", {}) == base.NoOptions()
     with pytest.raises(ParameterError, match=r"here.options: 'tau' is unknown; known: "):
@@ -103,18 +93,7 @@ def test_options_are_those_of_the_rule_and_checked() -> None:
         build(MemoryParams, {"selection": "synthetic", "options": {"height": "x"}}, "here")
 
 
-def test_soft_labels_need_a_weight_of_their_own() -> None:
-    soft = MemoryParams(selection="synthetic")
-    with pytest.raises(ParameterError, match="weight is None; it must be a number: synthetic"):
-        RehearsalParams(memory=soft)
-    RehearsalParams(memory=soft, weight=0.5)
-    RehearsalParams(memory=soft, ratio=0.0)  # as with STAMP: exemplars are not mixed in
-    RehearsalParams(memory=MemoryParams(selection="synthetic", options={"soft": False}))
-    with pytest.raises(ParameterError, match=r"weight is -1\.0; it must be at least 0"):
-        RehearsalParams(weight=-1.0)
-
-
-def test_a_rule_is_given_images_sorted_by_content() -> None:
+def test_a_rule_is_given_images_sorted_by_content():
     """Equal images included: the rule cannot see in which order a client holds its data."""
     images = torch.randint(3, (40, 1, 2, 2), generator=generator(1)).to(torch.uint8) * 100
     labels = torch.randint(3, (40,), generator=generator(2)) * 2
@@ -133,7 +112,7 @@ def test_a_rule_is_given_images_sorted_by_content() -> None:
 # ----------------------------------------------------------------------------------- the memory
 
 
-def test_what_a_rule_is_given() -> None:
+def test_what_a_rule_is_given():
     """The second task's images, the model after training, the first task's exemplars."""
     experiment = replaying("recording", exemplars_per_class=4)
     worker, client_round = arrived(experiment, 1)
@@ -158,8 +137,7 @@ def test_what_a_rule_is_given() -> None:
     assert torch.equal(labels, task.labels)
 
 
-def test_draws_are_the_same_in_every_round_of_an_experience() -> None:
-    """And others in other experiences."""
+def test_draws_are_the_same_in_every_round_of_an_experience():
     experiment = replaying("recording", training={"participation": 0.75})
     worker = small.worker(experiment, plan(experiment))
     server, states, *_ = worker.initial_states(0)
@@ -170,9 +148,7 @@ def test_draws_are_the_same_in_every_round_of_an_experience() -> None:
     assert draws[0] == draws[1] != draws[2]
 
 
-def test_whatever_a_rule_does_with_its_network_the_clients_model_stays(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_whatever_a_rule_does_with_its_network_the_clients_model_stays(monkeypatch):
     def ruin(task: TaskData) -> Proposal:
         task.learner.model.parameters.fill_(torch.nan)
         task.learner.load_initial_weights()
@@ -184,7 +160,7 @@ def test_whatever_a_rule_does_with_its_network_the_clients_model_stays(
     small.assert_same_weights(run(replaying("recording")), expected)
 
 
-def test_the_first_proposed_images_of_each_class_are_kept() -> None:
+def test_the_first_proposed_images_of_each_class_are_kept():
     experiment = replaying("backwards", exemplars_per_class=3)
     _, client_round = arrived(experiment, 1)
     kept, dataset = client_round.state["memory"], experiment.dataset()
@@ -195,7 +171,7 @@ def test_the_first_proposed_images_of_each_class_are_kept() -> None:
         assert torch.equal(kept["images"][kept["labels"] == label], dataset.x_train[expected])
 
 
-def test_synthetic_images_are_kept_with_their_soft_labels() -> None:
+def test_synthetic_images_are_kept_with_their_soft_labels():
     """4 of each class are proposed and 3 kept; `seen` counts the real ones."""
     experiment = replaying("synthetic", exemplars_per_class=3)
     _, client_round = arrived(experiment, 1)
@@ -208,13 +184,13 @@ def test_synthetic_images_are_kept_with_their_soft_labels() -> None:
     )
 
 
-def test_events_of_a_rule_are_in_the_history() -> None:
+def test_events_of_a_rule_are_in_the_history():
     history = run(replaying("synthetic")).history
     assert [row["events"] for row in history] == 3 * [{}, {"synthetic: an event": 4}]
 
 
 @pytest.mark.parametrize("merge", ["mixstyle", "reservoir"])
-def test_soft_labels_stay_with_their_images_when_classes_are_merged(merge: Any) -> None:
+def test_soft_labels_stay_with_their_images_when_classes_are_merged(merge):
     """3 images of one task, then 2 of another, where 4 are kept: their first ones.
 
     For MixStyle all old ones stay, in the new one's style.
@@ -244,7 +220,7 @@ def test_soft_labels_stay_with_their_images_when_classes_are_merged(merge: Any) 
 # --------------------------------------------------------------------------------- the training
 
 
-def test_the_loss_of_soft_labels_by_definition() -> None:
+def test_the_loss_of_soft_labels_by_definition():
     """1 / n sum_i sum_c q_ic (log q_ic - log p_ic), q and p the softmax of logits."""
     experiment = replaying("synthetic")
     method = small.worker(experiment, plan(experiment)).method
@@ -264,7 +240,7 @@ def test_the_loss_of_soft_labels_by_definition() -> None:
     torch.testing.assert_close(hard, F.cross_entropy(logits, labels))
 
 
-def test_balanced_batches_have_as_many_exemplars_of_each_class() -> None:
+def test_balanced_batches_have_as_many_exemplars_of_each_class():
     """Of 8 old classes with 3 exemplars each, 16 are sampled: 2 of each class in every batch."""
     experiment = replaying("uniform", split={"clients": 1, "tasks": 5}, balanced=True)
     worker, client_round = arrived(experiment, 4)
@@ -281,7 +257,7 @@ def test_balanced_batches_have_as_many_exemplars_of_each_class() -> None:
     assert len(sums) > 5
 
 
-def test_a_record_has_the_first_exemplars_of_each_class_where_asked() -> None:
+def test_a_record_has_the_first_exemplars_of_each_class_where_asked():
     experiment = replaying("uniform", exemplars_per_class=5, diagnostics={"memory": 2})
     recorded, dataset = run(experiment).memory, experiment.dataset()
     assert recorded["images"].shape == (16, 1, 8, 8)  # 4 after the first experience, 12 at the end

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
-from itertools import combinations
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ quick = settings(deadline=None, max_examples=50, derandomize=True)
 seeds = st.integers(0, 10**6)
 
 
-def test_uniform_choice_depends_on_the_generator_alone() -> None:
+def test_uniform_choice_depends_on_the_generator_alone():
     """Each of the 12 ordered pairs out of 4 should come 1 time in 12: 5 deviations are 48."""
     counts = Counter(
         tuple(choose_exemplars("uniform", candidates_of(normal(4, 2, seed=s), 2, seed=s)).tolist())
@@ -34,8 +33,6 @@ def test_uniform_choice_depends_on_the_generator_alone() -> None:
     several = [candidates_of(normal(50, 2, seed=s), 9, seed=5) for s in range(2)]
     assert torch.equal(*(choose_exemplars("uniform", candidates) for candidates in several))
 
-
-# ----------------------------------------------------------------------------------------- herding
 
 vectors = st.integers(1, 3).flatmap(
     lambda width: st.lists(
@@ -65,9 +62,7 @@ def exact_herding(rows: list[list[int]], target: list[Fraction], chosen: list[in
 
 @quick
 @given(rows=vectors, quarters=st.lists(st.integers(-12, 12), min_size=3, max_size=3))
-def test_herding_is_the_greedy_choice_in_exact_arithmetic(
-    rows: list[list[int]], quarters: list[int]
-) -> None:
+def test_herding_is_the_greedy_choice_in_exact_arithmetic(rows, quarters):
     """Duplicates and other ties are frequent here, and quarters are exact in float64 too."""
     target = [Fraction(q, 4) for q in quarters[: len(rows[0])]]
     candidates = candidates_of(torch.tensor(rows).float(), len(rows))
@@ -78,8 +73,7 @@ def test_herding_is_the_greedy_choice_in_exact_arithmetic(
     assert extended == exact_herding(rows, target, first.tolist())
 
 
-def test_ties_go_to_the_lowest_index() -> None:
-    """At any row and for any width of the features."""
+def test_ties_go_to_the_lowest_index():
     for width in (1, 2, 3, 5, 8, 33, 512):
         features = normal(7, width, seed=width).repeat(9, 1)  # row i equals rows i + 7, i + 14 ...
         for rule in ("herding", "k_centre"):
@@ -87,9 +81,6 @@ def test_ties_go_to_the_lowest_index() -> None:
             for row in range(7):
                 copies = [index for index in chosen if index % 7 == row]
                 assert copies == sorted(copies)
-
-
-# ---------------------------------------------------------------- the printed problem and k-centre
 
 
 def with_memory(features: Tensor) -> Candidates:
@@ -102,16 +93,13 @@ SHAPES = [(3, 8), (8, 8), (30, 8), (30, 1), (1, 5)]
 
 
 def problem(candidates: Candidates) -> tuple[Tensor, Tensor]:
-    """Matrix and target of the printed problem."""
     matrix = candidates.features.double().T / len(candidates.features)
     return matrix, candidates.prototype - candidates.exemplar_mean
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("seed", range(5))
-def test_least_squares_is_the_shortest_solution_of_the_normal_equations(
-    shape: tuple[int, int], seed: int
-) -> None:
+def test_least_squares_is_the_shortest_solution_of_the_normal_equations(shape, seed):
     """Compared with the pseudo-inverse; the last images are copies, so that ranks are low."""
     features = normal(*shape, seed=seed)
     features[-2:] = features[0]
@@ -125,7 +113,7 @@ def test_least_squares_is_the_shortest_solution_of_the_normal_equations(
     assert (a[ranks].diff() <= 1e-6).all()
 
 
-def test_without_exemplars_the_printed_problem_selects_the_lowest_indices() -> None:
+def test_without_exemplars_the_printed_problem_selects_the_lowest_indices():
     """a = 1 is the only solution of both."""
     features = normal(20, 50)
     for rule, solver in ((least_squares, minimum_norm), (nonnegative, nonnegative_solution)):
@@ -134,7 +122,7 @@ def test_without_exemplars_the_printed_problem_selects_the_lowest_indices() -> N
         assert rule.choose(candidates_of(features, 5)).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_singular_values_below_the_precision_of_features_are_cut_off() -> None:
+def test_singular_values_below_the_precision_of_features_are_cut_off():
     """Otherwise the target's part along the second feature would need a of 10^6 and more."""
     features = torch.ones(40, 2)
     features[:, 1] = 1e-7 * normal(40, seed=2)
@@ -144,9 +132,7 @@ def test_singular_values_below_the_precision_of_features_are_cut_off() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("seed", range(5))
-def test_nonnegative_coefficients_satisfy_karush_kuhn_tucker(
-    shape: tuple[int, int], seed: int
-) -> None:
+def test_nonnegative_coefficients_satisfy_karush_kuhn_tucker(shape, seed):
     """a >= 0, gradient >= 0, and one of the two is 0 for each image."""
     candidates = with_memory(normal(*shape, seed=seed))
     matrix, target = problem(candidates)
@@ -156,7 +142,7 @@ def test_nonnegative_coefficients_satisfy_karush_kuhn_tucker(
     assert (a * gradient).abs().max() < 1e-10
 
 
-def test_herding_fills_up_what_positive_coefficients_leave() -> None:
+def test_herding_fills_up_what_positive_coefficients_leave():
     candidates = with_memory(normal(30, 8, seed=2))
     a = solve_printed_problem(candidates, nonnegative_solution)
     positive = int((a > 0).sum())
@@ -171,9 +157,7 @@ def test_herding_fills_up_what_positive_coefficients_leave() -> None:
 
 @quick
 @given(rows=vectors)
-def test_k_centre_is_farthest_first_from_the_image_nearest_to_the_prototype(
-    rows: list[list[int]],
-) -> None:
+def test_k_centre_is_farthest_first_from_the_image_nearest_to_the_prototype(rows):
     exact = [[Fraction(value) for value in row] for row in rows]
     candidates = candidates_of(torch.tensor(rows).float(), len(rows))
     expected = herding.choose(candidates).tolist()[:1]
@@ -183,16 +167,3 @@ def test_k_centre_is_farthest_first_from_the_image_nearest_to_the_prototype(
             max(free, key=lambda i: min(distance(exact[i], exact[k]) for k in expected))
         )
     assert k_centre.choose(candidates).tolist() == expected
-
-
-@quick
-@given(seed=seeds, count=st.integers(1, 4))
-def test_k_centre_is_at_most_twice_the_best(seed: int, count: int) -> None:
-    features = normal(9, 2, seed=seed)
-    apart = torch.cdist(features.double(), features.double()).numpy()
-
-    def radius(centres: Sequence[int]) -> float:
-        return float(apart[:, list(centres)].min(1).max())
-
-    best = min(map(radius, combinations(range(9), count)))
-    assert radius(k_centre.choose(candidates_of(features, count)).tolist()) <= 2 * best

@@ -1,21 +1,17 @@
 """Every test of data has folders of its own for downloads and for the cache."""
 
-from pathlib import Path
-
 import pytest
 
 from stamp_core.core import paths
 
 
 @pytest.fixture(autouse=True)
-def raw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder for downloads, which does not exist yet."""
+def raw(tmp_path, monkeypatch):
     monkeypatch.setattr(paths, "RAW", tmp_path / "raw")
     return tmp_path / "raw"
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder for the cache, which does not exist yet."""
+def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(paths, "CACHE", tmp_path / "cache")
     return tmp_path / "cache"

@@ -55,7 +55,6 @@ def all_images(found: ImageDataset) -> Bytes:
 
 
 def load_error(spec: dict[str, Any], kind: type[Exception] = FileNotFoundError) -> str:
-    """The message of the error when a set is loaded."""
     with pytest.raises(kind) as error:
         load_dataset(spec)
     return str(error.value)
@@ -77,5 +76,4 @@ def load_in_two_threads(
 
 
 def cached() -> list[str]:
-    """The names in the cache, without the lock files."""
     return sorted(path.name for path in paths.CACHE.glob("[!.]*"))

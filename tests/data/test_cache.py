@@ -5,11 +5,9 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,20 +25,16 @@ OWN = {"source": "own"}
 
 
 def cached(cache: Path) -> list[Path]:
-    """All that is in the cache, without the lock files."""
     return sorted(cache.glob("[!.]*"))
 
 
 def equal(first: ImageDataset, second: ImageDataset) -> bool:
-    """Whether two data sets are equal in every array and name."""
     arrays = all(torch.equal(getattr(first, key), getattr(second, key)) for key in ARRAYS)
     keys = ("name", "classes", "domains", "digest")
     return arrays and all(getattr(first, key) == getattr(second, key) for key in keys)
 
 
-def test_the_first_load_writes_and_later_ones_map_the_same_bytes(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_load_writes_and_later_ones_map_the_same_bytes(cache, monkeypatch):
     first = load_dataset(SMALL)
     monkeypatch.setattr(glyphs, "make", None)
     second = load_dataset(SMALL)
@@ -52,13 +46,13 @@ def test_the_first_load_writes_and_later_ones_map_the_same_bytes(
         assert maps.read_text().count(f"{folder}/x_train.npy") == 2
 
 
-def test_writing_into_a_loaded_dataset_stays_private() -> None:
+def test_writing_into_a_loaded_dataset_stays_private():
     first = load_dataset(SMALL)
     first.x_train[:] = 0
     assert load_dataset(SMALL).x_train.any()
 
 
-def test_options_and_code_decide_the_folder(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_and_code_decide_the_folder(cache, monkeypatch):
     load_dataset(SMALL)
     load_dataset(SMALL | {"size": 20})  # its default: the same options
     assert len(cached(cache)) == 1
@@ -71,14 +65,12 @@ def test_options_and_code_decide_the_folder(cache: Path, monkeypatch: pytest.Mon
 
 
 def flip(path: Path) -> None:
-    """Change the last byte of a file."""
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
 
 
 def rename(path: Path) -> None:
-    """Change the name of a class."""
     meta = json.loads(path.read_text())
     meta["classes"][0] = "B"
     path.write_text(json.dumps(meta))
@@ -96,9 +88,7 @@ def rename(path: Path) -> None:
         ("meta.json", lambda path: path.write_text("[]")),
     ],
 )
-def test_a_damaged_dataset_is_made_again_with_a_warning(
-    cache: Path, file: str, harm: Callable[[Path], None]
-) -> None:
+def test_a_damaged_dataset_is_made_again_with_a_warning(cache, file, harm):
     first = load_dataset(SMALL)
     before = {key: getattr(first, key).clone() for key in ARRAYS}
     del first  # its memory is mapped from the files that are damaged now
@@ -114,11 +104,8 @@ def test_a_damaged_dataset_is_made_again_with_a_warning(
         assert equal(second, load_dataset(SMALL))
 
 
-# ------------------------------------------------------------------ a user's own source
-
-
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def own(tmp_path, monkeypatch):
     """A source `own`, in a folder of a user."""
     (tmp_path / "own.py").write_text(
         "from dataclasses import dataclass\n\nPACKAGES = ()\n\n"
@@ -131,13 +118,12 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def some(count: int = 6) -> ImageArrays:
-    """Arrays that fit together."""
     x = np.arange(count * 8, dtype=np.uint8).reshape(count, 2, 2, 2)
     x[:, 1] = 7
     return ImageArrays(x, np.arange(count) % 2, x[:2], np.arange(2), ("a", "b"))
 
 
-def test_a_file_is_a_source(own: ModuleType) -> None:
+def test_a_file_is_a_source(own):
     own.make = lambda options: some(options.many)  # type: ignore[attr-defined]
     found = load_dataset({**OWN, "many": 4})
     assert found.name == "own" and len(found.x_train) == 4
@@ -145,7 +131,7 @@ def test_a_file_is_a_source(own: ModuleType) -> None:
 
 
 @pytest.fixture
-def number(own: Any, raw: Path) -> Path:
+def number(own, raw):
     """A file from which the source `own` reads how many images there are."""
     raw.mkdir()
     path = raw / "number.txt"
@@ -156,12 +142,11 @@ def number(own: Any, raw: Path) -> Path:
 
 
 def count_datasets(cache: Path) -> int:
-    """How many data sets the cache holds after one more loading."""
     load_dataset(OWN)
     return len(cached(cache))
 
 
-def test_other_content_of_a_file_is_another_dataset(number: Path, cache: Path) -> None:
+def test_other_content_of_a_file_is_another_dataset(number, cache):
     assert count_datasets(cache) == 1
     before = number.stat()
     number.write_text("4")
@@ -171,9 +156,7 @@ def test_other_content_of_a_file_is_another_dataset(number: Path, cache: Path) -
     assert count_datasets(cache) == 2  # the first content again, whenever it was written
 
 
-def test_a_large_file_is_identified_by_size_and_time(
-    number: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_file_is_identified_by_size_and_time(number, cache, monkeypatch):
     monkeypatch.setattr("stamp_core.data.cache.LARGE", 0)
     assert count_datasets(cache) == 1
     for content, expected in (("3", 2), (" 3", 3), (" 4", 3)):  # its content is not read
@@ -182,9 +165,7 @@ def test_a_large_file_is_identified_by_size_and_time(
         assert count_datasets(cache) == expected
 
 
-def test_a_folder_is_identified_by_names_sizes_and_times_of_its_files(
-    own: Any, number: Path, cache: Path
-) -> None:
+def test_a_folder_is_identified_by_names_sizes_and_times_of_its_files(own, number, cache):
     own.inputs = lambda options: [number.parent]
     more = number.parent / "inner" / "more.txt"
     steps: list[Callable[[], object]] = [
@@ -201,34 +182,6 @@ def test_a_folder_is_identified_by_names_sizes_and_times_of_its_files(
         assert count_datasets(cache) == expected
 
 
-def test_a_missing_input_is_named(number: Path, cache: Path) -> None:
-    number.unlink()
-    with pytest.raises(FileNotFoundError) as error:
-        load_dataset(OWN)
-    assert str(error.value) == f"[Errno 2] No such file or directory: '{number}'"
-    assert not cache.exists()
-
-
-def test_a_large_dataset_is_read_only(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    own.make = lambda options: some()
-    modes: set[str] = set()
-    load = np.load
-
-    def noted(path: Path, mmap_mode: str) -> Any:
-        modes.add(mmap_mode)
-        return load(path, mmap_mode=mmap_mode)
-
-    monkeypatch.setattr(np, "load", noted)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        first = load_dataset(OWN)
-        assert modes == {"c"}
-        monkeypatch.setattr("stamp_core.data.cache.LARGE", 0)
-        modes.clear()
-        assert equal(load_dataset(OWN), first)
-    assert modes == {"r"}
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -242,9 +195,7 @@ def test_a_large_dataset_is_read_only(own: Any, monkeypatch: pytest.MonkeyPatch)
         ({"domain_test": np.ones(2, np.int64)}, "domain_test must be in 0..0"),
     ],
 )
-def test_arrays_that_do_not_fit_are_refused(
-    own: Any, cache: Path, change: dict[str, Any], message: str
-) -> None:
+def test_arrays_that_do_not_fit_are_refused(own, cache, change, message):
     own.make = lambda options: replace(some(), **change)
     with pytest.raises(ValueError) as error:
         load_dataset(OWN)

@@ -16,12 +16,10 @@ import numpy as np
 import pytest
 import torch
 from folders import (
-    DIVIDED,
     SIDE,
     WHOLE,
     all_images,
     cached,
-    fill,
     fill_train_and_test,
     load_error,
     load_in_two_threads,
@@ -41,19 +39,17 @@ pytestmark = pytest.mark.filterwarnings("error::UserWarning")  # of a set that i
 
 
 @pytest.fixture(autouse=True)
-def three_per_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three images are decoded at a time."""
+def three_per_chunk(monkeypatch):
     monkeypatch.setattr(decoding, "CHUNK_BYTES", 3 * 3 * SIDE**2 + 1)
 
 
 @pytest.fixture
-def images(raw: Path) -> list[Bytes]:
+def images(raw):
     """The images of a set with folders train and test, those for training first."""
     return fill_train_and_test(raw / "set")
 
 
 def the_folder(suffix: str = "") -> Path:
-    """The only set of image files in the cache."""
     (folder,) = paths.CACHE.glob(f"folder-*{suffix}")
     return folder
 
@@ -62,7 +58,7 @@ def the_folder(suffix: str = "") -> Path:
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK"])
-def test_images_of_any_mode_are_converted(tmp_path: Path, mode: str) -> None:
+def test_images_of_any_mode_are_converted(tmp_path, mode):
     image = Image.fromarray(noise(1)).convert(mode)
     image.save(tmp_path / "image.tif")
     found = decode_image(tmp_path / "image.tif", SIDE, grey=False)
@@ -72,7 +68,7 @@ def test_images_of_any_mode_are_converted(tmp_path: Path, mode: str) -> None:
 @pytest.mark.parametrize(
     "shape", [(6, 6), (7, 6), (6, 9), (13, 31), (101, 7), (3, 4), (5, 2), (6, 601), (2, 256)]
 )
-def test_images_are_cropped_as_by_torchvision(tmp_path: Path, shape: tuple[int, int]) -> None:
+def test_images_are_cropped_as_by_torchvision(tmp_path, shape):
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8))
     image.save(tmp_path / "image.png")
     transforms = vision.load_torchvision().transforms
@@ -80,14 +76,12 @@ def test_images_are_cropped_as_by_torchvision(tmp_path: Path, shape: tuple[int, 
     assert np.array_equal(decode_image(tmp_path / "image.png", SIDE, False), np.asarray(expected))
 
 
-def test_the_digest_of_a_folder_is_pinned(images: list[Bytes]) -> None:
+def test_the_digest_of_a_folder_is_pinned(images):
     pinned = "c880c5c83f9dcc658ecbcad7e86b87aca33fe77a2754c62bce119ce91b425cae"
     assert load_dataset(WHOLE).digest == pinned
 
 
-def test_chunks_and_threads_change_no_number(
-    images: list[Bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_and_threads_change_no_number(images, monkeypatch):
     def counts() -> list[int]:
         logs = [the_folder() / f"x_{subset}.jsonl" for subset in SUBSETS]
         return [note["images"] for log in logs for note in cache.read_notes(log)]
@@ -110,7 +104,6 @@ def test_chunks_and_threads_change_no_number(
 
 
 def append(path: Path) -> None:
-    """Change the size of a file but not its time."""
     before = path.stat()
     path.write_bytes(path.read_bytes() + b"\0")
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -125,9 +118,7 @@ def append(path: Path) -> None:
         append,
     ],
 )
-def test_changed_files_alone_are_decoded_again(
-    raw: Path, images: list[Bytes], change: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_files_alone_are_decoded_again(raw, images, change, monkeypatch):
     first = load_dataset(WHOLE)
     (raw / "set" / "notes.txt").write_text("no image")
     with monkeypatch.context() as patch:
@@ -139,7 +130,7 @@ def test_changed_files_alone_are_decoded_again(
     assert len(cached()) == 2
 
 
-def test_every_part_of_a_listing_is_in_its_key(images: list[Bytes]) -> None:
+def test_every_part_of_a_listing_is_in_its_key(images):
     module, options = data.find_source(WHOLE)
     listing = module.listing(options)
     train, test = listing.train, listing.test
@@ -157,9 +148,7 @@ def test_every_part_of_a_listing_is_in_its_key(images: list[Bytes]) -> None:
     assert len(keys) == len(changes) + 1
 
 
-def test_code_and_package_are_in_the_key(
-    images: list[Bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_and_package_are_in_the_key(images, monkeypatch):
     load_dataset(WHOLE)
     monkeypatch.setattr(decoding, "version", lambda name: "0")
     load_dataset(WHOLE)
@@ -176,9 +165,7 @@ def test_code_and_package_are_in_the_key(
     ("name", "reason"),
     [("cut.png", "image file is truncated"), ("empty.jpg", "cannot identify image file")],
 )
-def test_a_damaged_image_is_named_and_decoding_can_be_continued(
-    raw: Path, images: list[Bytes], name: str, reason: str
-) -> None:
+def test_a_damaged_image_is_named_and_decoding_can_be_continued(raw, images, name, reason):
     path = raw / "set" / "test" / "cat" / name
     write_image(path, noise(0, 50))
     content = path.read_bytes()
@@ -204,8 +191,8 @@ def declare(path: Path, width: int, height: int) -> None:
     ("width", "height", "size"), [(60_000, 1, 224), (10_000, 10_000, 8), (200, 2, 1000)]
 )
 def test_an_image_that_would_take_much_memory_is_named_before_it_is_decoded(
-    tmp_path: Path, width: int, height: int, size: int
-) -> None:
+    tmp_path, width, height, size
+):
     declare(tmp_path / "image.png", width, height)
     with pytest.raises(ValueError) as error:
         decode_image(tmp_path / "image.png", size, grey=False)
@@ -214,17 +201,13 @@ def test_an_image_that_would_take_much_memory_is_named_before_it_is_decoded(
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("gone.png")])
-def test_a_pipe_and_a_broken_link_are_named(
-    make: Callable[[Path], None], raw: Path, images: list[Bytes]
-) -> None:
+def test_a_pipe_and_a_broken_link_are_named(make, raw, images):
     path = raw / "set" / "train" / "cat" / "other.png"
     make(path)
     assert load_error(WHOLE, ValueError) == f"{path} is not a regular file; remove it"
 
 
-def test_a_disk_that_fills_up_is_named_and_decoding_can_be_continued(
-    images: list[Bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fills_up_is_named_and_decoding_can_be_continued(images, monkeypatch):
     def full(file: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -239,7 +222,6 @@ def test_a_disk_that_fills_up_is_named_and_decoding_can_be_continued(
 
 
 def count_decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A list that receives the names of all images decoded from now on."""
     names: list[str] = []
 
     def counted(path: Path, size: int, grey: bool) -> Bytes:
@@ -273,8 +255,8 @@ def load_and_kill(after: int) -> None:
 
 @pytest.mark.parametrize(("after", "left"), [(0, 11), (2, 11), (3, 8), (6, 5), (7, 4), (10, 1)])
 def test_decoding_continues_after_the_last_chunk_of_a_killed_process(
-    images: list[Bytes], monkeypatch: pytest.MonkeyPatch, after: int, left: int
-) -> None:
+    images, monkeypatch, after, left
+):
     """The chunks end at 3, 6 and 7 (training), 10 and 11 images (testing)."""
     load_and_kill(after)
     draft = the_folder(".part")
@@ -288,7 +270,6 @@ def test_decoding_continues_after_the_last_chunk_of_a_killed_process(
 
 
 def cut_note(draft: Path) -> None:
-    """Append a note that a killed process left incomplete."""
     with (draft / "x_train.jsonl").open("a") as log:
         log.write('\n{"images": 3, "sha')
 
@@ -301,9 +282,7 @@ def cut_note(draft: Path) -> None:
         *((lambda draft, n=n: os.truncate(draft / "x_train.npy", n), 11) for n in (0, 10, 300)),
     ],
 )
-def test_a_damaged_draft_is_decoded_again(
-    images: list[Bytes], monkeypatch: pytest.MonkeyPatch, harm: Callable[[Path], None], left: int
-) -> None:
+def test_a_damaged_draft_is_decoded_again(images, monkeypatch, harm, left):
     """Its notes say that 6 images are there."""
     load_and_kill(6)
     harm(the_folder(".part"))
@@ -313,26 +292,19 @@ def test_a_damaged_draft_is_decoded_again(
     assert len(names) == left
 
 
-def test_two_threads_decode_each_image_once(
-    images: list[Bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_threads_decode_each_image_once(images, monkeypatch):
     names = count_decoded(monkeypatch)
     one, other = load_in_two_threads(WHOLE, monkeypatch)
     assert len(names) == 11 and one.digest == other.digest
 
 
-# ------------------------------------------------------------------ damage
-
-
 def flip(path: Path) -> None:
-    """Change the last byte of a file."""
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
 
 
 def edit(old: str, new: str) -> Callable[[Path], None]:
-    """A change of a text in a file."""
     return lambda path: path.write_text(path.read_text().replace(old, new, 1))
 
 
@@ -347,12 +319,8 @@ def edit(old: str, new: str) -> Callable[[Path], None]:
 )
 @pytest.mark.parametrize("large", [False, True])
 def test_a_damaged_set_is_decoded_again_but_pixels_of_a_large_one_are_not_checked(
-    images: list[Bytes],
-    monkeypatch: pytest.MonkeyPatch,
-    file: str,
-    harm: Callable[[Path], None],
-    large: bool,
-) -> None:
+    images, monkeypatch, file, harm, large
+):
     if large:
         monkeypatch.setattr(cache, "LARGE", 100)
     load_dataset(WHOLE)
@@ -367,22 +335,7 @@ def test_a_damaged_set_is_decoded_again_but_pixels_of_a_large_one_are_not_checke
     assert np.array_equal(all_images(load_dataset(WHOLE)), np.stack(images))
 
 
-def test_logs_have_a_line_per_tenth(
-    raw: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fill(raw / "set", {"cat": 100})
-    monkeypatch.setenv("STAMP_PROGRESS", "lines")
-    load_dataset(DIVIDED)
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [line[1] for line in lines] == ["x_train"] * 10 + ["x_test"] * 9
-    assert [line[2] for line in lines[:10]] == [
-        f"{k}/75" for k in (9, 15, 24, 30, 39, 45, 54, 60, 69, 75)
-    ]
-
-
-def test_an_array_larger_than_memory_is_mapped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_array_larger_than_memory_is_mapped(tmp_path, monkeypatch):
     """Its sparse file takes no disk space; the system would refuse a copy, and private pages."""
     count = 4 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (3 * 1000**2)
     arrays = {"mean": np.zeros(3, np.float32), "std": np.ones(3, np.float32)}

@@ -2,9 +2,7 @@
 
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,9 +21,7 @@ from folders import (
 )
 from PIL import Image
 
-from stamp_core.config.decode import ParameterError
 from stamp_core.data import cache
-from stamp_core.data.cache import Bytes
 from stamp_core.data.loading import load_dataset
 from workbench.sources import imagenet1k, office31
 
@@ -34,16 +30,13 @@ KINDS = "(.jpg, .jpeg, .png, .ppm, .bmp, .pgm, .tif, .tiff, .webp)"
 
 
 @pytest.fixture
-def images(raw: Path, monkeypatch: pytest.MonkeyPatch) -> list[Bytes]:
+def images(raw, monkeypatch):
     """The images of a set with folders train and test, those for training first."""
     return fill_train_and_test(raw / "set")
 
 
 @pytest.mark.parametrize("name", ["test", "val"])
-def test_folders_train_and_test_are_read_in_order(
-    raw: Path, images: list[Bytes], name: str
-) -> None:
-    """Where both are there, test is read."""
+def test_folders_train_and_test_are_read_in_order(raw, images, name):
     (raw / "set" / "test").rename(raw / "set" / name)
     if name == "test":
         fill(raw / "set" / "val", {"cat": 1, "dog": 1})
@@ -54,7 +47,7 @@ def test_folders_train_and_test_are_read_in_order(
     assert not found.domain_train.any() and not found.domain_test.any()
 
 
-def test_test_images_are_evenly_spaced_in_each_class(raw: Path) -> None:
+def test_test_images_are_evenly_spaced_in_each_class(raw):
     """Of 8 images 2 are for testing, those in the middle of each half; of 3 one, of 2 one."""
     cat, dog, eel = (
         fill(raw / "set", {name: n}, 9 * n) for name, n in (("c", 8), ("e", 3), ("f", 2))
@@ -66,7 +59,7 @@ def test_test_images_are_evenly_spaced_in_each_class(raw: Path) -> None:
     assert found.classes == ("c", "e", "f")
 
 
-def test_domains_have_the_order_of_the_option(raw: Path) -> None:
+def test_domains_have_the_order_of_the_option(raw):
     counts = {"photo/cat": 4, "photo/dog": 4, "art/cat": 8, "art/dog": 2, "sketch/cat": 1}
     fill(raw / "set", counts)
     found = load_dataset(DOMAINS)
@@ -80,9 +73,7 @@ def test_domains_have_the_order_of_the_option(raw: Path) -> None:
         assert torch.equal(found.x_train[here], other.x_train[there])
 
 
-def test_all_images_of_subfolders_are_read_and_no_other_files(
-    raw: Path, images: list[Bytes]
-) -> None:
+def test_all_images_of_subfolders_are_read_and_no_other_files(raw, images):
     more = noise(7)
     write_image(raw / "elsewhere" / "LAST.PNG", more)
     (raw / "set" / "train" / "dog" / "inner").symlink_to(raw / "elsewhere")
@@ -104,9 +95,7 @@ def test_all_images_of_subfolders_are_read_and_no_other_files(
         ({**DIVIDED, "domains": ["train", "ink"]}, "ink", "train"),
     ],
 )
-def test_a_link_by_which_images_would_count_twice_is_refused(
-    raw: Path, images: list[Bytes], spec: dict[str, Any], link: str, target: str
-) -> None:
+def test_a_link_by_which_images_would_count_twice_is_refused(raw, images, spec, link, target):
     """Within a class, in two classes, for training and testing, in two domains."""
     root = raw / "set"
     (root / link).parent.mkdir(exist_ok=True)
@@ -119,18 +108,14 @@ def test_a_link_by_which_images_would_count_twice_is_refused(
     assert first != again and Path(first).samefile(again) and cached() == []
 
 
-def test_images_can_be_made_grey(raw: Path, images: list[Bytes]) -> None:
+def test_images_can_be_made_grey(raw, images):
     found = load_dataset({**WHOLE, "grey": True})
     grey = [np.asarray(Image.fromarray(each).convert("L")) for each in images]
     assert found.x_train.shape[1:] == (1, SIDE, SIDE)
     assert np.array_equal(all_images(found)[..., 0], grey)
 
 
-# ------------------------------------------------------------------ what a folder must hold
-
-
 def empty(path: Path) -> None:
-    """Replace the images in a folder by a text."""
     shutil.rmtree(path)
     path.mkdir()
     (path / "readme.txt").write_text("to come")
@@ -148,67 +133,32 @@ TRAIN_AND_TEST = "train/<class>/* and test/<class>/* (or val/), unless test_shar
         (empty, "test/cat", "{root}/test/cat holds no images " + KINDS),
     ],
 )
-def test_a_missing_folder_is_named(
-    raw: Path, images: list[Bytes], harm: Callable[[Path], None], where: str, right: str
-) -> None:
+def test_a_missing_folder_is_named(raw, images, harm, where, right):
     harm(raw / "set" / where)
     assert load_error(WHOLE) == right.format(root=raw / "set")
     assert cached() == []
-
-
-@pytest.mark.parametrize(
-    ("spec", "layout"),
-    [(DIVIDED, "<class>/*"), (DOMAINS, "<domain>/<class>/*"), (WHOLE, TRAIN_AND_TEST)],
-)
-def test_folders_without_classes_are_refused(raw: Path, spec: dict[str, Any], layout: str) -> None:
-    (raw / "set").mkdir(parents=True)
-    for name in ("photo", "art", "train", "test") if spec != DIVIDED else ():
-        (raw / "set" / name).mkdir()
-    right = f"{raw}/set holds no folders of classes; it must hold {layout}"
-    assert load_error(spec) == right
-
-
-def test_domains_without_a_class_and_classes_of_one_image_are_refused(raw: Path) -> None:
-    root = raw / "set"
-    fill(root, {"photo/cat": 2, "photo/dog": 2, "art/cat": 2})
-    assert load_error(DOMAINS) == f"{root}/art/dog does not exist, but {root}/photo/dog does"
-    other = {**DOMAINS, "domains": ["photo", "prints"]}
-    right = f"{root}/prints does not exist; {root} must hold <domain>/<class>/*"
-    assert load_error(other) == right
-    fill(root, {"art/dog": 1})
-    right = f"{root}/art/dog holds 1 image; to be divided it must hold 2"
-    assert load_error(DOMAINS, ValueError) == right
 
 
 # ------------------------------------------------------------------ ImageNet-1K and Office-31
 
 
 @pytest.fixture
-def imagenet(raw: Path) -> list[Bytes]:
+def imagenet(raw):
     """Two classes of five images for training and three for validation, sorted."""
     train = fill(raw / "imagenet1k" / "train", {"n01440764": 5, "n01443537": 5})
     return train + fill(raw / "imagenet1k" / "val", {"n01440764": 3, "n01443537": 3}, seed=50)
 
 
-def test_imagenet_is_read_as_torchvision_lays_it_out(imagenet: list[Bytes]) -> None:
+def test_imagenet_is_read_as_torchvision_lays_it_out(imagenet):
     found = load_dataset({"source": "imagenet1k", "size": SIDE})
     assert np.array_equal(all_images(found), np.stack(imagenet))
     assert found.classes == ("n01440764", "n01443537")
 
 
-def test_imagenet_can_be_limited_to_the_first_images_of_each_class(imagenet: list[Bytes]) -> None:
-    spec = {"source": "imagenet1k", "size": SIDE, "per_class_train": 2, "per_class_test": 1}
-    found = load_dataset(spec)
-    assert np.array_equal(all_images(found), [imagenet[k] for k in (0, 1, 5, 6, 10, 13)])
-    assert found.y_train.tolist() == [0, 0, 1, 1] and found.y_test.tolist() == [0, 1]
-
-
 @pytest.mark.parametrize(
     ("count", "indices"), [(2, (3, 4, 8, 9)), (1, (3, 8)), (None, (3, 4, 8, 9))]
 )
-def test_imagenet_can_be_tested_on_the_training_images_that_follow(
-    raw: Path, imagenet: list[Bytes], count: int | None, indices: tuple[int, ...]
-) -> None:
+def test_imagenet_can_be_tested_on_the_training_images_that_follow(raw, imagenet, count, indices):
     shutil.rmtree(raw / "imagenet1k" / "val")  # not needed
     spec = {"source": "imagenet1k", "size": SIDE, "per_class_train": 3, "test": "train"}
     found = load_dataset({**spec, "per_class_test": count})
@@ -220,21 +170,19 @@ def test_imagenet_can_be_tested_on_the_training_images_that_follow(
     ("options", "folder", "held", "needed"),
     [
         ({"per_class_train": 6}, "train", 5, 6),
-        ({"per_class_test": 4}, "val", 3, 4),
-        ({"per_class_train": 5, "test": "train"}, "train", 5, 6),
         ({"per_class_train": 2, "per_class_test": 4, "test": "train"}, "train", 5, 6),
     ],
 )
 def test_imagenet_classes_with_too_few_images_are_refused(
-    raw: Path, imagenet: list[Bytes], options: dict[str, Any], folder: str, held: int, needed: int
-) -> None:
+    raw, imagenet, options, folder, held, needed
+):
     error = load_error({"source": "imagenet1k", "size": SIDE, **options}, ValueError)
     where = f"{raw}/imagenet1k/{folder}/n01440764"
     assert error.startswith(f"{where} holds {held} images; it must hold {needed}, as per_class_tr")
 
 
 @pytest.mark.parametrize("inner", ["", "/images"])
-def test_office_is_read_in_both_layouts(raw: Path, inner: str) -> None:
+def test_office_is_read_in_both_layouts(raw, inner):
     names = [f"{domain}{inner}/class{k:02d}" for domain in ("webcam", "dslr") for k in range(31)]
     content = fill(raw / "office31", dict.fromkeys(names, 2))
     spec = {"source": "office31", "size": SIDE, "domains": ["webcam", "dslr"], "test_share": 0.5}
@@ -242,12 +190,6 @@ def test_office_is_read_in_both_layouts(raw: Path, inner: str) -> None:
     assert len(found.classes) == 31 and found.domains == ("webcam", "dslr")
     assert np.array_equal(all_images(found), content[::2] + content[1::2])
     assert torch.equal(found.domain_test, torch.arange(2).repeat_interleave(31))
-
-
-def test_office_with_other_than_31_classes_is_refused(raw: Path) -> None:
-    fill(raw / "office31", {"dslr/images/back_pack": 2, "dslr/images/bike": 2})
-    right = f"{raw}/office31/dslr/images holds 2 classes; it must hold 31"
-    assert load_error({"source": "office31", "domains": ["dslr"]}, ValueError) == right
 
 
 @pytest.mark.parametrize(
@@ -260,8 +202,8 @@ def test_office_with_other_than_31_classes_is_refused(raw: Path) -> None:
     ],
 )
 def test_expected_counts_of_imagenet_are_those_that_its_options_take(
-    imagenet: list[Bytes], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    imagenet, options, monkeypatch
+):
     counts = imagenet1k.expected(imagenet1k.Options())
     assert counts.train.sum() == 1_281_167 and counts.test.sum() == 50_000
     assert counts.train.shape == (1, 1000) and np.ptp(counts.train) == 1
@@ -275,9 +217,7 @@ def test_expected_counts_of_imagenet_are_those_that_its_options_take(
 
 
 @pytest.mark.parametrize("share", [0.25, 0.6])
-def test_expected_counts_of_office_are_divided_as_its_files(
-    raw: Path, share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_expected_counts_of_office_are_divided_as_its_files(raw, share, monkeypatch):
     counts = office31.expected(office31.Options())
     assert (counts.train + counts.test).sum(1).tolist() == [2817, 498, 795]
     sizes = {"webcam": [2 + k % 4 for k in range(31)], "dslr": [6 - k % 3 for k in range(31)]}
@@ -292,12 +232,3 @@ def test_expected_counts_of_office_are_divided_as_its_files(
     for part in cache.SUBSETS:
         pairs = 31 * getattr(found, f"domain_{part}") + getattr(found, f"y_{part}")
         assert torch.bincount(pairs).tolist() == getattr(counts, part).ravel().tolist()
-
-
-def test_a_missing_office_and_an_unknown_domain_are_refused(raw: Path) -> None:
-    layout = "<domain>/<class>/* or <domain>/images/<class>/*"
-    root = raw / "office31"
-    right = f"{root} does not exist; {root} must hold {layout}"
-    assert load_error({"source": "office31"}) == right
-    with pytest.raises(ParameterError, match="domains: 'caltech' is unknown"):
-        office31.expected(office31.Options(domains=("caltech",)))

@@ -19,7 +19,6 @@ OWN = {"source": "npz", "file": "own.npz"}
 
 
 def drawn(*shape: int) -> np.ndarray:
-    """Random images, others for another shape."""
     return np.random.default_rng(shape).integers(0, 256, shape, np.uint8)
 
 
@@ -36,24 +35,21 @@ def bundle(**changes: Any) -> Arrays:
 
 
 def domains(**changes: Any) -> Arrays:
-    """The same in two domains."""
     numbers = {"domain_train": LABELS % 2, "domain_test": np.array([1, 0, 0])}
     return bundle(**{"domains": np.array(["ink", "chalk"]), **numbers, **changes})
 
 
 def put(raw: Path, arrays: Arrays, name: str = "own.npz") -> Path:
-    """A file in data/raw with these arrays."""
     raw.mkdir(exist_ok=True)
     np.savez_compressed(raw / name, **arrays)
     return raw / name
 
 
 def read(raw: Path, arrays: Arrays) -> ImageArrays:
-    """What is read from a file with these arrays."""
     return npz.read_npz(put(raw, arrays))
 
 
-def test_a_data_set_is_written_as_it_is_read(raw: Path) -> None:
+def test_a_data_set_is_written_as_it_is_read(raw):
     put(raw, domains())
     first = load_dataset(OWN)
     npz.save_npz(first, raw / "new" / "copy.npz")
@@ -61,14 +57,14 @@ def test_a_data_set_is_written_as_it_is_read(raw: Path) -> None:
     assert again.digest == first.digest and again.domains == ("ink", "chalk")
 
 
-def test_masks_are_not_written(tmp_path: Path) -> None:
+def test_masks_are_not_written(tmp_path):
     scenes = load_dataset({"source": "scenes", "train_per_class": 2, "test_per_class": 1})
     with pytest.raises(ParameterError, match="masks is True; it must be false"):
         npz.save_npz(scenes, tmp_path / "scenes.npz")
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_every_clear_layout_gives_the_same_images(channels: int, raw: Path) -> None:
+def test_every_clear_layout_gives_the_same_images(channels, raw):
     x, tests = drawn(6, channels, 8, 6), drawn(3, channels, 8, 6)
     layouts = [(x, tests), (x.transpose(0, 2, 3, 1), tests.transpose(0, 2, 3, 1))]
     if channels == 1:
@@ -79,7 +75,7 @@ def test_every_clear_layout_gives_the_same_images(channels: int, raw: Path) -> N
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.int32, np.uint64])
-def test_labels_may_be_of_any_integer_type(kind: type[np.integer[Any]], raw: Path) -> None:
+def test_labels_may_be_of_any_integer_type(kind, raw):
     found = read(raw, bundle(y_train=LABELS.astype(kind), y_test=np.arange(3).astype(kind)))
     assert found.y_train.dtype == found.y_test.dtype == np.int64
     assert np.array_equal(found.y_train, LABELS) and found.y_test.tolist() == [0, 1, 2]
@@ -87,7 +83,7 @@ def test_labels_may_be_of_any_integer_type(kind: type[np.integer[Any]], raw: Pat
     assert found.domains == ("all",) and found.domain_train is None
 
 
-def test_names_of_classes_and_domains_are_read(raw: Path) -> None:
+def test_names_of_classes_and_domains_are_read(raw):
     found = read(raw, domains(classes=np.array(["cat", "Äpfel", "dog"])))
     assert found.classes == ("cat", "Äpfel", "dog") and found.domains == ("ink", "chalk")
     assert found.domain_train is not None and found.domain_test is not None
@@ -96,9 +92,7 @@ def test_names_of_classes_and_domains_are_read(raw: Path) -> None:
     assert read(raw, domains(domains=None)).domains == ("0", "1")
 
 
-def test_a_file_may_be_in_data_raw_or_elsewhere_and_hold_other_arrays(
-    raw: Path, tmp_path: Path
-) -> None:
+def test_a_file_may_be_in_data_raw_or_elsewhere_and_hold_other_arrays(raw, tmp_path):
     put(raw, bundle(idx_train=np.arange(6), notes=np.array([1, None], object)))
     put(tmp_path, bundle(), "other.npz")
     one = load_dataset({"source": "npz", "file": "own.npz", "size": 5, "grey": True})
@@ -108,21 +102,16 @@ def test_a_file_may_be_in_data_raw_or_elsewhere_and_hold_other_arrays(
 
 
 def refused(spec: Any, kind: type[Exception] = ValueError) -> str:
-    """The message of the error that loading must raise."""
     with pytest.raises(kind) as error:
         load_dataset(spec)
     assert type(error.value) is kind and "\n" not in str(error.value)
     return str(error.value)
 
 
-# ------------------------------------------------------------------ errors
-
-
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
         (bundle(x_train=None), "x_train is missing"),
-        (domains(domain_test=None), "domain_test is missing"),
         (bundle(x_train=np.zeros((6, 8, 6, 3))), "x_train is float64 [6, 8, 6, 3]; it must be u"),
         (bundle(x_train=drawn(0, 8, 6, 3)), "x_train is uint8 [0, 8, 6, 3]; it must be at least"),
         *(
@@ -131,22 +120,19 @@ def refused(spec: Any, kind: type[Exception] = ValueError) -> str:
         ),
         (bundle(x_test=drawn(3, 8, 6)), "x_test is uint8 [3, 8, 6]; it must be like x_train, uin"),
         (bundle(y_train=LABELS[:5]), "y_train is int64 [5]; it must be whole numbers [6], one per"),
-        (bundle(y_test=np.arange(3.0)), "y_test is float64 [3]; it must be whole numbers [3]"),
         (bundle(y_train=LABELS + 1, y_test=np.arange(3) + 1), "y_train holds 3; each must be in 0"),
         (bundle(y_test=np.array([0, -1, 2])), "y_test holds -1; each must be in 0..3, as there "),
         (bundle(classes=np.array(list("abcd"))), "y_train has no image of 3 ('d')"),
         (bundle(classes=np.array(list("aba"))), "classes is <U1 [3]; it must be different texts"),
     ],
 )
-def test_invalid_arrays_are_named_with_their_file(
-    arrays: Arrays, message: str, raw: Path, cache: Path
-) -> None:
+def test_invalid_arrays_are_named_with_their_file(arrays, message, raw, cache):
     path = put(raw, arrays)
     assert refused(OWN).startswith(f"{path}: {message}")
     assert not cache.exists()
 
 
-def test_a_damaged_file_is_named(raw: Path) -> None:
+def test_a_damaged_file_is_named(raw):
     """Cut, another byte of an image, an .npy file that states 713 TiB, pickled objects."""
     path = put(raw, {})
     np.savez(path, **bundle())  # not compressed
@@ -162,8 +148,3 @@ def test_a_damaged_file_is_named(raw: Path) -> None:
         assert refused(OWN).startswith(f"{path} is not a whole .npz file of plain arrays: ")
         path.write_bytes(damaged)
     assert refused(OWN).startswith(f"{path} is not a whole .npz file of plain arrays: ")
-
-
-def test_a_missing_file_is_named(raw: Path) -> None:
-    message = refused(OWN, FileNotFoundError)
-    assert message == f"{raw}/own.npz does not exist; put the file there or name another"

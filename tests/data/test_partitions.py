@@ -40,12 +40,11 @@ PARTS = [[*range(0, 11)], [*range(29, 18, -1)], [11, 13, 12, 18, 17, 14, 15, 16]
 
 
 def images_of(plan: Plan) -> list[list[int]]:
-    """The images of each client."""
     return [sorted(i for task in own for i in task.train or ()) for own in plan.clients]
 
 
 @pytest.mark.parametrize("dataset", [GREY, COLOUR], ids=["grey", "colour"])
-def test_the_images_of_pfllib_are_found(dataset: ImageDataset, tmp_path: Path) -> None:
+def test_the_images_of_pfllib_are_found(dataset, tmp_path):
     folder = write_folder(tmp_path / "Set", [client(dataset, part) for part in PARTS])
     plan = import_pfllib(folder, dataset, tasks=2, seed=4)
     assert images_of(plan) == [sorted(part) for part in PARTS]
@@ -56,7 +55,7 @@ def test_the_images_of_pfllib_are_found(dataset: ImageDataset, tmp_path: Path) -
             assert {dataset.y_train[i].item() for i in task.train or ()} == {*task.classes}
 
 
-def test_every_grey_comes_back_from_floats(tmp_path: Path) -> None:
+def test_every_grey_comes_back_from_floats(tmp_path):
     greys = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
     dataset = replace(GREY, x_train=greys, y_train=torch.tensor([3]))
     for kind in (np.float32, np.float64):
@@ -65,7 +64,7 @@ def test_every_grey_comes_back_from_floats(tmp_path: Path) -> None:
         assert images_of(import_pfllib(folder, dataset, 1)) == [[0]]
 
 
-def test_test_images_are_refused_or_left_out(tmp_path: Path) -> None:
+def test_test_images_are_refused_or_left_out(tmp_path):
     mixed = [client(GREY, PARTS[0], [0, 1, 2]), client(GREY, PARTS[1], [3])]
     folder = write_folder(tmp_path / "Set", mixed)
     with pytest.raises(ParameterError, match=r"0.npz: image 11 of class 0 is a test .* drop_tests"):
@@ -74,7 +73,7 @@ def test_test_images_are_refused_or_left_out(tmp_path: Path) -> None:
     assert images_of(plan) == [sorted(part) for part in PARTS[:2]]
 
 
-def test_equal_images_are_different_ones() -> None:
+def test_equal_images_are_different_ones():
     """Three equal images, one of them of another class: each is found once, by its class."""
     x, y = GREY.x_train.clone(), GREY.y_train.clone()
     x[4] = x[9] = x[7] = x[2]
@@ -87,8 +86,6 @@ def test_equal_images_are_different_ones() -> None:
 
 
 class Program:
-    """What runs when it is unpickled."""
-
     def __init__(self, file: Path) -> None:
         self.file = file
 
@@ -96,7 +93,7 @@ class Program:
         return (Path.touch, (self.file,))
 
 
-def test_a_file_cannot_run_code(tmp_path: Path) -> None:
+def test_a_file_cannot_run_code(tmp_path):
     data = {**client(GREY, [0]), "more": Program(tmp_path / "ran")}
     folder = write_folder(tmp_path / "Set", [data])
     with pytest.raises(ParameterError, match=r"0.npz is not .* of PFLlib: it holds pathlib"):
@@ -106,7 +103,6 @@ def test_a_file_cannot_run_code(tmp_path: Path) -> None:
 
 GOOD = client(GREY, PARTS[0])
 BAD_CLIENTS: list[tuple[Any, str]] = [
-    ({**GOOD, "x": GOOD["x"] * 0.5}, "1.npz: x[0, 0, "),
     ({**GOOD, "x": GOOD["x"] * np.nan}, "1.npz: x[0, 0, 0, 0] is nan; it must be k / 127.5 - 1"),
     ({**GOOD, "y": GOOD["y"] + 1}, "1.npz: image 0 of class 1 must be a training image of drawn"),
     ({**GOOD, "y": GOOD["y"][1:]}, "1.npz: y is int64 [10]; it must be whole numbers [n]"),
@@ -117,36 +113,20 @@ BAD_CLIENTS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("data", "message"), BAD_CLIENTS)
-def test_a_wrong_client_is_named(data: Any, message: str, tmp_path: Path) -> None:
+def test_a_wrong_client_is_named(data, message, tmp_path):
     folder = write_folder(tmp_path / "Set", [GOOD, data])
     with pytest.raises(ValueError) as error:
         import_pfllib(folder, GREY, 1)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_wrong_folder_is_named(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "Set", [GOOD])
-    for text, message in (
-        ('{"num_clients": 2}', r"train/1.npz is not a client's file of PFLlib: .*No such file"),
-        ('{"clients": 1}', "config.json: num_clients is None; it must be a whole number"),
-        ("[]", r"config.json is \[\]; it must be a block of keys"),
-    ):
-        (folder / "config.json").write_text(text)
-        with pytest.raises(ParameterError, match=message):
-            import_pfllib(folder, GREY, 1)
-
-
-# --- Flower Datasets
-
-
 def rows_file(path: Path, parts: Sequence[Sequence[int]]) -> Path:
-    """The rows of each partition, the last one first in the file."""
     numbered = reversed([*enumerate(parts)])
     path.write_text(json.dumps({str(number): [*part] for number, part in numbered}))
     return path
 
 
-def test_rows_of_another_order_are_translated(tmp_path: Path) -> None:
+def test_rows_of_another_order_are_translated(tmp_path):
     """Each row of theirs against every image of ours; colours are last there."""
     shuffled = torch.randperm(30, generator=torch.Generator().manual_seed(0))
     x = COLOUR.x_train[shuffled].permute(0, 2, 3, 1).numpy()
@@ -157,7 +137,7 @@ def test_rows_of_another_order_are_translated(tmp_path: Path) -> None:
     assert images_of(import_flwr(path, COLOUR, tasks=3)) == [sorted(part) for part in PARTS]
 
 
-def test_the_order_of_classes_is_drawn_from_the_seed(tmp_path: Path) -> None:
+def test_the_order_of_classes_is_drawn_from_the_seed(tmp_path):
     path = rows_file(tmp_path / "parts.json", PARTS)
 
     def orders(seed: int) -> list[list[tuple[int, ...]]]:
@@ -179,12 +159,9 @@ def test_the_order_of_classes_is_drawn_from_the_seed(tmp_path: Path) -> None:
         ({"0": [0], "2": [1]}, 1, ": 1 is None; it must be a list"),
         ({"0": [0, 1], "1": [2, 0]}, 1, ": 0 is listed for client 0 and then for client 1"),
         ({"0": PARTS[0], "1": [11, 12]}, 3, "tasks is 3; it must be from 1 to 2, the number of c"),
-        ({"0": []}, 1, "tasks is 1; it must be from 1 to 0, the number of classes of client 0"),
     ],
 )
-def test_a_wrong_partition_is_named(
-    content: object, tasks: int, message: str, tmp_path: Path
-) -> None:
+def test_a_wrong_partition_is_named(content, tasks, message, tmp_path):
     path = tmp_path / "parts.json"
     path.write_text(json.dumps(content))
     with pytest.raises(ParameterError) as error:

@@ -35,7 +35,7 @@ LABELS = (*range(10), 3, 3)  # of the training images of every set here; tests a
 
 
 @pytest.fixture(autouse=True)
-def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_network(monkeypatch):
     monkeypatch.setattr(urllib.request, "urlopen", refuse)
 
 
@@ -44,14 +44,12 @@ def refuse(*_: object, **__: object) -> None:
 
 
 def drawn(labels: tuple[int, ...], *shape: int) -> np.ndarray:
-    """Random images, another for each index and label."""
     return np.random.default_rng([*labels, *shape]).integers(
         0, 256, (len(labels), *shape), np.uint8
     )
 
 
 def parts(*shape: int) -> list[tuple[str, np.ndarray, np.ndarray]]:
-    """Training and test images with their labels."""
     both = ("train", LABELS), ("test", tuple(range(10)))
     return [(part, drawn(labels, *shape), np.array(labels)) for part, labels in both]
 
@@ -111,7 +109,6 @@ def write_mnist(patch: pytest.MonkeyPatch) -> tuple[Files, Files]:
 
 
 def write_emnist(patch: pytest.MonkeyPatch) -> tuple[Files, Files]:
-    """Its files hold rows for columns."""
     read, archive = {}, io.BytesIO()
     for part, x, y in parts(28, 28):
         start = f"emnist-digits-{part}"
@@ -174,19 +171,16 @@ CLASSES = {
 
 
 def put(raw: Path, files: Files) -> None:
-    """Write files below data/raw."""
     for file, content in files.items():
         (raw / file).parent.mkdir(parents=True, exist_ok=True)
         (raw / file).write_bytes(content)
 
 
 def source(name: str) -> Any:
-    """A source."""
     return find_source({"source": name, **({"file": "a.npz"} if name == "npz" else {})})[0]
 
 
 def make(name: str, options: Options | None = None) -> ImageArrays:
-    """The images of a source."""
     images: ImageArrays = source(name).make(options or Options())
     return images
 
@@ -202,9 +196,7 @@ PUBLISHED = {  # training and test images, as the pages of these sets state
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_images_labels_and_names_are_those_of_the_files(
-    name: str, raw: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_labels_and_names_are_those_of_the_files(name, raw, monkeypatch):
     """USPS holds six decimals of 2 v / 255 - 1, which torchvision cuts to v or v - 1."""
     put(raw, written(monkeypatch, name)[0])
     found = make(name)
@@ -245,8 +237,8 @@ def small_cifar10(patch: pytest.MonkeyPatch) -> tuple[Any, dict[str, Any]]:
 
 
 def test_an_npz_file_and_torchvisions_files_give_the_same_arrays_in_the_same_order(
-    raw: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    raw, monkeypatch
+):
     """By class and in it by SHA-256, however the images are stored."""
     put(raw, written(monkeypatch, "cifar10")[0])
     small_set, arrays = small_cifar10(monkeypatch)
@@ -263,9 +255,7 @@ def test_an_npz_file_and_torchvisions_files_give_the_same_arrays_in_the_same_ord
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_published_numbers_of_images_and_their_shape_are_known_before(
-    name: str, raw: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_published_numbers_of_images_and_their_shape_are_known_before(name, raw, monkeypatch):
     for options in (Options(), Options(size=10, grey=True)):
         counts = source(name).expected(options)
         assert (counts.train.sum(), counts.test.sum()) == PUBLISHED[name]
@@ -280,9 +270,7 @@ def test_the_published_numbers_of_images_and_their_shape_are_known_before(
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_missing_set_is_named_and_read_from_what_torchvision_downloads(
-    name: str, raw: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_set_is_named_and_read_from_what_torchvision_downloads(name, raw, monkeypatch):
     """The files that the error asks for are those that torchvision reads or unpacks."""
     with pytest.raises(FileNotFoundError) as error:
         make(name)
@@ -296,9 +284,7 @@ def test_a_missing_set_is_named_and_read_from_what_torchvision_downloads(
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_file_that_was_cut_is_refused(
-    name: str, raw: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_was_cut_is_refused(name, raw, monkeypatch):
     files, _ = written(monkeypatch, name)
     for file in files:
         put(raw, files | {file: files[file][:-1]})
@@ -306,9 +292,7 @@ def test_a_file_that_was_cut_is_refused(
             make(name)
 
 
-def test_a_set_that_is_cached_needs_neither_its_files_nor_torchvision(
-    raw: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_set_that_is_cached_needs_neither_its_files_nor_torchvision(raw, monkeypatch):
     put(raw, written(monkeypatch, "mnist")[0])
     first = load_dataset({"source": "mnist"})
     monkeypatch.setattr(vision, "load_torchvision", refuse)
@@ -317,9 +301,7 @@ def test_a_set_that_is_cached_needs_neither_its_files_nor_torchvision(
 
 
 @pytest.mark.parametrize("change", ["y_train", "x_train", None])
-def test_an_npz_file_of_other_images_is_refused_by_name(
-    change: str | None, raw: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_npz_file_of_other_images_is_refused_by_name(change, raw, monkeypatch):
     """Another label, which changes the counts, and another pixel, which changes the digest."""
     small_set, arrays = small_cifar10(monkeypatch)
     raw.mkdir()
@@ -335,10 +317,7 @@ def test_an_npz_file_of_other_images_is_refused_by_name(
         small_set.make(Options())
 
 
-# ------------------------------------------------------------------ size and colours
-
-
-def test_grey_is_the_usual_weighted_sum() -> None:
+def test_grey_is_the_usual_weighted_sum():
     """ITU-R 601-2 as whole numbers: 65536 * (0.299, 0.587, 0.114) = (19595, 38470, 7471)."""
     x = drawn((1, 2, 3), 3, 9, 7)
     weights = np.array([19595, 38470, 7471])[:, None, None]
@@ -347,7 +326,7 @@ def test_grey_is_the_usual_weighted_sum() -> None:
     assert found.dtype == np.uint8 and np.array_equal(found, expected)
 
 
-def test_half_the_size_is_a_weighted_mean_of_neighbours() -> None:
+def test_half_the_size_is_a_weighted_mean_of_neighbours():
     """A triangle of half-width 2 at distances 0.5 and 1.5 has weights 3, 3 and 1, 1, of 8."""
     x = drawn((5,), 1, 12, 12)
     weights = np.zeros((6, 12))
@@ -358,11 +337,8 @@ def test_half_the_size_is_a_weighted_mean_of_neighbours() -> None:
     assert np.abs(found[0, 0] - weights @ x[0, 0] @ weights.T).max() <= 1
 
 
-# ------------------------------------------------------------------ Digit-10
-
-
 @pytest.fixture
-def four(raw: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def four(raw, monkeypatch):
     """All four sets of digits; their published numbers are those of the files."""
     for name in DIGITS:
         put(raw, written(monkeypatch, name)[0])
@@ -373,9 +349,7 @@ def four(raw: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("four")
 @pytest.mark.parametrize("per_class", [None, 2, 1])
 @pytest.mark.parametrize("sets", [("mnist", "emnist", "usps", "svhn"), ("usps", "mnist")])
-def test_digit10_is_domains_of_the_first_grey_digits_of_each_class(
-    sets: tuple[str, ...], per_class: int | None
-) -> None:
+def test_digit10_is_domains_of_the_first_grey_digits_of_each_class(sets, per_class):
     """Label 3 is at 3, 10 and 11 of the training images, all others once."""
     found = load_dataset({"source": "digit10", "sets": list(sets), "per_class": per_class})
     assert found.domains == sets and found.classes == PLAIN

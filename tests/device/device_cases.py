@@ -67,8 +67,6 @@ OPTIONS = {
 
 
 class Few(small.Quick):
-    """An experiment on the first images of each class."""
-
     def dataset(self) -> ImageDataset:
         whole = super().dataset()
         parts = {"train": whole.y_train, "test": whole.y_test}
@@ -79,20 +77,16 @@ class Few(small.Quick):
 
 
 class Coloured(Few):
-    """The same for convolutions of more than one channel."""
-
     def dataset(self) -> ImageDataset:
         return small.coloured(super().dataset())
 
 
 def coloured(kind: str, **options: Any) -> Experiment:
-    """A method on convolutions of more than one channel."""
     made = few(kind, **{"network": small.CONVOLUTIONS, **options})
     return Coloured(made.setting, made.method, made.kind, made.params)
 
 
 def few(kind: str, training: small.Some = small.NOTHING, **options: Any) -> Experiment:
-    """A method with all its parts on, in one round of each task."""
     settings = {"split": SPLIT, "training": {**TRAINING, **training}, "diagnostics": SAMPLES}
     made = small.whole(kind, **{**settings, **options})
     return Few(made.setting, made.method, made.kind, made.params)
@@ -155,7 +149,6 @@ def layouts() -> Iterator[tuple[str, Experiment]]:
 
 
 def numbers(record: Record) -> Iterator[Any]:
-    """Final weights, and losses and notes of every round."""
     yield from record.weights.values()
     for row in record.history:
         yield np.array([row["loss"], *row["notes"].values()])
@@ -268,7 +261,6 @@ MISTAKES: dict[str, tuple[object, str, Callable[..., Any]]] = {
 
 
 def mistaken(owner: Any, name: str, mistake: Callable[..., Any]) -> str:
-    """The outcome of FedAvg with a mistake in one place."""
     with MonkeyPatch.context() as patch:
         patch.setattr(owner, name, mistake)
         return outcome(partial(difference, few("fedavg")))
@@ -309,7 +301,6 @@ def crossed(chunk: int) -> tuple[int, int, int]:
 
 
 def main() -> None:
-    """Print all results as JSON."""
     register()
     costs: dict[str, list[Counted]] = {name: [] for name, _ in cases()}
     runs = {name: outcome(partial(difference, each, costs[name])) for name, each in cases()}

@@ -16,10 +16,8 @@ from child import kinds
 from device_cases import AUGMENTED, OPTIONS, Few, few, outcome
 from torch import Tensor
 
-from benchmarks.device import Case, Sizes, determinism, speeds
 from benchmarks.pretend import DEVICE, PretendGraphs, pretending, register
 from stamp_core.client.batches import Batch, StepContext
-from stamp_core.config.schema import Network
 from stamp_core.engine import train as engine
 from stamp_core.engine.experiment import Experiment
 from stamp_core.methods.base.method import ClientRound, Method
@@ -36,7 +34,6 @@ SOFT = small.kept(3, selection="sre2l", options=OPTIONS["sre2l"])
 
 
 def longer(kind: str, training: small.Some = small.NOTHING, **options: Any) -> Experiment:
-    """A method with all its parts on, long enough for steps to be replayed."""
     return few(kind, {**TRAINING, **training}, **{"split": SPLIT, **options})
 
 
@@ -61,7 +58,6 @@ def cases() -> Iterator[tuple[str, Experiment]]:
 
 
 def on_device(experiment: Experiment) -> tuple[Record, int]:
-    """The record of a run with graphs, and the number of replayed steps."""
     before = PretendGraphs.replayed
     with pretending(graphs=True):
         found = engine.train(experiment, small.plans(experiment, 0), device=DEVICE)[0]
@@ -84,8 +80,6 @@ def compare(experiment: Experiment) -> tuple[str, int, str]:
 
 @dataclass
 class Context(StepContext):
-    """The received model as steps may read it, and as they may not."""
-
     received: Tensor
     parts: list[Tensor]
 
@@ -155,14 +149,11 @@ MISTAKES: list[type[Method]] = [Baked, Untyped, Reading, Uploading, OnHost, Righ
 
 
 class Unfiled(Few):
-    """An experiment with a method that has no file."""
-
     def code(self) -> str:
         return ""
 
 
 def mistaken(kind: type[Method]) -> tuple[str, list[str]]:
-    """The outcome of a run of such a method, and the warnings."""
     whole = longer("fedavg")
     experiment = Unfiled(whole.setting, whole.method, kind, whole.params)
 
@@ -182,7 +173,6 @@ def mistaken(kind: type[Method]) -> tuple[str, list[str]]:
 
 
 def captured() -> dict[str, list[float]]:
-    """Two values before a capture, after it, and after two replays."""
     with pretending(graphs=True):
         x, y = torch.ones(2, device=DEVICE), torch.zeros(2, device=DEVICE)
         found = {}
@@ -204,17 +194,7 @@ def captured() -> dict[str, list[float]]:
     return found
 
 
-def measured() -> list[list[str]]:
-    """Rows of the page of measurements, with what can be measured with graphs alone."""
-    case = Case("MLP", Network("mlp", features=8), side=8, batch_size=4, batches=6)
-    sizes = Sizes((case,), 20, 1, (2,), matrix=16, repeats=1, counted=())
-    with pretending(graphs=True):
-        rows = [speeds(case, "float32", DEVICE, sizes), *determinism(DEVICE, sizes)]
-    return [list(row) for row in rows]
-
-
 def main() -> None:
-    """Print all results as JSON."""
     register()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # no step that should be captured is refused
@@ -223,7 +203,6 @@ def main() -> None:
         "runs": runs,
         "mistakes": {kind.__name__: mistaken(kind) for kind in MISTAKES},
         "captured": captured(),
-        "measured": measured(),
     }
     print(json.dumps(results))
 

@@ -80,7 +80,6 @@ def test_a_step_copies_and_waits_for_nothing(kind):
 
 
 def test_what_an_evaluation_copies_does_not_depend_on_the_number_of_images():
-    """In one pass or in many."""
     one, many = results()["chunks"]
     assert one == many and min(one) > 0
 

@@ -5,7 +5,6 @@ import re
 import shutil
 import signal
 import subprocess
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -21,7 +20,7 @@ TRAINING = r"make (?:tour|repro|cifar100|protocols|privacy|studies|paper SETTING
 
 
 @pytest.fixture(scope="module")
-def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def clone(tmp_path_factory):
     """The project with its own parameters; random images stand in for CIFAR-100."""
     root = tmp_path_factory.mktemp("commands") / "project"
     shutil.copytree(ROOT, root, ignore=ignored)
@@ -44,7 +43,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("command", sorted({*re.findall(TRAINING, TEXT)}))
-def test_a_command_comes_to_its_first_training(clone: Path, command: str) -> None:
+def test_a_command_comes_to_its_first_training(clone, command):
     environment = {"HOME": str(clone.parent), "PATH": os.defpath, "OMP_NUM_THREADS": "1"}
     started = clone / "data" / "resume"
     shutil.rmtree(started, ignore_errors=True)

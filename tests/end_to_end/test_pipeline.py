@@ -34,7 +34,7 @@ class Broken(Method):
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
+def project(tmp_path_factory):
     """With few images, two selection rules, and a method that fails while there is a file."""
     project = Project(tmp_path_factory.mktemp("clone") / "project", STAMP_WORKERS="1")
     (project.root / "workbench/methods/broken.py").write_text(CODE)
@@ -51,16 +51,14 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 
 def stages(output: str) -> set[str]:
-    """The stages that have run."""
     return set(re.findall(r"^Running stage '(\S+)':", output, re.M))
 
 
 def trained(output: str) -> set[str]:
-    """The experiments that were trained, or have failed."""
     return set(re.findall(r"^\d+/\d+  (\S+)  ", output, re.M))
 
 
-def test_the_tour_trains_three_methods_on_one_setting(project: Project) -> None:
+def test_the_tour_trains_three_methods_on_one_setting(project):
     output = project.run("dvc", "repro", "tour")
     assert stages(output) == {"source", "tour"}
     assert trained(output) == {f"tiny-{method}-0to1" for method in ("fedavg", "replay", "stamp")}
@@ -68,7 +66,7 @@ def test_the_tour_trains_three_methods_on_one_setting(project: Project) -> None:
     assert {"results.md", "accuracy.png", "forgetting.png", "matrices.png"} <= shown
 
 
-def test_one_failing_method_does_not_stop_the_others(project: Project) -> None:
+def test_one_failing_method_does_not_stop_the_others(project):
     """A method is a file, so that no other imports a broken one; the tour's records are kept."""
     (project.root / "broken").touch()
     output = project.run("dvc", "repro", "-k", ok=False)
@@ -92,7 +90,7 @@ def test_one_failing_method_does_not_stop_the_others(project: Project) -> None:
     assert "tour" in made and not made & PAGES
 
 
-def test_repro_makes_what_is_missing_and_nothing_else(project: Project) -> None:
+def test_repro_makes_what_is_missing_and_nothing_else(project):
     output = project.run("dvc", "repro")
     assert stages(output) == {TRAIN, *PAGES} and trained(output) == {BROKEN}
     for name in ("split-tiny", "train-tiny", "sweep-kappa", "tour", *PAGES):
@@ -108,13 +106,13 @@ def test_repro_makes_what_is_missing_and_nothing_else(project: Project) -> None:
     project.commit()
 
 
-def test_repro_again_runs_nothing_and_none_of_the_papers_pipeline(project: Project) -> None:
+def test_repro_again_runs_nothing_and_none_of_the_papers_pipeline(project):
     output = project.run("dvc", "repro")
     assert "Stage 'compare' didn't change" in output
     assert not stages(output) and "pipelines/paper" not in output
 
 
-def test_an_experiment_runs_in_a_copy_and_can_be_compared(project: Project) -> None:
+def test_an_experiment_runs_in_a_copy_and_can_be_compared(project):
     halved = "params/methods.yaml:fedavg.server_lr=0.5"
     experiment = ("dvc", "exp", "run", "--temp", "--name", "half", "--set-param", halved)
     output = project.run(*experiment, "compare")
@@ -125,7 +123,7 @@ def test_an_experiment_runs_in_a_copy_and_can_be_compared(project: Project) -> N
     assert "accuracy" in project.run("dvc", "plots", "show", "--json")
 
 
-def test_a_run_in_jupyterlab_is_the_run_of_the_pipeline_bit_for_bit(project: Project) -> None:
+def test_a_run_in_jupyterlab_is_the_run_of_the_pipeline_bit_for_bit(project):
     """JupyterLab runs a notebook in its own folder, without papermill; then the user saves it."""
     project.run("python", "-m", "workbench.workflow.notebooks", "notebooks/2_train.ipynb")
     for seed in (0, 1):
@@ -140,7 +138,7 @@ def test_a_run_in_jupyterlab_is_the_run_of_the_pipeline_bit_for_bit(project: Pro
             np.testing.assert_array_equal(values, theirs.scores[name])
 
 
-def test_a_methods_code_and_parameters_concern_that_method_alone(project: Project) -> None:
+def test_a_methods_code_and_parameters_concern_that_method_alone(project):
     """Comments and outputs saved in a notebook, as those of the run above, concern nothing."""
     project.replace("notebooks/2_train.ipynb", '"execution_count": 2', '"execution_count": 7')
     project.replace(REHEARSAL, "import torch\n", "import torch  # a comment\n")
@@ -151,7 +149,7 @@ def test_a_methods_code_and_parameters_concern_that_method_alone(project: Projec
     project.restore()
 
 
-def test_code_concerns_what_uses_it(project: Project) -> None:
+def test_code_concerns_what_uses_it(project):
     project.replace(STAMP, "\n\n\n", "\n\nEDITED = True\n\n\n")
     assert project.outdated() == {TRAIN, TOUR, "sweep@kappa", "sweep@alpha_tiny"}
     output = project.run("dvc", "repro", "-s", TRAIN)
@@ -162,14 +160,14 @@ def test_code_concerns_what_uses_it(project: Project) -> None:
     project.restore()
 
 
-def test_a_setting_concerns_what_is_trained_on_it(project: Project) -> None:
+def test_a_setting_concerns_what_is_trained_on_it(project):
     """Plans are not drawn again, and with the old code nothing above has to run."""
     project.change(SETTINGS, "tiny.training.lr", 0.2)
     assert project.outdated() == {TRAIN, TOUR, "sweep@kappa", "sweep@exemplars_tiny"}
     project.restore()
 
 
-def test_a_slip_in_the_parameters_is_refused_before_anything_runs(project: Project) -> None:
+def test_a_slip_in_the_parameters_is_refused_before_anything_runs(project):
     project.change(METHODS, "replay.memory.exemplar_per_class", 20)
     output = project.run("dvc", "repro", ok=False)
     assert "'exemplar_per_class' is unknown; did you mean 'exemplars_per_class'?" in output
@@ -177,7 +175,7 @@ def test_a_slip_in_the_parameters_is_refused_before_anything_runs(project: Proje
     project.restore()
 
 
-def test_more_seeds_of_a_profile_are_trained_in_its_own_pipeline(project: Project) -> None:
+def test_more_seeds_of_a_profile_are_trained_in_its_own_pipeline(project):
     seeds = {"setting": ["tiny"], "method": ["replay"], "seeds": ["2"]}
     project.change("params/studies.yaml", "more_seeds", seeds)
     project.run("dvc", "repro", "source")

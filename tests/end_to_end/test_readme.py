@@ -17,12 +17,11 @@ TEXT = (ROOT / "README.md").read_text("utf-8")
 
 
 def blocks(language: str) -> list[str]:
-    """The blocks of code in a language, in order."""
     return re.findall(rf"^```{language}\n(.*?)^```", TEXT, re.M | re.S)
 
 
 @pytest.fixture(scope="module")
-def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def clone(tmp_path_factory):
     """A copy with the default parameters; the environment is the one that runs this test."""
     root = tmp_path_factory.mktemp("readme") / "project"
     shutil.copytree(ROOT, root, ignore=ignored)
@@ -47,7 +46,7 @@ def shell(root: Path, script: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_every_block_of_commands(clone: Path) -> None:
+def test_every_block_of_commands(clone):
     for block in blocks("sh"):
         lines = [line for line in block.splitlines() if not line.startswith(HOURS)]
         shell(clone, "\n".join(lines))
@@ -55,7 +54,7 @@ def test_every_block_of_commands(clone: Path) -> None:
     assert (clone / "data/runs/digits/replay-200to205/200/run.json").exists()
 
 
-def test_the_script(clone: Path) -> None:
+def test_the_script(clone):
     (script,) = (block for block in blocks("python") if "load_experiment" in block)
     (clone / "explore.py").write_text(script)
     command = re.search(r"`(\S*python explore.py)`", TEXT)
@@ -64,7 +63,7 @@ def test_the_script(clone: Path) -> None:
     assert accuracy and 0.3 < float(accuracy[1]) < 0.9
 
 
-def test_ones_own_method(clone: Path) -> None:
+def test_ones_own_method(clone):
     """Its file, its two lines in params.yaml, and the commands of that paragraph."""
     (method,) = (block for block in blocks("python") if "class FedAvgM" in block)
     (clone / "workbench/methods/fedavgm.py").write_text(method)

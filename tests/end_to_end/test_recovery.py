@@ -23,8 +23,7 @@ COMPARE = ("dvc", "repro", f"{PIPELINE}:compare@tiny")  # what `make paper SETTI
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """With runs that are long enough to be killed in the middle."""
+def project(tmp_path_factory):
     project = Project(tmp_path_factory.mktemp("clone") / "project", STAMP_WORKERS="2")
     project.change("params/settings.yaml", "tiny.training.rounds", 20)
     project.change("params/paper.yaml", "grid.method", ["fedavg", "replay"])
@@ -59,16 +58,16 @@ def stop_in_training(project: Project, with_signal: int) -> int:
     return status
 
 
-def test_a_killed_pipeline_leaves_no_process_and_a_checkpoint(project: Project) -> None:
+def test_a_killed_pipeline_leaves_no_process_and_a_checkpoint(project):
     """kill -9 of DVC and of the processes in its group, which are not all that it started."""
     assert stop_in_training(project, signal.SIGKILL) == -signal.SIGKILL
 
 
-def test_an_interrupt_ends_the_pipeline_where_it_can_go_on(project: Project) -> None:
+def test_an_interrupt_ends_the_pipeline_where_it_can_go_on(project):
     assert stop_in_training(project, signal.SIGINT) > 0
 
 
-def test_a_second_call_at_the_same_time_is_refused_and_harms_nothing(project: Project) -> None:
+def test_a_second_call_at_the_same_time_is_refused_and_harms_nothing(project):
     first = subprocess.Popen(COMPARE, cwd=project.root, env=project.environment)
     resume = project.root / "data/resume"
     wait_until(lambda: list(resume.glob(".paper-tiny-*.lock")) or first.poll(), "a training")
@@ -76,7 +75,7 @@ def test_a_second_call_at_the_same_time_is_refused_and_harms_nothing(project: Pr
     assert first.wait() == 0
 
 
-def test_the_papers_pipeline_continues_a_killed_run_shows_it_and_keeps_it(project: Project) -> None:
+def test_the_papers_pipeline_continues_a_killed_run_shows_it_and_keeps_it(project):
     """Each round is there once; the tables show what there is, without another training."""
     history = load_record(project.root / "data/paper/runs/tiny/fedavg-0/0").history
     indices = [(entry["experience"], entry["round"]) for entry in history]

@@ -53,7 +53,6 @@ def needed(requirements: list[str], extras: tuple[str, ...], found: set[str]) ->
 
 
 def link(package: str, site: Path) -> None:
-    """Link the files of an installed package into another folder."""
     for file in distribution(package).files or ():
         top = file.parts[0]
         if top != ".." and not (site / top).exists():
@@ -61,8 +60,7 @@ def link(package: str, site: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the installed wheel and its dependencies."""
+def site(tmp_path_factory):
     build, site = (tmp_path_factory.mktemp(name) for name in ("build", "site"))
     listed = ["git", "ls-files", "stamp_core", "params*", "setup.py", "*.toml", "README*", "LIC*"]
     files = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -78,9 +76,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
-def test_stamp_is_trained_and_a_method_of_the_workbench_is_refused(
-    site: Path, tmp_path: Path
-) -> None:
+def test_stamp_is_trained_and_a_method_of_the_workbench_is_refused(site, tmp_path):
     """On random images, in a folder of one's own; the presets are those in the wheel."""
     draw = np.random.default_rng(0)
     x, y = draw.integers(256, size=(80, 8, 8), dtype=np.uint8), np.arange(80) % 4

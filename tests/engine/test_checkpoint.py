@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from torch import Tensor
 
 from stamp_core.engine import trees
-from stamp_core.engine.checkpoint import Checkpoint, checkpoint_lock
+from stamp_core.engine.checkpoint import Checkpoint
 from stamp_core.engine.trees import Store, Tree
 from stamp_core.results import records
 from stamp_core.results.records import Record, history_total, tree_bytes
@@ -28,7 +28,6 @@ MINE = {"parameters": "p", "plan": "q", "code": "c"}
 
 
 def state_after(rounds: int) -> Tree:
-    """The state of a run of three clients, of which two have the same state."""
     return {
         "server": {"parameters": torch.arange(5.0) + rounds, "note": "text"},
         "clients": [{"own": torch.full((2,), float(rounds))}, {"last": rounds}, {"last": rounds}],
@@ -56,7 +55,6 @@ any_tree = st.recursive(
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two trees agree in types, order of keys and every bit."""
     if isinstance(one, Tensor):
         return (one.dtype, one.shape, one.numpy().tobytes()) == (
             other.dtype,
@@ -71,13 +69,11 @@ def same(one: Any, other: Any) -> bool:
 
 
 def mine(folder: Path, identity: dict[str, str] = MINE) -> Checkpoint:
-    """The checkpoint of a run in a folder, as the next process finds it."""
     return Checkpoint(folder, "run-1.5", 0, identity)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A folder with the checkpoint of a run after three rounds."""
+def folder(tmp_path):
     mine(tmp_path / "deep").save(state_after(3))
     return tmp_path / "deep"
 
@@ -100,7 +96,6 @@ def is_state(found: Tree, rounds: int) -> bool:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """All files below a folder."""
     files = (path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
@@ -121,9 +116,7 @@ def refused(folder: Path, identity: dict[str, str] = MINE) -> str:
 
 @settings(deadline=None)
 @given(tree=st.dictionaries(keys, any_tree, max_size=4))
-def test_any_tree_comes_back_bit_for_bit(
-    tmp_path_factory: pytest.TempPathFactory, tree: dict[str, Any]
-) -> None:
+def test_any_tree_comes_back_bit_for_bit(tmp_path_factory, tree):
     path = tmp_path_factory.getbasetemp() / "any.safetensors"
     trees.write_tree(path, tree, MINE)
     found = trees.read_tree(path)[0]
@@ -132,7 +125,7 @@ def test_any_tree_comes_back_bit_for_bit(
     assert same(trees.read_tree(path)[0], tree)
 
 
-def test_views_are_saved_as_they_look(tmp_path: Path) -> None:
+def test_views_are_saved_as_they_look(tmp_path):
     base = torch.arange(12.0).view(3, 4)
     tree = {"turned": base.t(), "part": base[:, ::2], "wide": torch.ones(1).expand(2, 3)}
     trees.write_tree(tmp_path / "x", tree, {})
@@ -140,7 +133,7 @@ def test_views_are_saved_as_they_look(tmp_path: Path) -> None:
     assert same(trees.read_tree(tmp_path / "x")[0], expected)
 
 
-def test_a_state_comes_back_bit_for_bit_and_can_be_written_to(folder: Path) -> None:
+def test_a_state_comes_back_bit_for_bit_and_can_be_written_to(folder):
     found = loaded(folder)
     assert found is not None and is_state(found, 3)
     found["server"]["parameters"].add_(1)
@@ -156,23 +149,17 @@ def test_a_state_comes_back_bit_for_bit_and_can_be_written_to(folder: Path) -> N
         ({"a": (1, 2)}, r"^state\.a is a tuple; "),
     ],
 )
-def test_what_cannot_be_saved_is_named_and_nothing_is_written(
-    tmp_path: Path, tree: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_saved_is_named_and_nothing_is_written(tmp_path, tree, message):
     with pytest.raises(TypeError, match=message):
         trees.write_tree(tmp_path / "x", tree, MINE)
     assert not [*tmp_path.iterdir()]
-
-
-# --- what is written
 
 
 def sizes(folder: Path) -> dict[str, int]:
     return {name: len(each) for name, each in content(folder / "run-1.5-0").items()}
 
 
-def test_a_round_writes_what_has_changed(folder: Path) -> None:
-    """Of two clients with the same state there is one file."""
+def test_a_round_writes_what_has_changed(folder):
     one, before = mine(folder), sizes(folder)
     assert len([name for name in before if name.startswith("states/")]) == 3
     state = one.load()
@@ -190,7 +177,7 @@ def test_a_round_writes_what_has_changed(folder: Path) -> None:
     assert found["history"] == state["history"]
 
 
-def test_equal_states_are_one_file_and_a_store_knows_its_own(tmp_path: Path) -> None:
+def test_equal_states_are_one_file_and_a_store_knows_its_own(tmp_path):
     store = Store(tmp_path)
     kept = [store.put({"a": torch.ones(3)}) for _ in range(3)]
     other = store.put({"a": torch.ones(2)})
@@ -207,7 +194,7 @@ def test_equal_states_are_one_file_and_a_store_knows_its_own(tmp_path: Path) -> 
 # --- what is refused
 
 
-def test_the_rest_of_a_run_killed_before_its_first_checkpoint_goes(tmp_path: Path) -> None:
+def test_the_rest_of_a_run_killed_before_its_first_checkpoint_goes(tmp_path):
     one = mine(tmp_path)
     one.store.put({"a": 1})
     assert loaded(tmp_path) is None and not one.folder.exists()
@@ -221,9 +208,7 @@ def test_the_rest_of_a_run_killed_before_its_first_checkpoint_goes(tmp_path: Pat
         ({}, "belongs to other parameters, plan, code"),
     ],
 )
-def test_a_foreign_checkpoint_is_set_aside_and_its_parts_named(
-    folder: Path, identity: dict[str, str], why: str
-) -> None:
+def test_a_foreign_checkpoint_is_set_aside_and_its_parts_named(folder, identity, why):
     (folder / "run-1.5-0.aside").write_text("what was set aside before")
     assert refused(folder, identity) == why
     assert loaded(folder) is None  # and is not looked at again
@@ -245,9 +230,7 @@ def spoilt(mask: int) -> Callable[[bytes, int], bytes]:
     [cut, spoilt(0xFF), spoilt(0x01), spoilt(0x10), spoilt(0x80)],
     ids=["cut", "inverted", "lowest", "fifth", "highest"],
 )
-def test_damage_at_any_byte_of_any_file_is_noticed(
-    folder: Path, damage: Callable[[bytes, int], bytes]
-) -> None:
+def test_damage_at_any_byte_of_any_file_is_noticed(folder, damage):
     whole, places = content(folder), 0
     for name, original in whole.items():
         for place in range(0, len(original), 1 if len(original) < 300 else 7):
@@ -262,19 +245,7 @@ def test_damage_at_any_byte_of_any_file_is_noticed(
     assert places > 400
 
 
-@pytest.mark.parametrize("content_", [b"", b"\xff" * 64, b"{}" * 50, bytes(1000), None])
-@pytest.mark.parametrize("kind", ["run", "states"])
-def test_a_damaged_file_is_set_aside_and_named(
-    folder: Path, kind: str, content_: bytes | None
-) -> None:
-    """Or one with a folder in its place."""
-    path = next(path for path in folder.rglob("*") if path.is_file() and kind in str(path))
-    path.unlink()
-    path.mkdir() if content_ is None else path.write_bytes(content_)
-    assert refused(folder).startswith("is damaged (")
-
-
-def test_a_sound_file_with_another_content_is_damage(folder: Path) -> None:
+def test_a_sound_file_with_another_content_is_damage(folder):
     """The last bytes are the server's: 7.0 becomes another number, the format stays right."""
     path = folder / "run-1.5-0" / "run.safetensors"
     changed = bytearray(path.read_bytes())
@@ -287,8 +258,6 @@ def test_a_sound_file_with_another_content_is_damage(folder: Path) -> None:
 
 
 class Trap:
-    """Unpickling it makes a file."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -297,7 +266,7 @@ class Trap:
 
 
 @pytest.mark.parametrize("write", [pickle.dump, torch.save], ids=["pickle", "torch"])
-def test_a_pickle_is_not_opened(folder: Path, tmp_path: Path, write: Callable[..., None]) -> None:
+def test_a_pickle_is_not_opened(folder, tmp_path, write):
     for path in [path for path in folder.rglob("*") if path.is_file()]:
         with path.open("wb") as stream:
             write(Trap(tmp_path / "sprung"), stream)
@@ -340,15 +309,8 @@ def after(count: int, failing: Callable[..., None], real: Callable[..., Any]) ->
 )
 @pytest.mark.parametrize("count", range(4))
 def test_a_save_that_fails_anywhere_leaves_the_last_state_and_the_next_one_succeeds(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    target: Any,
-    name: str,
-    failing: Callable[..., None],
-    error: type[BaseException],
-    count: int,
-) -> None:
-    """It writes three stored trees and run.safetensors."""
+    folder, monkeypatch, target, name, failing, error, count
+):
     one = mine(folder)
     assert one.load() is not None
     with monkeypatch.context() as patch:
@@ -365,9 +327,7 @@ def test_a_save_that_fails_anywhere_leaves_the_last_state_and_the_next_one_succe
     assert len(sizes(folder)) == 4
 
 
-def test_results_that_could_not_be_written_are_written_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_that_could_not_be_written_are_written_later(tmp_path, monkeypatch):
     """The round after one that ended with an evaluation has none, but writes its results."""
     one = mine(tmp_path)
     one.save(state_after(1))
@@ -379,7 +339,7 @@ def test_results_that_could_not_be_written_are_written_later(
     assert found is not None and same(found["scores"], state_after(2)["scores"])
 
 
-def test_what_a_killed_process_half_wrote_is_removed(folder: Path) -> None:
+def test_what_a_killed_process_half_wrote_is_removed(folder):
     inside = folder / "run-1.5-0"
     before = content(inside)
     for part in ("run.safetensors.123.part", "states/ab.safetensors.1.part", "states/ab"):
@@ -389,9 +349,7 @@ def test_what_a_killed_process_half_wrote_is_removed(folder: Path) -> None:
     assert content(inside) == before
 
 
-def test_a_half_written_file_never_has_the_checkpoints_name(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_half_written_file_never_has_the_checkpoints_name(folder, monkeypatch):
     """A kill at any time leaves the old state or the new one: each file is complete, under another
     name, before its name changes hands, and run.safetensors, which names the others, is last."""
     replaced: list[str] = []
@@ -424,7 +382,7 @@ def some_record() -> Record:
 
 
 @pytest.mark.parametrize("name", [*records.ARRAYS, "run", "digest"])
-def test_a_changed_record_is_damaged(tmp_path: Path, name: str) -> None:
+def test_a_changed_record_is_damaged(tmp_path, name):
     """A part of it is gone, cut, of another run, or a number in it has changed."""
     some_record().save(tmp_path / "0")
     (path,) = (each for each in (tmp_path / "0").iterdir() if each.stem == name)
@@ -439,9 +397,7 @@ def test_a_changed_record_is_damaged(tmp_path: Path, name: str) -> None:
     assert records.load_record(tmp_path / "0").run == ("s", "m", 3)
 
 
-def test_a_record_of_another_form_is_refused_with_the_cure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_of_another_form_is_refused_with_the_cure(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(records, "FORM", 1)
         some_record().save(tmp_path / "0")
@@ -451,9 +407,7 @@ def test_a_record_of_another_form_is_refused_with_the_cure(
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_a_record_whose_writing_failed_is_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bool
-) -> None:
+def test_a_record_whose_writing_failed_is_not_there(tmp_path, monkeypatch, before):
     if before:
         some_record().save(tmp_path / "0")
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
@@ -465,7 +419,7 @@ def test_a_record_whose_writing_failed_is_not_there(
     assert records.load_record(tmp_path / "0").run == ("s", "m", 3)
 
 
-def test_a_record_comes_back_bit_for_bit(tmp_path: Path) -> None:
+def test_a_record_comes_back_bit_for_bit(tmp_path):
     """Arrays that lie in memory in another order included: safetensors would shuffle them."""
     turned = np.arange(6, dtype=np.float32).reshape(2, 3).T
     scores = {"global": np.full((3, 2, 2, 2), np.nan, np.float32), "initial": turned}
@@ -486,26 +440,9 @@ def test_a_record_comes_back_bit_for_bit(tmp_path: Path) -> None:
             assert arrays[key].tobytes() == array.tobytes()
 
 
-def test_accuracy_of_a_model_and_scoring() -> None:
-    scores = {"global": np.arange(12, dtype=np.float32).reshape(3, 1, 2, 2)}
-    record = Record({}, [], scores, np.zeros((2, 2)), {})
-    assert record.accuracy().tolist() == [[[0, 1], [2, 3]]]
-    assert record.accuracy("global", "seen").tolist() == [[[4, 5], [6, 7]]]
-    assert record.accuracy("global", "task").dtype == np.float64
-
-
-def test_totals_and_bytes_by_hand() -> None:
+def test_totals_and_bytes_by_hand():
     """5 floats and 3 + 2 int64 are 20 + 40 bytes; text and numbers weigh nothing."""
     assert history_total([{"bytes": {"up": 4}}, {"bytes": {"up": 5}}], "bytes", "up") == 9.0
     assert history_total([], "bytes", "up") == 0.0
     tree = {"a": torch.zeros(5), "b": [torch.zeros(3).long(), {"c": torch.zeros(2).long()}], "n": 7}
     assert tree_bytes(tree) == 60 and tree_bytes({"n": "text", "e": []}) == 0
-
-
-def test_a_folder_in_the_place_of_the_lock_is_named_with_its_cure(tmp_path: Path) -> None:
-    (tmp_path / ".tiny-fedavg-0.lock").mkdir()
-    with (
-        pytest.raises(OSError, match=r"tiny-fedavg-0\.lock must be a file.*remove"),
-        checkpoint_lock(tmp_path, "tiny-fedavg", [0]),
-    ):
-        pass

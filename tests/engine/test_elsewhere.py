@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import small
 from small import plans, whole
 
@@ -17,17 +16,13 @@ LOST = 1, 2  # this client's rounds of this experience are not finished
 
 
 class Losing(SerialExecutor):
-    """Leaves out the client rounds that are lost."""
-
     def map(self, work: Any, each: Iterable[Any]) -> list[Any]:
-        """The results of all others."""
         if work is Worker.train_client:
             each = [call for call in each if (call[0].client, call[0].experience) != LOST]
         return super().map(work, each)
 
 
 def elsewhere(folder: Path) -> engine.Start:
-    """How a run starts whose states are in a folder of their own."""
 
     def start(*options: Any) -> tuple[Worker, Losing]:
         worker, _ = start_executor(*options)
@@ -37,9 +32,7 @@ def elsewhere(folder: Path) -> engine.Start:
     return start
 
 
-def test_a_client_round_that_is_not_finished_is_as_one_that_dropped_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_round_that_is_not_finished_is_as_one_that_dropped_out(tmp_path, monkeypatch):
     experiment, selected = whole("local"), engine.Run.select_clients
     found = engine.train(
         experiment, plans(experiment, 0), 1, "cpu", tmp_path / "run", elsewhere(tmp_path / "node")
@@ -54,9 +47,7 @@ def test_a_client_round_that_is_not_finished_is_as_one_that_dropped_out(
     assert [row["completed"] for row in found[0].history] == [4, 4, 4, 4, 3, 3]
 
 
-def test_a_checkpoint_names_states_that_it_does_not_hold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_names_states_that_it_does_not_hold(tmp_path, monkeypatch):
     """Killed in the third round and resumed; the states' own store is asked for all of them."""
     experiment, folder = whole("local"), tmp_path / "run"
     start = elsewhere(tmp_path / "node")

@@ -1,7 +1,6 @@
 """The number of processes changes no bit, and whoever is killed leaves nothing hanging."""
 
 import concurrent.futures
-import os
 import signal
 import subprocess
 import sys
@@ -22,7 +21,6 @@ from stamp_core.data.plan import Plan
 from stamp_core.engine import executor, worker
 from stamp_core.engine import train as engine
 from stamp_core.engine.executor import ProcessExecutor
-from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.trees import read_tree
 from stamp_core.methods.base.method import ClientRound, InitialStates, Method
 from stamp_core.results.records import tree_bytes
@@ -47,7 +45,7 @@ REPLAY = tiny("replay", training={"participation": 0.75})
     ],
     ids=["fedavg", "replay", "stamp", "fine-tuning at a falling rate"],
 )
-def test_the_number_of_workers_changes_no_bit(experiment: Experiment, several: int) -> None:
+def test_the_number_of_workers_changes_no_bit(experiment, several):
     """Nor does it matter whether two seeds are trained one by one, in turn, or side by side."""
     plans_ = plans(experiment, 0, 1)
     alone = {seed: run(experiment, plan) for seed, plan in plans_.items()}
@@ -61,9 +59,7 @@ def test_the_number_of_workers_changes_no_bit(experiment: Experiment, several: i
 
 
 @pytest.mark.parametrize("kind", ["stamp", "local"])
-def test_stopped_worker_processes_go_on_to_the_results_of_one_process(
-    kind: str, tmp_path: Path
-) -> None:
+def test_stopped_worker_processes_go_on_to_the_results_of_one_process(kind, tmp_path):
     experiment = whole(kind, split=FEW)
     seeds = plans(experiment, 0, 1)
     with small.stopped_after(3):
@@ -73,7 +69,7 @@ def test_stopped_worker_processes_go_on_to_the_results_of_one_process(
         small.assert_same(found[seed], run(experiment, plan))
 
 
-def test_trees_come_through_to_another_process_unchanged() -> None:
+def test_trees_come_through_to_another_process_unchanged():
     """Parts of a tensor travel without the rest of it; all types, also empty and without axes."""
     tree = {
         "part": torch.arange(10_000.0)[10:20],
@@ -89,31 +85,10 @@ def test_trees_come_through_to_another_process_unchanged() -> None:
     back["part"] += 1  # a client may write into what it got
 
 
-@pytest.mark.parametrize(
-    ("requested", "device", "environment", "workers"),
-    [
-        (3, "cpu", "5", 3),
-        (0, "cpu", "5", 5),
-        (0, "cuda", "5", 5),
-        (0, "cuda", "", 1),
-        (0, "cpu", "", 3),
-    ],
-)
-def test_the_number_of_workers_is_the_argument_the_environment_or_the_cores(
-    requested: int, device: str, environment: str, workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a GPU one, unless another number is asked for."""
-    monkeypatch.setenv("STAMP_WORKERS", environment or "0")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 5, 7}, raising=False)
-    assert executor.resolve_workers(requested, device) == workers
-
-
 # ------------------------------------------------------------------ failures
 
 
-def test_a_killed_worker_ends_the_run_with_a_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_worker_ends_the_run_with_a_reason(tmp_path, monkeypatch):
     """As the kernel would when memory runs out; the finished rounds are kept."""
     experiment, map_, once = REPLAY, ProcessExecutor.map, threading.Lock()
 
@@ -146,8 +121,6 @@ def test_a_killed_worker_ends_the_run_with_a_reason(
 
 
 class Greedy(Method):
-    """FedAvg that asks for more memory than there is, on the second task."""
-
     def train(self, client_round: ClientRound, context: StepContext) -> list[torch.Tensor]:
         if client_round.experience:
             torch.empty(10**15)
@@ -155,30 +128,22 @@ class Greedy(Method):
 
 
 class GreedyAtOnce(Method):
-    """FedAvg that asks for more memory than there is before the first round."""
-
     def initial_states(self, plan: Plan) -> InitialStates:
         torch.empty(10**15)
         return super().initial_states(plan)
 
 
 class Mistaken(Method):
-    """FedAvg with a mistake in it."""
-
     def train(self, client_round: ClientRound, context: StepContext) -> list[torch.Tensor]:
         return [torch.ones(2) @ torch.ones(3)]
 
 
 class Elsewhere(small.Quick):
-    """An experiment whose method has no file of its own."""
-
     def files(self) -> list[Path]:
-        """This one."""
         return [Path(__file__)]
 
 
 def with_method(kind: type[Method]) -> Elsewhere:
-    """Two clients who train by such a method."""
     experiment = tiny(network=BATCH_NORM, split={"clients": 2, **FEW})
     return Elsewhere(experiment.setting, "fedavg", kind, experiment.params)
 
@@ -192,9 +157,7 @@ ENOUGH = (
 @pytest.mark.parametrize(
     ("kind", "workers", "rounds"), [(Greedy, 1, 2), (Greedy, 2, 2), (GreedyAtOnce, 1, None)]
 )
-def test_an_error_for_lack_of_memory_says_what_to_lower(
-    kind: type[Method], workers: int, rounds: int | None, tmp_path: Path
-) -> None:
+def test_an_error_for_lack_of_memory_says_what_to_lower(kind, workers, rounds, tmp_path):
     """In this process and through one from another; what came before it is on disk."""
     experiment = with_method(kind)
     with pytest.raises(MemoryError) as error:
@@ -205,24 +168,11 @@ def test_an_error_for_lack_of_memory_says_what_to_lower(
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_other_errors_come_through_as_they_are(workers: int) -> None:
+def test_other_errors_come_through_as_they_are(workers):
     experiment = with_method(Mistaken)
     with pytest.raises(RuntimeError, match="inconsistent tensor size") as error:
         engine.train(experiment, plans(experiment, 0), workers, "cpu")
     assert type(error.value) is RuntimeError
-
-
-@pytest.mark.parametrize(
-    ("error", "lacking"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
-        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), True),
-        (RuntimeError("CUDA error: device-side assert triggered"), False),
-    ],
-)
-def test_which_errors_are_for_lack_of_memory(error: RuntimeError, lacking: bool) -> None:
-    assert worker.is_out_of_memory(error) == lacking
 
 
 UNGUARDED = """
@@ -233,7 +183,7 @@ train(experiment, experiment.plans("0"), workers=2)
 """
 
 
-def test_a_script_whose_workers_would_run_it_again_is_told_of_its_guard(tmp_path: Path) -> None:
+def test_a_script_whose_workers_would_run_it_again_is_told_of_its_guard(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(UNGUARDED)
     command = [sys.executable, str(script)]
@@ -243,9 +193,7 @@ def test_a_script_whose_workers_would_run_it_again_is_told_of_its_guard(tmp_path
 
 
 @pytest.mark.parametrize("error", [EOFError(), ConnectionResetError(104, "reset")])
-def test_a_killed_fork_server_is_named_as_a_killed_worker_is(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_fork_server_is_named_as_a_killed_worker_is(error, monkeypatch):
     """It ends while it starts a worker: the pool passes on what the connection to it says."""
 
     def broken(*_: object) -> None:
@@ -256,9 +204,7 @@ def test_a_killed_fork_server_is_named_as_a_killed_worker_is(
         engine.train(REPLAY, plans(REPLAY, 0), 2, "cpu")
 
 
-def test_workers_keep_states_on_disk_and_pass_on_where_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_keep_states_on_disk_and_pass_on_where_they_are(tmp_path, monkeypatch):
     """The same results as in memory; a client's own model does not cross to its process."""
     experiment, dumps = whole("local"), executor.dumps
     records, carried = {}, dict[Path | None, int]()
@@ -284,7 +230,7 @@ SMALL = "from stamp_core.engine.worker import peak_memory; print(peak_memory())"
 @pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="only Linux passes a peak on to a child"
 )
-def test_the_peak_of_memory_is_that_of_the_process_itself() -> None:
+def test_the_peak_of_memory_is_that_of_the_process_itself():
     """A new process is small, be it started by one that holds 800 MB."""
     held = torch.ones(200_000_000)
     command = [sys.executable, "-c", SMALL]

@@ -1,7 +1,6 @@
 """Experiments with other values than the files have, from Python."""
 
 import copy
-from typing import Any
 
 import pytest
 from small import assert_same_weights, run
@@ -12,7 +11,7 @@ from stamp_core.methods.base.registry import read_preset
 from workbench import run_folder
 
 
-def test_overrides_are_the_values_of_a_preset_and_of_a_setting_that_have_them() -> None:
+def test_overrides_are_the_values_of_a_preset_and_of_a_setting_that_have_them():
     params = read_params()
     before = copy.deepcopy(params)
     other = copy.deepcopy(params)
@@ -29,7 +28,7 @@ def test_overrides_are_the_values_of_a_preset_and_of_a_setting_that_have_them() 
     assert run_folder(changed, "0") != run_folder(same, "0")
 
 
-def test_a_method_without_a_preset_takes_overrides() -> None:
+def test_a_method_without_a_preset_takes_overrides():
     params = {**read_params(), "methods": {}}
     changed = load_experiment("tiny", "fedprox", params, overrides={"mu": 0.5})
     assert changed.params.mu == 0.5
@@ -40,15 +39,14 @@ def test_a_method_without_a_preset_takes_overrides() -> None:
     [
         ({"spatial.kapa": 0.9}, "spatial.*kapa.*kappa"),
         ({"setting.training.learning": 1}, "tiny.training.*learning"),
-        ({"spatial.kappa": -1}, "kappa"),
         ({"spatial": 3}, "spatial"),
     ],
 )
-def test_overrides_of_nothing_are_refused_by_name(values: dict[str, Any], message: str) -> None:
+def test_overrides_of_nothing_are_refused_by_name(values, message):
     with pytest.raises(ParameterError, match=message):
         load_experiment("tiny", "stamp", read_params(), overrides=values)
 
 
-def test_values_in_the_place_of_parameters_are_refused_with_the_place_for_them() -> None:
+def test_values_in_the_place_of_parameters_are_refused_with_the_place_for_them():
     with pytest.raises(ParameterError, match=r"read_params\(\).*overrides"):
         load_experiment("tiny", "stamp", {"spatial.kappa": 0.9})

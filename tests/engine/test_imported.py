@@ -1,7 +1,6 @@
 """Trainings with plans from elsewhere: those of the plans themselves, bit for bit."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,24 +22,20 @@ SHARED = {"clients": 3, "tasks": 2, "classes_per_task": 3, "order": "given", "al
 
 
 def client_images(plan: Plan) -> list[list[int]]:
-    """The images of each client, of all its tasks."""
     return [[i for task in own for i in task.train or ()] for own in plan.clients]
 
 
 def by_table(plan: Plan, dataset: ImageDataset, folder: Path) -> Plan:
-    """The plan out and in again as a table."""
     export_plan(plan, dataset, folder / "plan.csv")
     return import_plan(folder / "plan.csv", dataset)
 
 
 def by_pfllib(plan: Plan, dataset: ImageDataset, folder: Path) -> Plan:
-    """The plan as PFLlib would have written it, without tasks."""
     parts = [client(dataset, part) for part in client_images(plan)]
     return import_pfllib(write_folder(folder / "Set", parts), dataset, tasks=2)
 
 
 def by_flwr(plan: Plan, dataset: ImageDataset, folder: Path) -> Plan:
-    """The plan as rows of a shuffled data set, without tasks."""
     theirs = torch.randperm(len(dataset.y_train), generator=torch.Generator().manual_seed(0))
     row = {ours: place for place, ours in enumerate(theirs.tolist())}
     parts = {u: [row[i] for i in part] for u, part in enumerate(client_images(plan))}
@@ -50,9 +45,7 @@ def by_flwr(plan: Plan, dataset: ImageDataset, folder: Path) -> Plan:
 
 
 @pytest.mark.parametrize("way", [by_table, by_pfllib, by_flwr])
-def test_a_training_with_an_imported_plan_is_that_with_the_plan(
-    way: Callable[[Plan, ImageDataset, Path], Plan], tmp_path: Path
-) -> None:
+def test_a_training_with_an_imported_plan_is_that_with_the_plan(way, tmp_path):
     experiment = tiny("stamp", split=SHARED, training={"rounds": 1}, spatial={})
     drawn = plan(experiment)
     imported = way(drawn, experiment.dataset(), tmp_path)
@@ -63,7 +56,7 @@ def test_a_training_with_an_imported_plan_is_that_with_the_plan(
     assert (split["kind"], split["clients"], split["tasks"]) == ("file", 3, 2)
 
 
-def test_the_setting_takes_the_numbers_of_clients_and_tasks_from_the_plan(tmp_path: Path) -> None:
+def test_the_setting_takes_the_numbers_of_clients_and_tasks_from_the_plan(tmp_path):
     tasks = [{"classes": [3]}, {"classes": [0, 1, 2]}, {"classes": [4, 5]}, {"classes": [9]}]
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"clients": [tasks, tasks[::-1]]}))
@@ -74,7 +67,7 @@ def test_the_setting_takes_the_numbers_of_clients_and_tasks_from_the_plan(tmp_pa
     assert record.tests[0].tolist() == [sum(counts[c] for c in t["classes"]) for t in tasks]
 
 
-def test_plans_of_different_splits_are_not_one_experiment() -> None:
+def test_plans_of_different_splits_are_not_one_experiment():
     experiment = tiny()
     first, second = (replace(plan(experiment), seed=seed) for seed in (0, 1))
     split = Split("file", clients=4, tasks=3)

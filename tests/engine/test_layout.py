@@ -2,12 +2,10 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import small
 import torch
-from pytest import MonkeyPatch
 
 from stamp_core.core import paths
 from stamp_core.data.dataset import ImageDataset
@@ -15,20 +13,17 @@ from stamp_core.models.flat import split_like
 
 
 class Coloured(small.Quick):
-    """An experiment with convolutions of more than one channel."""
-
     def dataset(self) -> ImageDataset:
         return small.coloured(super().dataset())
 
 
 def coloured() -> Coloured:
-    """FedAvg in one round of each of two tasks."""
     split = {"clients": 2, "tasks": 2, "images_per_class": 6}
     made = small.tiny(split=split, training={"rounds": 1}, network=small.CONVOLUTIONS)
     return Coloured(made.setting, made.method, made.kind, made.params)
 
 
-def test_a_checkpoint_of_the_other_layout_is_not_resumed(tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_other_layout_is_not_resumed(tmp_path):
     experiment = coloured()
     expected = small.run(experiment)
     with small.channels_last():
@@ -40,7 +35,7 @@ def test_a_checkpoint_of_the_other_layout_is_not_resumed(tmp_path: Path) -> None
     assert server.shape == other.shape and not torch.allclose(server, other, atol=1e-3)
 
 
-def test_initial_weights_are_the_same_in_both_layouts() -> None:
+def test_initial_weights_are_the_same_in_both_layouts():
     experiment = coloured()
     plan, found = small.plan(experiment), []
     for context in (nullcontext, small.channels_last):
@@ -53,9 +48,7 @@ def test_initial_weights_are_the_same_in_both_layouts() -> None:
     assert not torch.equal(one, other) and torch.equal(one.sort().values, other.sort().values)
 
 
-def test_the_weights_of_a_record_do_not_depend_on_the_layout(
-    tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+def test_the_weights_of_a_record_do_not_depend_on_the_layout(tmp_path, monkeypatch):
     """A record of channels last is loaded by name where channels are first, and back."""
     monkeypatch.setattr(paths, "RAW", tmp_path)
     experiment = coloured()

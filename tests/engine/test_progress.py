@@ -1,7 +1,6 @@
 """What a training shows and tells while it runs; neither changes a number."""
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 import small
@@ -11,63 +10,25 @@ from stamp_core.engine import train as engine
 from stamp_core.engine.progress import Logger
 
 
-def shown(form: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    monkeypatch.setenv("STAMP_PROGRESS", form)
-    capsys.readouterr()
-    run(tiny("fedavg"))
-    drawn = capsys.readouterr()
-    return drawn.out + drawn.err
-
-
-def test_a_line_names_the_training_and_estimates_what_is_left_until_the_end(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = shown("lines", monkeypatch, capsys).splitlines()
-    assert len(lines) > 1
-    assert all(line.startswith("tiny-fedavg  seed 0  experience ") for line in lines)
-    assert ["left" in line for line in lines] == [True] * (len(lines) - 1) + [False]
-
-
-def test_a_bar_names_the_training_and_none_is_silent(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "tiny-fedavg" in shown("bar", monkeypatch, capsys)
-    assert shown("none", monkeypatch, capsys) == ""
-
-
-def test_another_form_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(ValueError, match="STAMP_PROGRESS is 'bars': it must be one of bar, lines"):
-        shown("bars", monkeypatch, capsys)
-
-
 class Told:
-    """A logger that keeps what it is told."""
-
     def __init__(self) -> None:
         self.rounds: list[tuple[int, int]] = []
         self.accuracies: dict[tuple[int, int], dict[str, float]] = {}
         self.values: list[dict[str, float]] = []
 
     def on_round(self, seed: int, round: int, values: Mapping[str, float]) -> None:
-        """Keep which round it was, and its numbers."""
         self.rounds.append((seed, round))
         self.values.append(dict(values))
 
     def on_experience(self, seed: int, experience: int, values: Mapping[str, float]) -> None:
-        """Keep the accuracies."""
         self.accuracies[seed, experience] = dict(values)
 
 
 class Full:
-    """A logger whose disk is full after some rounds."""
-
     def __init__(self, rounds: int) -> None:
         self.left = rounds
 
     def on_round(self, seed: int, round: int, values: Mapping[str, float]) -> None:
-        """Fail if nothing is left."""
         self.left -= 1
         if self.left < 0:
             raise OSError(28, "No space left on device")
@@ -77,7 +38,7 @@ class Full:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_loggers_are_told_every_number_and_change_none(workers: int) -> None:
+def test_loggers_are_told_every_number_and_change_none(workers):
     experiment, told = tiny("replay", memory=kept(5)), Told()
     both = plans(experiment, 0, 1)
     quiet = engine.train(experiment, both, workers, "cpu")
@@ -97,7 +58,7 @@ def test_loggers_are_told_every_number_and_change_none(workers: int) -> None:
         assert [v["experience"] for v in values] == [0, 0, 1, 1, 2, 2]
 
 
-def test_a_resumed_training_tells_the_earlier_rounds_too(tmp_path: Path) -> None:
+def test_a_resumed_training_tells_the_earlier_rounds_too(tmp_path):
     whole, first, second = Told(), Told(), Told()
     run(tiny(), loggers=[whole])
     with small.stopped_after(3):
@@ -107,7 +68,7 @@ def test_a_resumed_training_tells_the_earlier_rounds_too(tmp_path: Path) -> None
     assert second.rounds == whole.rounds and second.accuracies == whole.accuracies
 
 
-def test_a_logger_that_fails_ends_the_training_which_then_resumes(tmp_path: Path) -> None:
+def test_a_logger_that_fails_ends_the_training_which_then_resumes(tmp_path):
     full: Logger = Full(3)
     with pytest.raises(OSError, match="No space left") as caught:
         run(tiny(), resume=tmp_path, loggers=[full])

@@ -36,13 +36,11 @@ class LoopGrid(Grid):
         self.before: Callable[[Message], None] = lambda message: None
 
     def get_node_ids(self) -> list[int]:
-        """All nodes that are not away."""
         return [node for node in self.configs if node not in self.away]
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> list[Message]:
-        """The replies, the last node's first."""
         return [reply for message in reversed([*messages]) for reply in self.deliver(message)]
 
     def deliver(self, message: Message) -> list[Message]:
@@ -57,7 +55,6 @@ class LoopGrid(Grid):
         return [reply]
 
     def trained(self) -> list[Message]:
-        """The messages of client rounds."""
         return [each for each in self.sent if each.metadata.message_type == "train"]
 
     def set_run(self, run: Any) -> None:
@@ -67,8 +64,6 @@ class LoopGrid(Grid):
 
 
 class Federation:
-    """The shares of an experiment on a disk, and trainings with them."""
-
     def __init__(self, folder: Path, experiment: Experiment, *seeds: int) -> None:
         self.folder, self.experiment, self.seeds = folder, experiment, seeds or (0,)
         self.plans = small.plans(experiment, *self.seeds)
@@ -76,7 +71,6 @@ class Federation:
         self.grid = LoopGrid(folder)
 
     def train(self, resume: str = "resume", wait: float = 0) -> dict[int, Record]:
-        """The records of a training on the nodes."""
         return train_federation(
             self.grid,
             self.experiment,
@@ -87,6 +81,5 @@ class Federation:
         )
 
     def simulate(self) -> dict[int, Record]:
-        """The records of the same training in one process that has all images."""
         experiment = federated(self.experiment)
         return {seed: small.run(experiment, plan) for seed, plan in self.plans.items()}

@@ -4,7 +4,6 @@
 """
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from stamp_core.engine.trees import Store, Tree
 from stamp_core.engine.worker import Worker
 from stamp_core.methods.base.registry import method_names
 from stamp_core.results.records import SCORINGS
-from workbench.federation import messages, node, server, shares
+from workbench.federation import messages, node, server
 from workbench.federation.messages import pack, unpack
 from workbench.federation.shares import read_share, write_shares
 
@@ -30,13 +29,11 @@ ROUNDS = [(experience, round_) for experience in range(3) for round_ in range(2)
 
 
 def address(message: Message) -> tuple[int, int]:
-    """The experience and the round of the first client round in a message."""
     _, _, experience, round_, _ = unpack(message.content)["calls"][0]["round_id"]
     return experience, round_
 
 
 def without(patch: pytest.MonkeyPatch, client: int, lost: list[tuple[int, int]]) -> None:
-    """Have a client drop out of some rounds of a simulation."""
     selected = engine.Run.select_clients
 
     def select(run: engine.Run, experience: int, round_: int) -> tuple[list[int], list[int]]:
@@ -51,7 +48,7 @@ def without(patch: pytest.MonkeyPatch, client: int, lost: list[tuple[int, int]])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_federation_has_the_results_of_the_simulation(kind: str, tmp_path: Path) -> None:
+def test_a_federation_has_the_results_of_the_simulation(kind, tmp_path):
     """Of two seeds; each node is asked once, and a round is one message to each."""
     federation = Federation(tmp_path, whole(kind), 0, 1)
     found = federation.train()
@@ -64,7 +61,7 @@ def test_a_federation_has_the_results_of_the_simulation(kind: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_server_goes_on_where_it_was(kind: str, tmp_path: Path) -> None:
+def test_a_killed_server_goes_on_where_it_was(kind, tmp_path):
     federation = Federation(tmp_path, whole(kind))
     with small.stopped_after(3):
         federation.train()
@@ -78,7 +75,7 @@ def test_a_killed_server_goes_on_where_it_was(kind: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", sorted({*method_names()} - {*KINDS, "joint"}))
-def test_every_other_method_runs_unchanged(kind: str, tmp_path: Path) -> None:
+def test_every_other_method_runs_unchanged(kind, tmp_path):
     """In two experiences of a round; FedDBE without its warm-up, and `joint` not at all (below)."""
     params = {"trained": True} if kind == "feddbe" else small.PARTS.get(kind, {})
     federation = Federation(
@@ -87,7 +84,7 @@ def test_every_other_method_runs_unchanged(kind: str, tmp_path: Path) -> None:
     small.assert_same(federation.train()[0], federation.simulate()[0])
 
 
-def test_local_buffers_are_evaluated_on_nodes_without_class_means(tmp_path: Path) -> None:
+def test_local_buffers_are_evaluated_on_nodes_without_class_means(tmp_path):
     experiment = small.tiny(network=small.BATCH_NORM, training={"buffers": "local"})
     federation = Federation(tmp_path, experiment)
     found, expected = federation.train()[0], federation.simulate()[0]
@@ -102,7 +99,7 @@ def test_local_buffers_are_evaluated_on_nodes_without_class_means(tmp_path: Path
 # --- what travels and where states are
 
 
-def test_no_image_leaves_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_image_leaves_a_node(tmp_path, monkeypatch):
     """STAMP's memories hold images; all that nodes send are numbers in floating point."""
     replies: list[Tree] = []
     monkeypatch.setattr(
@@ -118,7 +115,7 @@ def test_no_image_leaves_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert any(t.dtype == torch.uint8 and t.numel() for own in memory for t in own.values())
 
 
-def test_a_share_has_the_images_of_its_clients_only(tmp_path: Path) -> None:
+def test_a_share_has_the_images_of_its_clients_only(tmp_path):
     experiment = whole("fedavg", split={"images_per_class": 5})
     plan, dataset = small.plan(experiment), experiment.dataset()
     write_shares(dataset, {0: plan}, NODES, tmp_path)
@@ -129,19 +126,7 @@ def test_a_share_has_the_images_of_its_clients_only(tmp_path: Path) -> None:
     assert int(share.images.x_train.sum()) == int(dataset.x_train[own].sum())
 
 
-def test_shares_of_a_setting_are_written_by_a_command(tmp_path: Path) -> None:
-    """A client must be on one node."""
-    shares.main("tiny", "0to1", str(tmp_path), "0 3", "1", "2")
-    assert read_share(tmp_path / "node1").clients == (0, 3)
-    assert len(list((tmp_path / "server").glob("plan-*.json"))) == 2
-    server_share = read_share(tmp_path / "server")
-    assert not server_share.clients and len(server_share.images.y_test) == 450
-    for nodes in (("0 1", "2"), ("0 1", "1 2 3")):
-        with pytest.raises(SystemExit, match="tiny has clients 0 to 3, each on one node"):
-            shares.main("tiny", "0", str(tmp_path), *nodes)
-
-
-def test_equal_tensors_are_sent_once_and_come_back_as_they_were() -> None:
+def test_equal_tensors_are_sent_once_and_come_back_as_they_were():
     vector = torch.randn(5)
     tree = {"a": vector, "b": [vector, vector[1:], torch.tensor(-0.0)], "c": {"nan": 1e-300}}
     content = pack(tree, "a test")
@@ -149,21 +134,10 @@ def test_equal_tensors_are_sent_once_and_come_back_as_they_were() -> None:
     small.assert_equal_trees(unpack(content), tree)
 
 
-def test_a_node_keeps_a_state_and_the_one_before(tmp_path: Path) -> None:
-    federation = Federation(tmp_path, whole("fedas"))
-    federation.train()
-    for place, clients in enumerate(NODES, start=1):
-        for client in clients:
-            (folder,) = (tmp_path / f"node{place}").glob(f"states/*/{client}")
-            assert len(list(folder.iterdir())) == 2
-
-
 # --- nodes that leave and come back
 
 
-def test_a_node_that_leaves_has_dropped_out_and_comes_back_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_leaves_has_dropped_out_and_comes_back_as_it_was(tmp_path, monkeypatch):
     """It leaves with a round's work done that nobody has heard of, and misses the next one."""
     federation = Federation(tmp_path, whole("fedas"))
     grid = federation.grid
@@ -185,7 +159,7 @@ def test_a_node_that_leaves_has_dropped_out_and_comes_back_as_it_was(
     small.assert_same(found, federation.simulate()[0])
 
 
-def test_who_is_away_at_an_evaluation_has_no_score(tmp_path: Path) -> None:
+def test_who_is_away_at_an_evaluation_has_no_score(tmp_path):
     federation = Federation(tmp_path, whole("fedas"))
     grid = federation.grid
 
@@ -198,7 +172,7 @@ def test_who_is_away_at_an_evaluation_has_no_score(tmp_path: Path) -> None:
     assert np.isnan(scores[:, 2, 3]).all() and not np.isnan(scores[0, 2, :3, 0]).any()
 
 
-def test_a_round_that_nobody_answers_ends_the_run_which_goes_on_later(tmp_path: Path) -> None:
+def test_a_round_that_nobody_answers_ends_the_run_which_goes_on_later(tmp_path):
     federation = Federation(tmp_path, whole("fedavg"))
 
     def leave(message: Message) -> None:
@@ -213,7 +187,7 @@ def test_a_round_that_nobody_answers_ends_the_run_which_goes_on_later(tmp_path: 
     assert min(map(address, federation.grid.trained())) == (1, 0)
 
 
-def test_without_all_clients_nothing_starts(tmp_path: Path) -> None:
+def test_without_all_clients_nothing_starts(tmp_path):
     federation = Federation(tmp_path, whole("fedavg"))
     federation.grid.away.add(101)
     with pytest.raises(RuntimeError, match=r"no node has clients \[0, 2\]$"):
@@ -224,7 +198,7 @@ def test_without_all_clients_nothing_starts(tmp_path: Path) -> None:
 # --- what is refused
 
 
-def test_a_node_with_other_images_is_refused(tmp_path: Path) -> None:
+def test_a_node_with_other_images_is_refused(tmp_path):
     federation = Federation(tmp_path, whole("fedavg"))
     file = tmp_path / "node2" / "share.safetensors"
     other = Federation(
@@ -240,7 +214,7 @@ def test_a_node_with_other_images_is_refused(tmp_path: Path) -> None:
         federation.train()
 
 
-def test_a_node_that_says_it_has_the_clients_of_another_is_refused(tmp_path: Path) -> None:
+def test_a_node_that_says_it_has_the_clients_of_another_is_refused(tmp_path):
     federation = Federation(tmp_path, whole("fedavg"))
     federation.grid.configs[102]["clients"] = "1 3"
     with pytest.raises(RuntimeError, match=r"has no images of clients \[3\]"):
@@ -251,9 +225,7 @@ def test_a_node_that_says_it_has_the_clients_of_another_is_refused(tmp_path: Pat
 
 
 @pytest.mark.parametrize("key", ["code", "torch", "federation"])
-def test_a_node_with_other_code_is_refused(
-    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_with_other_code_is_refused(key, tmp_path, monkeypatch):
     federation, known = Federation(tmp_path, whole("fedavg")), node.identity
     monkeypatch.setattr(node, "identity", lambda *of: {**known(*of), key: "edited"})
     with pytest.raises(RuntimeError, match=f"its {key} is edited, the server's "):
@@ -262,9 +234,7 @@ def test_a_node_with_other_code_is_refused(
 
 
 @pytest.mark.parametrize("altered", [False, True])
-def test_a_state_that_is_missing_or_altered_is_refused(
-    altered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_state_that_is_missing_or_altered_is_refused(altered, tmp_path, monkeypatch, capsys):
     """Its client drops out; the other one of the node goes on."""
     federation = Federation(tmp_path, whole("fedas"))
     with small.stopped_after(3):
@@ -280,9 +250,7 @@ def test_a_state_that_is_missing_or_altered_is_refused(
     assert "of client 0 is missing or altered" in capsys.readouterr().out
 
 
-def test_a_message_that_is_too_long_is_refused_before_it_is_sent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_message_that_is_too_long_is_refused_before_it_is_sent(tmp_path, monkeypatch):
     federation = Federation(tmp_path, whole("fedavg"))
     monkeypatch.setattr(messages, "MOST", 4 * small.P)
     with pytest.raises(
@@ -295,7 +263,7 @@ def test_a_message_that_is_too_long_is_refused_before_it_is_sent(
         pack({"x": torch.empty(2**31, dtype=torch.uint8)}, "this")
 
 
-def test_a_second_server_is_refused_in_the_same_folder_and_apart_in_another(tmp_path: Path) -> None:
+def test_a_second_server_is_refused_in_the_same_folder_and_apart_in_another(tmp_path):
     """While the first trains; the nodes keep the states of both."""
     federation, second = Federation(tmp_path, whole("fedas")), dict[int, Any]()
 
@@ -313,15 +281,13 @@ def test_a_second_server_is_refused_in_the_same_folder_and_apart_in_another(tmp_
 
 
 @pytest.mark.parametrize("kind, params", [("joint", {}), ("feddbe", small.PARTS["feddbe"])])
-def test_methods_that_need_the_images_of_all_clients_say_so(
-    kind: str, params: Any, tmp_path: Path
-) -> None:
+def test_methods_that_need_the_images_of_all_clients_say_so(kind, params, tmp_path):
     federation = Federation(tmp_path, small.tiny(kind, **params))
     with pytest.raises((ValueError, RuntimeError), match=r"images of client \d are on another"):
         federation.train()
 
 
-def test_an_error_on_a_node_ends_the_run(tmp_path: Path) -> None:
+def test_an_error_on_a_node_ends_the_run(tmp_path):
     federation = Federation(tmp_path, small.tiny(training={"lr": 1e38}))
     with pytest.raises(
         RuntimeError, match=r"node 10.: DivergedError: client ., .* no longer finite"
@@ -337,7 +303,7 @@ def answered(federation: Federation, content: RecordDict) -> Tree:
     return tree
 
 
-def test_a_node_does_only_what_it_may_be_asked_for(tmp_path: Path) -> None:
+def test_a_node_does_only_what_it_may_be_asked_for(tmp_path):
     """No other method of a worker, no folder outside its own, no client of another node."""
     federation = Federation(tmp_path, whole("fedavg"))
     federation.train()
@@ -358,7 +324,7 @@ def test_a_node_does_only_what_it_may_be_asked_for(tmp_path: Path) -> None:
     assert "the run has the key '../elsewhere'" in refusal({**good, "key": "../elsewhere"})
 
 
-def test_secure_sums_are_refused_before_a_node_is_asked(tmp_path: Path) -> None:
+def test_secure_sums_are_refused_before_a_node_is_asked(tmp_path):
     """Nodes send single uploads, whatever the server's methods read of them."""
     federation = Federation(tmp_path, whole("fedavg", training={"secure_sums": True}))
     with pytest.raises(
@@ -368,12 +334,7 @@ def test_secure_sums_are_refused_before_a_node_is_asked(tmp_path: Path) -> None:
     assert not federation.grid.sent
 
 
-def test_projections_of_updates_travel_too(tmp_path: Path) -> None:
-    federation = Federation(tmp_path, small.tiny("fedomg", spatial={"projection": 16}))
-    small.assert_same(federation.train()[0], federation.simulate()[0])
-
-
-def test_pickled_objects_are_refused(tmp_path: Path) -> None:
+def test_pickled_objects_are_refused(tmp_path):
     federation = Federation(tmp_path, whole("fedavg"))
     federation.train()
     content = federation.grid.trained()[0].content

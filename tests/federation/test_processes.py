@@ -16,12 +16,10 @@ from workbench.federation.local import LocalFederation
 
 
 def says(folder: Path, name: str, text: str) -> Callable[[], bool]:
-    """Whether the log of a program has a text."""
     return lambda: text in (folder / f"{name}.log").read_text(errors="replace")
 
 
 def kill_server(folder: Path, superlink: Popen[bytes]) -> None:
-    """Kill the server's program after a round."""
     file = folder / "resume" / "tiny-stamp-0" / "run.safetensors"
     wait_until(lambda: file.exists() and read_tree(file)[0]["next"], "a round", patience=600)
     programs = psutil.Process(superlink.pid).children(recursive=True)
@@ -29,7 +27,7 @@ def kill_server(folder: Path, superlink: Popen[bytes]) -> None:
     server.kill()
 
 
-def test_real_processes_have_the_results_of_the_simulation(tmp_path: Path) -> None:
+def test_real_processes_have_the_results_of_the_simulation(tmp_path):
     """Killed after one of six rounds; before it starts, two strangers are refused.
 
     One node does not trust the server's certificate, one has a key that is not registered.

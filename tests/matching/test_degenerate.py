@@ -34,7 +34,6 @@ def independent(draw: Draw, g: Array, noise: float) -> Array:
 
 
 def opposite(draw: Draw, g: Array, noise: float) -> Array:
-    """One gradient is minus a multiple of another, up to noise."""
     one, other = draw.choice(len(g), 2, replace=False)
     scale = np.exp(draw.standard_normal())
     g[one] = -scale * g[other] + noise * draw.standard_normal(g.shape[1])
@@ -42,7 +41,6 @@ def opposite(draw: Draw, g: Array, noise: float) -> Array:
 
 
 def duplicate(draw: Draw, g: Array, noise: float) -> Array:
-    """Each gradient is one of two, up to noise."""
     return g[draw.integers(0, 2, len(g))] + noise * draw.standard_normal(g.shape)
 
 
@@ -53,7 +51,6 @@ def nearly_collinear(draw: Draw, g: Array, noise: float) -> Array:
 
 
 def rank_deficient(draw: Draw, g: Array, noise: float) -> Array:
-    """Fewer dimensions than gradients, up to noise."""
     rank = draw.integers(1, len(g))
     low = draw.standard_normal((len(g), rank)) @ draw.standard_normal((rank, g.shape[1]))
     return low + noise * draw.standard_normal(g.shape)
@@ -65,7 +62,6 @@ def unequal(draw: Draw, g: Array, noise: float) -> Array:
 
 
 def cancelling(draw: Draw, g: Array, noise: float) -> Array:
-    """The reference is far shorter than the gradients."""
     g[-1] = -g[:-1].sum(0) + max(noise, 1e-5) * draw.standard_normal(g.shape[1])
     return g
 
@@ -147,7 +143,7 @@ def slsqp(g: Array, kappa: float) -> float:
 
 @settings(deadline=None, max_examples=400, derandomize=True)
 @given(instances)
-def test_d_is_in_the_ball_and_as_good_as_that_of_an_independent_solver(instance: Instance) -> None:
+def test_d_is_in_the_ball_and_as_good_as_that_of_an_independent_solver(instance):
     """The recorded gap bounds the distance to the optimum, up to the rounding of d.
 
     F(w), min_i <g_i, d> and the gap are recorded with inner products of the gradients themselves:
@@ -173,9 +169,7 @@ def test_d_is_in_the_ball_and_as_good_as_that_of_an_independent_solver(instance:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_wrong_solution_is_pulled_back_and_noticed(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_solution_is_pulled_back_and_noticed(seed, monkeypatch):
     """The certificate comes from the gradients and not from the solver: of weights e_1 and a shift
     three times too long, the gap is that of the shift in the ball."""
 
@@ -193,9 +187,7 @@ def test_a_wrong_solution_is_pulled_back_and_noticed(
     assert result.status == "not solved to the end"
 
 
-def test_without_a_solution_d_is_g0_and_the_gap_that_of_uniform_weights(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_solution_d_is_g0_and_the_gap_that_of_uniform_weights(monkeypatch):
     """Too many iterations are an event of the round, not the end of the training."""
 
     def fails(*args: Any) -> Any:
@@ -210,7 +202,7 @@ def test_without_a_solution_d_is_g0_and_the_gap_that_of_uniform_weights(
     assert result.status == "not solved to the end"
 
 
-def test_where_g0_is_the_optimum_nothing_is_added() -> None:
+def test_where_g0_is_the_optimum_nothing_is_added():
     """e_1, -e_1 and e_2: g0 = e_2 / 3 is in conflict with none, and no d has all products above 0.
     The multipliers of the solver's path are 0 and say nothing about the weights."""
     d, result = match(torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0]]), FREE)
@@ -218,7 +210,7 @@ def test_where_g0_is_the_optimum_nothing_is_added() -> None:
     assert result.weights.tolist() == [pytest.approx([0.5, 0.5, 0], abs=1e-9)]
 
 
-def test_an_orthonormal_basis_tells_nearly_opposite_gradients_apart() -> None:
+def test_an_orthonormal_basis_tells_nearly_opposite_gradients_apart():
     """e_1 and -e_1 + 1e-5 e_2: F is least at w = (1/2, 1/2), so d = (1 + kappa) g0 = 7.5e-6 e_2.
     In the Gram matrix alone, |2 g0|^2 = 1e-10 has a rounding of 1e-16."""
     g = torch.tensor([[1.0, 0.0], [-1.0, 1e-5]], dtype=torch.float64)
@@ -227,9 +219,6 @@ def test_an_orthonormal_basis_tells_nearly_opposite_gradients_apart() -> None:
     expected = torch.tensor([0.0, 7.5e-6], dtype=torch.float64)
     errors = [float((each - expected).norm() / expected.norm()) for each in (d, alone)]
     assert errors[0] < 2e-5 < 5e-5 < errors[1] and result.status == "exact"
-
-
-# --- the certificate from the Gram matrix, which large gradients get
 
 
 def exact_gap(gradients: torch.Tensor, kappa: float, result: MatchResult) -> tuple[float, float]:
@@ -245,7 +234,6 @@ def exact_gap(gradients: torch.Tensor, kappa: float, result: MatchResult) -> tup
 
 
 def counted_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A list that grows with every further pass over the gradients."""
     passes: list[int] = []
 
     def counting(*args: Any) -> torch.Tensor:
@@ -259,9 +247,7 @@ def counted_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("solver", ["exact", "softmax_sgd"])
-def test_what_the_gram_matrix_certifies_is_true(
-    family: str, solver: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_gram_matrix_certifies_is_true(family, solver, monkeypatch):
     """The gap holds whatever rounding did to the Gram matrix; what it cannot certify is measured on
     the gradients, with the same result as for small ones."""
     certified = 0
@@ -294,9 +280,7 @@ def test_what_the_gram_matrix_certifies_is_true(
     assert least <= certified <= most
 
 
-def test_large_gradients_are_read_twice_unless_they_nearly_cancel_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_large_gradients_are_read_twice_unless_they_nearly_cancel_out(monkeypatch):
     """Once for the Gram matrix and once for d; nearly opposite ones need an orthonormal basis."""
     passes = counted_passes(monkeypatch)
     g = torch.randn(5, 1000, generator=torch.Generator().manual_seed(0))

@@ -29,7 +29,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("width", [1, 100, 70_000, 300_000])
-def test_inner_products_of_float32_vectors_are_exact_to_float64(width: int) -> None:
+def test_inner_products_of_float32_vectors_are_exact_to_float64(width):
     """Relative to the two norms; one rounding to float32 would have an error of 6e-8.
 
     The products of float32 numbers are exact in float64, and `fsum` rounds their sum once. A matrix
@@ -48,7 +48,7 @@ def test_inner_products_of_float32_vectors_are_exact_to_float64(width: int) -> N
 
 
 @pytest.mark.parametrize("width", [1, 40, 200_000])
-def test_the_rounding_of_the_gram_matrix_is_bounded(width: int) -> None:
+def test_the_rounding_of_the_gram_matrix_is_bounded(width):
     """Even of sums of equal numbers, in which all roundings go the same way."""
     alike = torch.tensor([[0.1], [0.7], [-0.3]]).expand(3, width)
     for vectors in (alike, normal(3, width).float()):
@@ -62,7 +62,7 @@ def test_the_rounding_of_the_gram_matrix_is_bounded(width: int) -> None:
     assert gram_rounding(vectors, [width - width // 2, width // 2])[0] <= rounding
 
 
-def test_products_sums_and_coordinates_of_blocks_by_definition() -> None:
+def test_products_sums_and_coordinates_of_blocks_by_definition():
     vectors, sizes, coefficients = normal(3, 500_003), [400_000, 2, 100_001], normal(3, 2, 3)
     parts = vectors.split(sizes, 1)
     for form in (vectors, list(vectors)):
@@ -80,14 +80,14 @@ def test_products_sums_and_coordinates_of_blocks_by_definition() -> None:
         assert (total - expected).norm() <= 1e-6 * expected.norm()
 
 
-def test_sums_of_float32_vectors_are_rounded_once() -> None:
+def test_sums_of_float32_vectors_are_rounded_once():
     """1e6 (a - a) + b is b; a sum in float32 has errors of 6e-8 of its largest term."""
     a, b = normal(2, 100_000).float()
     total = combine([a, b, a], torch.tensor([[1e6, 1.0, -1e6]], dtype=torch.float64))
     torch.testing.assert_close(total, b, rtol=1e-7, atol=1e-9)
 
 
-def test_coordinates_have_the_digits_in_which_nearly_equal_vectors_differ() -> None:
+def test_coordinates_have_the_digits_in_which_nearly_equal_vectors_differ():
     """|a - b| = 1e-10 |c|: its square, 1e-20, is below the rounding of the Gram matrix."""
     a, c = normal(2, 400_000) / 400_000**0.5
     first, second = orthonormal_coordinates([a, a + 1e-10 * c])[0]
@@ -118,7 +118,7 @@ for given in (vectors, differences):
     not Path("/proc/self/status").exists(),
     reason="the peak of one process is in Linux's /proc alone",
 )
-def test_a_match_takes_the_memory_of_one_more_vector() -> None:
+def test_a_match_takes_the_memory_of_one_more_vector():
     """The result itself and column chunks of a few megabytes; a second vector would give 2."""
     done = subprocess.run(
         [sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True, cwd=ROOT
@@ -127,7 +127,7 @@ def test_a_match_takes_the_memory_of_one_more_vector() -> None:
     assert all(0.5 < vectors < 2 for vectors in map(float, done.stdout.split()))
 
 
-def test_a_difference_is_equivalent_to_the_vector_itself() -> None:
+def test_a_difference_is_equivalent_to_the_vector_itself():
     base, others = normal(70_000).float(), normal(3, 70_000, seed=1).float()
     differences = [Difference(base, other) for other in others]
     for blocks in ("model", "layers"):
@@ -150,5 +150,5 @@ def test_a_difference_is_equivalent_to_the_vector_itself() -> None:
         ([], [0]),
     ],
 )
-def test_small_tensors_share_a_block(numels: list[int], expected: list[int]) -> None:
+def test_small_tensors_share_a_block(numels, expected):
     assert layer_blocks(numels) == expected

@@ -91,12 +91,9 @@ def finite(result: MatchResult) -> bool:
     return bool(np.isfinite(numbers).all() and tensors)
 
 
-# --- what holds for every match, before d is rescaled to its length
-
-
 @quick
 @given(instances, any_kappa, any_reference)
-def test_the_duality_gap_certifies_the_result(instance, kappa, reference) -> None:
+def test_the_duality_gap_certifies_the_result(instance, kappa, reference):
     """w.grad F = F and grad_i F = <g_i, d(w)>, so F(w) - min_i <g_i, d(w)> >= 0 bounds the distance
     to the optimum: d(w) is feasible in the maximum that F(w) bounds."""
     g, g0, d, result = matched(instance, kappa, reference)
@@ -118,7 +115,7 @@ def test_the_duality_gap_certifies_the_result(instance, kappa, reference) -> Non
 
 @quick
 @given(instances, any_kappa, any_reference)
-def test_d_lies_on_the_ball(instance, kappa, reference) -> None:
+def test_d_lies_on_the_ball(instance, kappa, reference):
     """|d - g0| = kappa rho, so 2 <g0, d> = |d|^2 + (1 - kappa^2) rho^2 and |d| within
     (1 -+ kappa) rho; the angle is largest where d is tangent to the ball, sin = kappa."""
     _, g0, d, result = matched(instance, kappa, reference)
@@ -135,13 +132,9 @@ def test_d_lies_on_the_ball(instance, kappa, reference) -> None:
         assert result.cosine == pytest.approx(float(d @ g0 / d.norm() / rho), abs=1e-6)
 
 
-# --- the optimum itself
-
-
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("count", [2, 5, 25, 300])
-def test_every_size_is_solved(family: str, count: int) -> None:
-    """A small problem by a few faces of the simplex."""
+def test_every_size_is_solved(family, count):
     a = gram(FAMILIES[family](count, 700, count))
     for kappa in KAPPAS:
         result = match_gram(a, MatchingParams(kappa=kappa))
@@ -152,7 +145,7 @@ def test_every_size_is_solved(family: str, count: int) -> None:
         assert match_gram(a, MatchingParams()).iterations <= 2 * count
 
 
-def test_the_solver_leaves_a_start_at_the_kink() -> None:
+def test_the_solver_leaves_a_start_at_the_kink():
     """Uniform weights of (g, -g, ..) with the last one as g0 are g_w = 0, where F has a kink: but
     F(e_1) = -|g|^2 + kappa |g|^2 < 0 is less. In two dimensions d = g0 - kappa |g0| g0 / |g0|."""
     g = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]], dtype=torch.float64)
@@ -162,12 +155,9 @@ def test_the_solver_leaves_a_start_at_the_kink() -> None:
         assert close(d, some[-1] / 2) and result.value == pytest.approx(-0.5)
 
 
-# --- closed forms
-
-
 @quick
 @given(st.integers(0, 10**6), any_kappa, any_reference)
-def test_one_gradient(seed, kappa, reference) -> None:
+def test_one_gradient(seed, kappa, reference):
     """d = (1 + kappa) g."""
     g = normal(1, 7, seed=seed)
     d, result = match(g, replace(FREE, kappa=kappa, reference=reference), torch.ones(1))
@@ -180,7 +170,7 @@ def test_one_gradient(seed, kappa, reference) -> None:
 
 @quick
 @given(instances, st.sampled_from(KAPPAS), st.sampled_from(["none", "mean", "current"]))
-def test_lengths_share_one_direction(instance, kappa, normalise) -> None:
+def test_lengths_share_one_direction(instance, kappa, normalise):
     """ "current" is the norm of the last gradient before normalisation."""
     g, _ = drawn(instance)
     current = float(g[-1].norm())
@@ -204,8 +194,7 @@ def test_lengths_share_one_direction(instance, kappa, normalise) -> None:
 
 @quick
 @given(instances, st.sampled_from(KAPPAS), any_reference)
-def test_normalising_is_scaling_the_gradients_beforehand(instance, kappa, reference) -> None:
-    """The coefficients are those of the gradients as they came."""
+def test_normalising_is_scaling_the_gradients_beforehand(instance, kappa, reference):
     g, weights = drawn(instance)
     norms = g.norm(dim=1, keepdim=True)
     for normalise, target in {"mean": norms.mean(), "current": norms[-1]}.items():
@@ -219,7 +208,7 @@ def test_normalising_is_scaling_the_gradients_beforehand(instance, kappa, refere
             assert close(d, plain, 1e-4)
 
 
-def test_invalid_arguments_are_refused() -> None:
+def test_invalid_arguments_are_refused():
     g, weighted = torch.eye(3), MatchingParams(reference="weighted")
     for weights in (None, torch.ones(2), torch.zeros(3), torch.tensor([1.0, -1.0, 1.0])):
         with pytest.raises(ParameterError, match="weights is"):
@@ -236,7 +225,7 @@ def test_invalid_arguments_are_refused() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e30])
 @pytest.mark.parametrize("blocks", ["model", "layers"])
 @pytest.mark.parametrize("listed", [False, True])
-def test_gradients_that_are_not_finite_are_dropped(bad: float, blocks: str, listed: bool) -> None:
+def test_gradients_that_are_not_finite_are_dropped(bad, blocks, listed):
     """1e30 is finite in float32, but its square is not."""
     g, weights = normal(5, 30).float(), torch.arange(1.0, 6)
     g[1, 3], g[3, 20] = bad, bad
@@ -253,7 +242,7 @@ def test_gradients_that_are_not_finite_are_dropped(bad: float, blocks: str, list
 
 @pytest.mark.parametrize("blocks", ["model", "layers"])
 @pytest.mark.parametrize("value", [float("nan"), 0.0])
-def test_without_a_usable_gradient_d_is_zero(blocks: str, value: float) -> None:
+def test_without_a_usable_gradient_d_is_zero(blocks, value):
     d, result = match(torch.full((3, 30), value), MatchingParams(blocks=blocks), sizes=[10, 20])
     assert not d.any() and result.status == "no usable gradient" and result.dropped == 3
     assert finite(result)
@@ -262,7 +251,7 @@ def test_without_a_usable_gradient_d_is_zero(blocks: str, value: float) -> None:
 @pytest.mark.parametrize(
     "change", [{"reference": "current"}, {"length": "current"}, {"normalise": "current"}]
 )
-def test_without_the_current_gradient_what_needs_it_is_zero(change: dict) -> None:
+def test_without_the_current_gradient_what_needs_it_is_zero(change):
     g = normal(3, 30)
     g[-1, 0] = float("nan")
     d, result = match(g, MatchingParams(**change))
@@ -271,7 +260,7 @@ def test_without_the_current_gradient_what_needs_it_is_zero(change: dict) -> Non
     assert match(g, MatchingParams())[1].status == "exact"
 
 
-def test_tiny_gradients_are_in_the_reference_only() -> None:
+def test_tiny_gradients_are_in_the_reference_only():
     """d = g0 + kappa rho g_w / |g_w| with g_w from the first two, g0 from all three."""
     g = normal(3, 30)
     for share in (0.0, 1e-9, 1e-12):
@@ -285,7 +274,7 @@ def test_tiny_gradients_are_in_the_reference_only() -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"length": "current"}], ids=str)
-def test_where_the_reference_is_zero_d_is_the_reference(changes: dict) -> None:
+def test_where_the_reference_is_zero_d_is_the_reference(changes):
     """g - g = 0 leaves no ball; three gradients that add up to 0 leave rounding."""
     one, two = normal(1, 30), normal(2, 30).float()
     for g in (torch.cat([one, -one]), torch.cat([two, -two.sum(0, keepdim=True)])):
@@ -306,7 +295,7 @@ PARETO = {
 
 @pytest.mark.parametrize("name", sorted(PARETO))
 @pytest.mark.parametrize("kappa", [1.5, 2.0, 5.0])
-def test_where_0_is_in_the_hull_g0_is_projected_on_the_cone(name: str, kappa: float) -> None:
+def test_where_0_is_in_the_hull_g0_is_projected_on_the_cone(name, kappa):
     """F* = 0 at g_w = 0, which has no direction. p = proj g0 solves min |p - g0|, <g_i, p> >= 0, so
     p and p - g0 are orthogonal (the cone's Moreau decomposition), and p - g0 = G'v with v >= 0."""
     g = PARETO[name].double()
@@ -332,7 +321,7 @@ def test_where_0_is_in_the_hull_g0_is_projected_on_the_cone(name: str, kappa: fl
     st.sampled_from(["free", "1+kappa", "reference", "current"]),
     st.booleans(),
 )
-def test_no_result_is_nan(values, kappa, reference, blocks, normalise, length, authors) -> None:
+def test_no_result_is_nan(values, kappa, reference, blocks, normalise, length, authors):
     """Few values, so that gradients are equal, opposite, dependent or 0."""
     solver = "softmax_sgd" if authors else "exact"
     matching = MatchingParams(kappa, reference, length, normalise, blocks, solver)
@@ -341,7 +330,7 @@ def test_no_result_is_nan(values, kappa, reference, blocks, normalise, length, a
     assert "not solved" not in result.status
 
 
-def test_the_direction_of_gradients_in_bfloat16_is_in_float32() -> None:
+def test_the_direction_of_gradients_in_bfloat16_is_in_float32():
     g, matching = normal(4, 5000).bfloat16(), MatchingParams()
     d, _ = match(g, matching)
     assert d.dtype == torch.float32
@@ -350,7 +339,7 @@ def test_the_direction_of_gradients_in_bfloat16_is_in_float32() -> None:
 
 @quick
 @given(st.sampled_from(sorted(FAMILIES)), st.integers(2, 6), st.integers(0, 999), any_kappa)
-def test_layers_are_separate_problems(family, count, seed, kappa) -> None:
+def test_layers_are_separate_problems(family, count, seed, kappa):
     """Each has its own ball and worst-served gradient; the record is of their sum."""
     sizes = [7, 1, 22]
     g, matching = FAMILIES[family](count, sum(sizes), seed), replace(FREE, kappa=kappa)
@@ -365,9 +354,6 @@ def test_layers_are_separate_problems(family, count, seed, kappa) -> None:
     assert own.value * square == pytest.approx(sum(values), abs=1e-6 * square)
     assert own.worst_product * square == pytest.approx(float((g @ d).min()), abs=1e-6 * square)
     assert own.gap <= 1e-7 and own.weights.shape == own.coefficients.shape == (3, count)
-
-
-# --- the public code
 
 
 def authors_by_torch(g: Tensor, kappa: float, softmax: SoftmaxParams) -> Tensor:
@@ -398,7 +384,7 @@ def authors_by_torch(g: Tensor, kappa: float, softmax: SoftmaxParams) -> Tensor:
 @pytest.mark.parametrize(
     "softmax", [SoftmaxParams(), SoftmaxParams(25, momentum=0.1), SoftmaxParams(70, 5.0)]
 )
-def test_the_solver_of_the_public_code(family: str, softmax: SoftmaxParams) -> None:
+def test_the_solver_of_the_public_code(family, softmax):
     for count, scale in ((1, 1.0), (5, 0.01), (20, 1e-3)):
         g = scale * FAMILIES[family](count, 60, count)
         matching = MatchingParams(0.25, length="1+kappa^2", solver="softmax_sgd", softmax=softmax)

@@ -63,15 +63,12 @@ def cosines(gradients: Tensor, result: Tensor, vector: Tensor) -> Tensor:
     return (gradients.double() @ result)[norms > 0] / (norms[norms > 0] * vector.double().norm())
 
 
-# --- the program
-
-
 @pytest.mark.parametrize(
     "options",
     [{}, {"rho": 0.3}, {"rho": 0.1, "margin": 0.2}, {"ridge": 0.5}, {"margin": 0.5, "ridge": 9.0}],
     ids=str,
 )
-def test_the_result_is_the_best_of_all_active_sets(options: dict[str, float]) -> None:
+def test_the_result_is_the_best_of_all_active_sets(options):
     """rho is a lower bound of the cosine; a margin is one of all v, also of gradients without
     conflict, as soon as one is in conflict."""
     rho, ridge, margin = (options.get(name, 0.0) for name in ("rho", "ridge", "margin"))
@@ -96,7 +93,7 @@ def test_the_result_is_the_best_of_all_active_sets(options: dict[str, float]) ->
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_gradients_of_zero_stay_at_the_bound(count: int) -> None:
+def test_gradients_of_zero_stay_at_the_bound(count):
     """Even if all are 0: scipy's solver must never see an empty matrix."""
     zeros = np.zeros(count)
     for lower in (0.0, 0.5):
@@ -104,12 +101,9 @@ def test_gradients_of_zero_stay_at_the_bound(count: int) -> None:
         assert minimum.v.tolist() == [lower] * count and minimum.residual == 0
 
 
-# --- vectors
-
-
 @quick
 @given(instances)
-def test_the_result_has_no_conflict_and_is_the_nearest(instance: Instance) -> None:
+def test_the_result_has_no_conflict_and_is_the_nearest(instance):
     """<g_k, x> >= 0 for all; x - p is a sum of gradients with v >= 0 and orthogonal to x. So for
     every other y without conflict <x - p, y> >= 0 = <x - p, x>: x is the projection of p."""
     gradients, vector = drawn(instance)
@@ -126,7 +120,7 @@ def test_the_result_has_no_conflict_and_is_the_nearest(instance: Instance) -> No
         assert min(cosines(gradients, vector.double(), vector).tolist(), default=0.0) >= -1e-12
 
 
-def test_without_a_conflict_nothing_is_added() -> None:
+def test_without_a_conflict_nothing_is_added():
     """Also to the vector itself, twice, and to zeros, as in GradMA's first step."""
     vector = torch.randn(100, generator=torch.Generator().manual_seed(0))
     for gradients in ([], [vector, vector, torch.zeros(100)], [torch.zeros(100)]):
@@ -136,7 +130,6 @@ def test_without_a_conflict_nothing_is_added() -> None:
 
 
 def nearly_dependent(seed: int) -> tuple[list[Tensor], Tensor]:
-    """Gradients on one line or in one plane up to noise, and a vector."""
     draw = np.random.default_rng(seed)
     count, width = int(draw.integers(2, 11)), int(draw.choice([3, 10, 300]))
     basis = draw.standard_normal((int(draw.integers(1, 3)), width))
@@ -148,7 +141,7 @@ def nearly_dependent(seed: int) -> tuple[list[Tensor], Tensor]:
     return list(torch.tensor(gradients, dtype=dtype)), vector
 
 
-def test_the_projection_on_nearly_dependent_gradients_is_accurate_or_refused() -> None:
+def test_the_projection_on_nearly_dependent_gradients_is_accurate_or_refused():
     """x - p is orthogonal to x, which the products alone do not show if multipliers of 1e7 cancel.
     A Gram matrix is too coarse for some gradients that differ by 1e-6 to 1e-5 of their norm."""
     refused = 0
@@ -165,7 +158,7 @@ def test_the_projection_on_nearly_dependent_gradients_is_accurate_or_refused() -
     assert refused <= 40
 
 
-def test_contradictory_constraints_are_reported() -> None:
+def test_contradictory_constraints_are_reported():
     """No x has <g, x> > 0 and <-g, x> > 0."""
     gradient, vector = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])
     projection = project_gradient(vector, [gradient, -gradient], rho=0.5)
@@ -173,8 +166,7 @@ def test_contradictory_constraints_are_reported() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e200])
-def test_values_that_are_not_finite_are_reported(bad: float) -> None:
-    """Also a number whose square overflows."""
+def test_values_that_are_not_finite_are_reported(bad):
     gradient, vector = torch.tensor([[-1.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
     wrong = torch.tensor([bad, 0.0], dtype=torch.float64)
     for projection in (
@@ -185,7 +177,7 @@ def test_values_that_are_not_finite_are_reported(bad: float) -> None:
     assert project_gradient(vector, [gradient]).added is not None
 
 
-def test_blocks_are_projected_separately() -> None:
+def test_blocks_are_projected_separately():
     """One in conflict, one without, one not finite: only the first is changed."""
     draw = torch.Generator().manual_seed(3)
     gradient = torch.randn(9, generator=draw)
@@ -198,7 +190,7 @@ def test_blocks_are_projected_separately() -> None:
     assert not projection.added[4:].any() and alone.added.abs().min() > 0.01
 
 
-def test_differences_are_gradients_and_arguments_are_not_changed() -> None:
+def test_differences_are_gradients_and_arguments_are_not_changed():
     left, right, vector = torch.randn(3, 50, generator=torch.Generator().manual_seed(4))
     before = left.clone(), right.clone(), vector.clone()
     sign = -1.0 if (left - right) @ vector > 0 else 1.0

@@ -11,12 +11,10 @@ P, K = 400, 8
 
 
 def draw(seed: int = 0) -> torch.Generator:
-    """The common randomness of a round."""
     return torch.Generator().manual_seed(seed)
 
 
 def pair() -> tuple[Tensor, Tensor]:
-    """Two vectors with unequal elements and a common part."""
     noise = torch.randn(2, P, generator=draw(5))
     common = torch.arange(P) / P
     return noise[0] * common, noise[1] + 2 * common
@@ -30,12 +28,12 @@ def matrix(seed: int) -> Tensor:
     return dense
 
 
-def test_a_sketch_is_a_product_with_a_sparse_matrix() -> None:
+def test_a_sketch_is_a_product_with_a_sparse_matrix():
     x, _ = pair()
     torch.testing.assert_close(sketch(x, K, draw(3)).double(), matrix(3) @ x.double())
 
 
-def test_it_is_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_read_in_chunks(monkeypatch):
     """Of a difference as of the vector, whose draws follow one another."""
     x, y = pair()
     whole = sketch(x - y, K, draw())
@@ -43,7 +41,7 @@ def test_it_is_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(sketch(Difference(x, y), K, draw()), whole)
 
 
-def test_inner_products_have_the_published_mean_and_variance() -> None:
+def test_inner_products_have_the_published_mean_and_variance():
     """Over 4,000 matrices: the variance's standard error is 2 to 3 %."""
     x, y = pair()
     found = torch.stack([sketch(x, K, draw(k)) @ sketch(y, K, draw(k)) for k in range(4000)])
@@ -54,7 +52,7 @@ def test_inner_products_have_the_published_mean_and_variance() -> None:
 
 
 @pytest.mark.parametrize("numbers", [P, P + 1])
-def test_with_as_many_numbers_as_elements_it_is_the_vector(numbers: int) -> None:
+def test_with_as_many_numbers_as_elements_it_is_the_vector(numbers):
     x, y = pair()
     assert torch.equal(sketch(x, numbers, draw()), x)
     assert torch.equal(sketch(Difference(x, y), numbers, draw()), x - y)

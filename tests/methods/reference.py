@@ -62,8 +62,6 @@ CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-5}  # float32 against float64,
 
 @dataclass(frozen=True)
 class Visit:
-    """One client's work in one round."""
-
     client: int
     experience: int
     round: int
@@ -113,15 +111,12 @@ class FedAvgReference:
         """Prepare the server's state."""
 
     def first_state(self, client: int) -> State:
-        """What a client remembers before its first round."""
         return {}
 
     def chosen(self, clients: list[int]) -> list[int]:
-        """The clients that train, of those that the protocol has chosen."""
         return clients
 
     def broadcast(self, client: int) -> Array:
-        """The model that a client receives."""
         return self.theta
 
     def local(self, visit: Visit, state: State) -> Reply:
@@ -144,7 +139,6 @@ class FedAvgReference:
     # --- building blocks
 
     def run(self) -> Array:
-        """The global model after all rounds."""
         for experience in range(self.plan.experiences):
             for round_ in range(self.training.rounds):
                 self.lr = self.rate(round_)
@@ -162,17 +156,14 @@ class FedAvgReference:
         return high if low is None else float(low + (high - low) * wave)
 
     def has_part(self, client: int, task: int) -> bool:
-        """Whether a client learns anything in a task."""
         return bool(self.plan.clients[client][task].classes)
 
     def present(self, experience: int) -> list[int]:
-        """The clients that have learnt something, or do so now."""
         tasks = range(min(experience + 1, self.plan.tasks))
         clients = range(len(self.plan.clients))
         return [u for u in clients if any(self.has_part(u, t) for t in tasks)]
 
     def visits(self, experience: int, round_: int) -> Iterator[Visit]:
-        """The client rounds of a round, of clients that take part."""
         address = (self.plan.seed, experience, round_)
         here = self.present(experience)
         most = int(np.ceil(self.training.participation * len(here) - 1e-9))
@@ -186,15 +177,12 @@ class FedAvgReference:
             yield Visit(client, experience, round_, task, last, indices)
 
     def indices(self, client: int, task: int) -> Numbers:
-        """Indices of the training images of a client's task."""
         return self.plan.train_indices(self.data, client, task).numpy()
 
     def draw(self, visit: Visit, purpose: str) -> torch.Generator:
-        """The generator of one purpose of a client round."""
         return generator(self.plan.seed, visit.client, visit.experience, visit.round, purpose)
 
     def batches(self, visit: Visit, of: str = "", indices: Numbers | None = None) -> list[Numbers]:
-        """Indices of the images of every SGD step of a client round."""
         own = visit.indices if indices is None else indices
         draw = self.draw(visit, "order" + of)
         size = self.training.batch_size
@@ -216,7 +204,6 @@ class FedAvgReference:
         batches: list[Numbers],
         gradient: Callable[[Array, Array, Numbers], Array],
     ) -> Array:
-        """SGD with momentum and weight decay along the gradient of each batch."""
         velocity = np.zeros_like(theta)
         for batch in batches:
             slope = gradient(theta, self.x[batch], self.y[batch])
@@ -227,7 +214,6 @@ class FedAvgReference:
         return theta
 
     def mean(self, values: list[Array], replies: list[Reply]) -> Array:
-        """The mean of values, weighted by samples."""
         weights = np.array([reply.samples for reply in replies], float)
         mean: Array = np.tensordot(weights / weights.sum(), np.stack(values), 1)
         return mean
@@ -260,7 +246,6 @@ class FedAvgReference:
         return np.concatenate([piece.ravel() for piece in pieces])
 
     def gradient(self, theta: Array, x: Array, y: Numbers) -> Array:
-        """The gradient of the mean cross-entropy."""
         slopes = (softmax(self.logits(theta, x)) - np.eye(self.classes)[y]) / len(y)
         return self.backward(theta, x, slopes)
 
@@ -293,7 +278,6 @@ class RehearsalReference(FedAvgReference):
         return super().batches(visit, of, indices)
 
     def local(self, visit: Visit, state: State) -> Reply:
-        """Training, then the selection of the task's exemplars if it is due."""
         reply = super().local(visit, state)
         if not self.has_part(visit.client, visit.task):
             reply.samples = len(self.past(visit, state))
@@ -324,7 +308,6 @@ class RehearsalReference(FedAvgReference):
         state["memory"][visit.task] = np.concatenate(chosen)
 
     def replayed(self, visit: Visit, state: State) -> list[Numbers]:
-        """The exemplars of other tasks for every SGD step."""
         past = self.past(visit, state)
         past = past if self.has_part(visit.client, visit.task) else past[:0]
         draw = self.draw(visit, "replay")

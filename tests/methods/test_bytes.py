@@ -98,8 +98,6 @@ def runtime_of(buffers: str) -> ClientRuntime:
 
 
 class Sizes(NamedTuple):
-    """Bytes of the first client of the first round."""
-
     down: int
     up: int
     disk: int  # after the client round
@@ -108,7 +106,6 @@ class Sizes(NamedTuple):
 
 @cache
 def first_round(kind: str, buffers: str = "local", **options: Any) -> Sizes:
-    """The bytes of a task's only round for the first of two clients."""
     runtime = runtime_of(buffers)
     method = registry.get_method(kind)(tiny(kind, **options).params, runtime)
     plan = split.make_plan(runtime.setting.split, runtime.dataset, seed=0)
@@ -120,12 +117,12 @@ def first_round(kind: str, buffers: str = "local", **options: Any) -> Sizes:
     return Sizes(down, up, disk, (setup[0], setup[1]))
 
 
-def test_the_bytes_of_every_method_are_tested() -> None:
+def test_the_bytes_of_every_method_are_tested():
     assert set(EXPECTED) == set(registry.method_names())
 
 
 @pytest.mark.parametrize("kind", EXPECTED)
-def test_a_round_of_resnet18_costs_what_is_published(kind: str) -> None:
+def test_a_round_of_resnet18_costs_what_is_published(kind):
     sizes = first_round(kind, **OPTIONS.get(kind, {}))
     assert (sizes.down, sizes.up) == EXPECTED[kind] and sizes.setup == (0, 0)
 
@@ -144,23 +141,21 @@ def test_a_round_of_resnet18_costs_what_is_published(kind: str) -> None:
         ("gem", 4 * 32 * 32 * 3 + 4 * 2 * 8 + 100 * 8),  # four images, labels, tasks, counts
     ],
 )
-def test_a_client_keeps_what_is_published(kind: str, kept: int) -> None:
-    """Besides its running statistics, which every method has."""
+def test_a_client_keeps_what_is_published(kind, kept):
     assert first_round(kind).disk - 4 * B == kept
 
 
-def test_the_mean_of_feddbe_is_sent_once_each_way() -> None:
+def test_the_mean_of_feddbe_is_sent_once_each_way():
     sizes = first_round("feddbe", feddbe_kappa=1.0)
     assert sizes == (*MODEL, 4 * B + 2 * 4 * 512, (2 * 4 * 512, 2 * 4 * 512))
 
 
-def test_of_a_frozen_network_only_the_meta_networks_are_sent() -> None:
-    """Before that, one round of FedAvg, and its result once more."""
+def test_of_a_frozen_network_only_the_meta_networks_are_sent():
     sizes = first_round("fedl2p", backbone="frozen", warm_rounds=1)
     assert (sizes.down, sizes.up) == (4 * META, 4 * META) == (155_776, 155_776)
     assert sizes.setup == (2 * 2 * 4 * P, 2 * 4 * P)
 
 
-def test_shared_buffers_add_their_bytes() -> None:
+def test_shared_buffers_add_their_bytes():
     sizes = first_round("fedavg", "shared")
     assert (sizes.down, sizes.up, sizes.disk) == (4 * (P + B), 4 * (P + B), 0)

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,8 +22,6 @@ FEW = {"images_per_class": 12}
 
 @dataclass
 class ExtraContext(StepContext):
-    """What the steps read besides their batches."""
-
     moves: Tensor
 
 
@@ -52,19 +49,16 @@ class Extra(Method):
 
 
 class Unregistered(small.Quick):
-    """An experiment whose method has no file of its own."""
-
     def files(self) -> list[Path]:
         return [Path(__file__)]
 
 
 def extra() -> Unregistered:
-    """Clients with other numbers of images, who train by that method."""
     made = tiny(split=FEW)
     return Unregistered(made.setting, "fedavg", Extra, made.params)
 
 
-def test_extra_networks_are_sent_trained_averaged_and_counted_in_bytes() -> None:
+def test_extra_networks_are_sent_trained_averaged_and_counted_in_bytes():
     """Each client moves it by its own number in each of its steps; 24 images are two steps, and 7
     one."""
     experiment = extra()
@@ -88,8 +82,7 @@ def test_extra_networks_are_sent_trained_averaged_and_counted_in_bytes() -> None
         assert entry["bytes"] == {"down": 16 * (P + EXTRA), "up": 16 * (P + EXTRA)}
 
 
-def test_the_local_model_of_the_reply_is_scored_and_not_the_live_one() -> None:
-    """Everything else is FedAvg bit for bit."""
+def test_the_local_model_of_the_reply_is_scored_and_not_the_live_one():
     experiment = extra()
     record, fedavg = run(experiment), run(tiny(split=FEW))
     small.assert_same_weights(record, fedavg)
@@ -122,9 +115,7 @@ def test_the_local_model_of_the_reply_is_scored_and_not_the_live_one() -> None:
     ],
     ids=str,
 )
-def test_the_history_counts_the_images_that_are_encoded_for_a_gradient(
-    kind: str, params: dict[str, Any], counts: list[int]
-) -> None:
+def test_the_history_counts_the_images_that_are_encoded_for_a_gradient(kind, params, counts):
     if "memory" in {*vars(tiny(kind).params)}:
         params = {"memory": kept(4), **params}
     record = run(tiny(kind, split=FEW, **params))
@@ -137,9 +128,7 @@ def test_the_history_counts_the_images_that_are_encoded_for_a_gradient(
 @pytest.mark.parametrize(
     ("experiences", "first"), [([], True), ([1], True), ([1, 4], False)], ids=str
 )
-def test_first_due_and_missed_rounds_are_known(
-    experiences: list[int], first: bool, last: bool, training: dict[str, float]
-) -> None:
+def test_first_due_and_missed_rounds_are_known(experiences, first, last, training):
     """In experience 4 of two cycles of three tasks: it is due in the last round, and where that may
     be missed in the first."""
     experiment = tiny(split={"cycles": 2}, training=training)

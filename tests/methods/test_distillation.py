@@ -1,7 +1,5 @@
 """Losses over some of the classes and distillation, against their formulas in NumPy."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -18,17 +16,13 @@ from workbench.methods.base.distillation import (
 )
 
 MASK = torch.tensor([True, False, True, True, False])
-Loss = Callable[[Tensor, Tensor], Tensor]
-Formula = Callable[[Array, Array], float]  # of the logits of student and teacher
 
 
 def logits(purpose: str) -> Tensor:
-    """Logits of six images and five classes."""
     return 2 * torch.randn(6, 5, generator=generator(purpose), dtype=torch.float64)
 
 
 def cross_entropy(t: Array, s: Array) -> Array:
-    """That of two distributions for each image."""
     found: Array = -(softmax(t) * np.log(softmax(s))).sum(1)
     return found
 
@@ -39,7 +33,6 @@ def divergence(s: Array, t: Array) -> Array:
 
 
 def where_equal(s: Array, t: Array) -> Array:
-    """Where both predict the same class."""
     return s.argmax(1) == t.argmax(1)
 
 
@@ -53,7 +46,7 @@ def where_equal(s: Array, t: Array) -> Array:
     ],
     ids=["soft, T = 1/2", "soft, T = 2", "softened", "agreeing"],
 )
-def test_distillation_is_its_formula_and_least_at_equality(loss: Loss, formula: Formula) -> None:
+def test_distillation_is_its_formula_and_least_at_equality(loss, formula):
     """The mean over images, of which only some predict the teacher's class."""
     s, t = logits("s"), logits("t")
     t[:3] = s[:3] + 0.1 * t[:3]
@@ -66,7 +59,7 @@ def test_distillation_is_its_formula_and_least_at_equality(loss: Loss, formula: 
     assert gradient.abs().max() < 1e-9
 
 
-def test_cross_entropy_within_a_mask() -> None:
+def test_cross_entropy_within_a_mask():
     """That over columns 0, 2 and 3; the other columns have no gradient."""
     z, labels = logits("z").requires_grad_(), torch.tensor([0, 2, 3, 0, 2, 3])
     loss = masked_cross_entropy(z, labels, MASK)

@@ -3,7 +3,6 @@
 import math
 from collections import defaultdict
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +30,6 @@ class FBLReference(RehearsalReference):
     background: tuple[int, ...] = ()  # the label of pixels of no class
 
     def start(self) -> None:
-        """What is logged, a list for each round."""
         self.logged: dict[tuple[str, int, int], list[float]] = defaultdict(list)
 
     def rows(self, theta: Tensor, x: Array) -> Tensor:
@@ -118,7 +116,6 @@ class FBLReference(RehearsalReference):
         return found
 
     def log(self, visit: Visit, name: str, value: float) -> None:
-        """Note a number of a client round."""
         self.logged[name, visit.experience, visit.round].append(float(value))
 
     def hidden(self, visit: Visit, state: State) -> tuple[Array, Array]:
@@ -129,7 +126,6 @@ class FBLReference(RehearsalReference):
     def step_gradient(
         self, visit: Visit, theta: Array, x: Array, y: Numbers, state: State
     ) -> Array:
-        """By backpropagation through the loss."""
         past = next(state["next"])
         x, y = np.concatenate([x, self.x[past]]), np.concatenate([y, self.y[past]]).flatten()
         weights = torch.tensor(theta, requires_grad=True)
@@ -199,7 +195,6 @@ class ScenesReference(FBLReference):
         self.start()
 
     def rows(self, theta: Tensor, x: Array) -> Tensor:
-        """A row for each pixel."""
         names = [name for name, _ in self.net.named_parameters()]
         pieces = theta.split([int(np.prod(shape)) for shape in self.shapes])
         views = [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
@@ -207,7 +202,6 @@ class ScenesReference(FBLReference):
         return torch.as_tensor(maps).movedim(1, -1).flatten(0, 2)
 
     def hidden(self, visit: Visit, state: State) -> tuple[Array, Array]:
-        """The background of the task's scenes."""
         return self.x[visit.indices], (self.y[visit.indices] == self.background).flatten()
 
     def remember(self, visit: Visit, state: State) -> None:
@@ -215,7 +209,6 @@ class ScenesReference(FBLReference):
 
 
 def assert_logged(record: Record, naive: FBLReference) -> None:
-    """Refuse a record without the entropies and alarms of the reference."""
     assert {name for name, *_ in naive.logged} >= {"monitor: hits", "monitor: false alarms"}
     for (name, experience, round_), values in naive.logged.items():
         row = record.history[experience * naive.training.rounds + round_]
@@ -232,7 +225,7 @@ def assert_logged(record: Record, naive: FBLReference) -> None:
     ],
     ids=["pseudo labels", "without exemplars", "own labels"],
 )
-def test_whole_runs_are_those_of_the_reference(params: dict[str, Any], configuration: str) -> None:
+def test_whole_runs_are_those_of_the_reference(params, configuration):
     record, naive = reference.compare("fbl", configuration, FBLReference, **params)
     assert isinstance(naive, FBLReference)
     assert_logged(record, naive)
@@ -247,7 +240,7 @@ def test_whole_runs_are_those_of_the_reference(params: dict[str, Any], configura
     ],
     ids=["epochs", "momentum", "no weights"],
 )
-def test_runs_on_scenes_are_those_of_the_reference(options: dict[str, Any]) -> None:
+def test_runs_on_scenes_are_those_of_the_reference(options):
     experiment = tiny("fbl", **small.SCENES, **options)
     record, naive = run(experiment), ScenesReference(experiment, plan(experiment))
     expected = naive.run()
@@ -258,9 +251,7 @@ def test_runs_on_scenes_are_those_of_the_reference(options: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("masks", [True, False])
-def test_the_gap_of_a_pixel_is_that_of_a_sigmoid_and_of_an_image_that_of_a_softmax(
-    masks: bool,
-) -> None:
+def test_the_gap_of_a_pixel_is_that_of_a_sigmoid_and_of_an_image_that_of_a_softmax(masks):
     """Of one task the weights are (1 - p)^z over their mean."""
     options = small.SCENES if masks else {}
     experiment = tiny("fbl", **options)
@@ -272,11 +263,3 @@ def test_the_gap_of_a_pixel_is_that_of_a_sigmoid_and_of_an_image_that_of_a_softm
     past = SimpleNamespace(power=0.5, groups=torch.tensor([[1.0, 0], [1, 0], [1, 0]]))
     weights = method.compensation(past, logits, F.one_hot(labels, 3).float())
     torch.testing.assert_close(weights, gaps / gaps.mean())
-
-
-def test_the_old_model_is_kept_from_the_second_task_and_never_sent() -> None:
-    record = run(tiny("fbl"))
-    for number, row in enumerate(record.history):
-        assert row["bytes"] == {"down": 16 * small.P, "up": 16 * small.P}
-        memory = 10 * 8  # the numbers of images seen of each class
-        assert row["disk"] == memory + 4 * small.P * (number >= 2)

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice, pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import states
 import torch
 import torch.nn.functional as F
 from reference import CLOSE, CONFIGURATIONS, FedAvgReference, Numbers, Reply, State, Visit
-from small import BATCH_NORM, BN_B, BN_P, P, run, tiny
+from small import BATCH_NORM, BN_B, run, tiny
 from torch import Tensor
 from torch.autograd.functional import hessian, jacobian
 from torch.distributions import Normal, kl_divergence
@@ -25,9 +24,6 @@ from workbench.methods.fedl2p.meta_networks import LayerStatistics, layer_statis
 
 FEW = {"images_per_class": 20}  # 40 images a task, 8 of them held out
 BN: dict[str, Any] = {"network": BATCH_NORM, "split": FEW}
-MLP_META = 4 * 100 + 100 + 10_100 + 4 * 100 + 4 + 4  # LRNet 2 L = 4 -> K = 4, and the lrs
-BN_META = 100 + 100 + 10_100 + 100 + 1 + 8 * 100 + 100 + 10_100 + 8 * 100 + 8 + 8
-NEGATIVE = "meta-networks: a learning rate is negative"
 SKIPPED = "meta-networks: skipped a step that is not finite"
 Moments = tuple[Tensor, Tensor]
 
@@ -84,7 +80,6 @@ class FedL2PReference(FedAvgReference):
         return F.linear(hidden, *tensors[-2:]), [*inputs, z, hidden]
 
     def loss(self, theta: Tensor, own: Numbers, moments: Any) -> Tensor:
-        """The cross-entropy of a batch."""
         return F.cross_entropy(self.forward(theta, own, moments)[0], torch.from_numpy(self.y[own]))
 
     def statistics(self, theta: Tensor, own: Numbers) -> list[Tensor]:
@@ -160,7 +155,6 @@ class FedL2PReference(FedAvgReference):
         return gradient
 
     def local(self, visit: Visit, state: State) -> Reply:
-        """Outer steps on a part of the images, then FedAvg's training."""
         received = self.meta
         held, others = self.divided(visit)
         theta = torch.from_numpy(self.theta)
@@ -177,21 +171,18 @@ class FedL2PReference(FedAvgReference):
         return reply
 
     def aggregate(self, replies: list[Reply]) -> None:
-        """Meta-networks are weighted by held-out images."""
         super().aggregate(replies)
         total = sum(reply.sent["held"] for reply in replies)
         if total:
             self.meta = sum(reply.sent["held"] / total * reply.sent["meta"] for reply in replies)
 
     def divided(self, visit: Visit) -> tuple[Numbers, Numbers]:
-        """Held-out images, the same in all rounds of a task, and the others."""
         draw = generator(self.plan.seed, visit.client, visit.task, "held out")
         order = visit.indices[torch.randperm(len(visit.indices), generator=draw).numpy()]
         held, others = np.split(order, [int(0.2 * len(order))])
         return held, others
 
     def endless(self, visit: Visit, indices: Numbers, purpose: str) -> Iterator[Numbers]:
-        """Batches of images in a new order each epoch."""
         draw, size = self.draw(visit, purpose), self.training.batch_size
         while True:
             order = torch.randperm(len(indices), generator=draw).numpy()
@@ -209,7 +200,6 @@ class FedL2PReference(FedAvgReference):
 
 
 def batch_moments(maps: Tensor) -> Moments:
-    """Mean and biased variance of each channel."""
     return maps.mean((0, 2, 3)), maps.var((0, 2, 3), correction=0)
 
 
@@ -217,7 +207,6 @@ LEARNING = {"lr": 0.05, "outer_steps": 2, "inner_steps": 3, "ft_epochs": 2, "cla
 
 
 def assert_personal_models(experiment: Any, plan: Any, saved: Any, naive: FedL2PReference) -> None:
-    """Refuse other meta-networks or other fine-tuned models."""
     np.testing.assert_allclose(saved["server"]["meta"], naive.meta, rtol=0, atol=2e-6)
     worker = small.worker(experiment, plan)
     for client, state in enumerate(saved["clients"]):
@@ -237,8 +226,7 @@ def assert_personal_models(experiment: Any, plan: Any, saved: Any, naive: FedL2P
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
-def test_whole_runs_are_those_of_the_reference(configuration: str, tmp_path: Path) -> None:
-    """On a small network, for the Hessian's sake."""
+def test_whole_runs_are_those_of_the_reference(configuration, tmp_path):
     params: dict[str, Any] = {"network": {"kind": "mlp", "features": 4}, **LEARNING}
     _, _, naive = states.compare("fedl2p", configuration, FedL2PReference, tmp_path, **params)
     experiment = tiny("fedl2p", **CONFIGURATIONS[configuration], **params)
@@ -246,9 +234,7 @@ def test_whole_runs_are_those_of_the_reference(configuration: str, tmp_path: Pat
     assert_personal_models(experiment, naive.plan, small.saved(experiment, tmp_path), naive)
 
 
-def test_a_run_with_a_frozen_network_is_that_of_the_reference(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_with_a_frozen_network_is_that_of_the_reference(tmp_path, monkeypatch):
     """With batch normalisation; the network is that of the record."""
     options: dict[str, Any] = {"network": BATCH_NORM, "split": {**FEW, "clients": 2}}
     experiment = tiny("fedl2p", **options, **LEARNING, backbone="frozen", warm_rounds=3)
@@ -264,12 +250,8 @@ def test_a_run_with_a_frozen_network_is_that_of_the_reference(
     assert_personal_models(experiment, plan, saved, naive)
 
 
-# --- the network and the messages
-
-
 @pytest.mark.parametrize("buffers", ["shared", "local"])
-def test_outer_steps_do_not_change_the_network(buffers: str) -> None:
-    """The network is FedAvg's bit for bit."""
+def test_outer_steps_do_not_change_the_network(buffers):
     training = {"momentum": 0.9, "shift": 1, "participation": 0.75, "buffers": buffers}
     record = run(tiny("fedl2p", **BN, training=training, outer_steps=2, lr=0.1))
     expected = run(tiny(**BN, training=training))
@@ -284,7 +266,7 @@ FROZEN: dict[str, Any] = {"backbone": "frozen", "warm_rounds": 3}
 
 
 @pytest.mark.parametrize("policy", ["shared", "local", "frozen"])
-def test_the_frozen_network_is_fedavgs_on_the_first_tasks(policy: str, tmp_path: Path) -> None:
+def test_the_frozen_network_is_fedavgs_on_the_first_tasks(policy, tmp_path):
     """The weights are those of a run of FedAvg that ends there, and never change; with local
     buffers every client keeps its own. There is no global model."""
     experiment = tiny("fedl2p", **BN, **FROZEN, training={"rounds": 2, "buffers": policy})
@@ -307,47 +289,10 @@ def test_the_frozen_network_is_fedavgs_on_the_first_tasks(policy: str, tmp_path:
     assert all(row["loss"] > 0 and row["sgd_steps"] == 4 for row in record.history)
 
 
-@pytest.mark.parametrize("network", [small.NETWORK, BATCH_NORM], ids=["mlp", "cnn"])
-def test_with_a_frozen_network_clients_with_few_images_do_no_harm(
-    network: dict[str, Any], tmp_path: Path
-) -> None:
-    """One image, one class, none at all: weights, meta-networks and accuracies stay finite."""
-    training = {"participation": 0.75}
-    experiment = tiny("fedl2p", network=network, split=FEW, **FROZEN, training=training)
-    record = run(experiment, small.awkward(experiment), resume=tmp_path)
-    for name, value in small.tensors(small.saved(experiment, tmp_path)["server"]):
-        assert value.isfinite().all(), name
-    accuracy = record.accuracy("personal")
-    assert ((accuracy >= 0) & (accuracy <= 1)).all()
-
-
-@pytest.mark.parametrize(
-    ("options", "net", "meta"),
-    [
-        ({"split": FEW}, P, MLP_META),
-        (BN, BN_P + BN_B, BN_META),
-        ({**BN, "training": {"buffers": "frozen"}}, BN_P, BN_META - 10_401),  # there is no BNNet
-    ],
-    ids=["mlp", "cnn", "frozen buffers"],
-)
-@pytest.mark.parametrize("backbone", ["federated", "frozen"])
-def test_meta_networks_are_sent_each_way_and_a_frozen_network_only_once(
-    backbone: str, options: dict[str, Any], net: int, meta: int
-) -> None:
-    """4 (P + M) bytes each way and client, or 4 M after two rounds of FedAvg and a download."""
-    record = run(tiny("fedl2p", backbone=backbone, warm_rounds=2, **options))
-    frozen = backbone == "frozen"
-    each = 16 * (meta + (0 if frozen else net))
-    assert all(row["bytes"] == {"down": each, "up": each} for row in record.history)
-    setup = record.about["setup"]
-    assert (setup["down"], setup["up"]) == ((3 * 16 * net, 2 * 16 * net) if frozen else (0, 0))
-
-
 # --- extreme values
 
 
 def method(experiment: Any, plan: Any = None) -> FedL2P:
-    """The method of an experiment."""
     found = small.worker(experiment, plan or small.plan(experiment)).method
     assert isinstance(found, FedL2P)
     return found
@@ -364,7 +309,6 @@ def constant(l2p: FedL2P, beta: float, multiplier: float, lr: float) -> Tensor:
 
 
 def arrived(l2p: FedL2P, plan: Any, client: int = 0, **changes: Tensor) -> Any:
-    """A client's first round, with changes to its message."""
     initial = l2p.initial_states(plan)
     message = {**l2p.broadcast(initial.server, client), **changes}
     state = list(initial.clients)[client]
@@ -374,10 +318,7 @@ def arrived(l2p: FedL2P, plan: Any, client: int = 0, **changes: Tensor) -> Any:
 @pytest.mark.parametrize(
     ("output", "beta", "multiplier"), [(-7.3, 0, 0), (0.4, 0.4, 0.4), (50.0, 1, 50), (2e3, 1, 1e3)]
 )
-def test_outputs_are_clamped_and_the_gradient_passes_through(
-    output: float, beta: float, multiplier: float
-) -> None:
-    """The last biases are the outputs."""
+def test_outputs_are_clamped_and_the_gradient_passes_through(output, beta, multiplier):
     l2p = method(tiny("fedl2p", **BN))
     meta = constant(l2p, output, output, 1.0).requires_grad_()
     found = l2p.nets(meta, LayerStatistics(torch.ones(8), torch.ones(1)))
@@ -387,7 +328,7 @@ def test_outputs_are_clamped_and_the_gradient_passes_through(
     assert float(gradient[l2p.nets.bn_size - 1]) == 5 and gradient[-16:-8].tolist() == [5] * 8
 
 
-def test_a_step_that_is_not_finite_is_skipped_and_named() -> None:
+def test_a_step_that_is_not_finite_is_skipped_and_named():
     """With learning rates of 1e30 the meta-networks stay, and all models stay finite."""
     record = run(tiny("fedl2p", split=FEW, lr=1e30))
     assert all(row["events"] == {SKIPPED: 4} for row in record.history)
@@ -395,27 +336,10 @@ def test_a_step_that_is_not_finite_is_skipped_and_named() -> None:
     assert np.isfinite(record.accuracy("personal")).all()
 
 
-@pytest.mark.parametrize(("lr", "events"), [(0.1, []), (-0.1, [NEGATIVE])])
-def test_learning_rates_are_logged_and_negative_ones_named(lr: float, events: list[str]) -> None:
-    """Nothing keeps them from it. Logged are a_k m_k, here 2 a and for the last tensor 3 a."""
-    experiment = tiny("fedl2p", **BN, meta_lr=0.0, hyper_lr=0.0)
-    l2p = method(experiment)
-    meta = constant(l2p, 0.25, 2.0, lr)
-    meta[-9] = 3.0  # the multiplier of the last tensor
-    client_round = arrived(l2p, small.plan(experiment), meta=meta)
-    l2p.train_client(client_round)
-    assert client_round.log.events == events
-    smallest, mean = min(2 * lr, 3 * lr), (7 * 2 + 3) * lr / 8
-    expected = {"lr": mean, "smallest lr": smallest, "beta": 0.25}
-    assert client_round.log.numbers == pytest.approx(expected)
-
-
 @pytest.mark.parametrize(
     ("size", "most"), [(5.0, 1.0), (1e4, 0.5), (1e30, 0.5), (float("nan"), 0.0)]
 )
-def test_the_gradient_of_a_loss_above_100_is_clipped_and_of_one_not_finite_zero(
-    size: float, most: float
-) -> None:
+def test_the_gradient_of_a_loss_above_100_is_clipped_and_of_one_not_finite_zero(size, most):
     """With no weights but a bias of +size for class 5 and -size for the others nine in ten
     images have the loss 2 size, and the bias of class 5 a gradient of 0.9."""
     l2p = method(tiny("fedl2p"))
@@ -434,9 +358,7 @@ def test_the_gradient_of_a_loss_above_100_is_clipped_and_of_one_not_finite_zero(
     [(1, {"ft_epochs": 0}, True), (0, {}, False), (2, {}, True)],
     ids=["no epochs", "one image", "no image"],
 )
-def test_without_batch_statistics_normalisation_is_not_mixed(
-    client: int, changes: dict[str, Any], same: bool
-) -> None:
+def test_without_batch_statistics_normalisation_is_not_mixed(client, changes, same):
     """Else it would use the reset mean of 0 and variance of 1."""
     experiment = tiny("fedl2p", **BN, **changes)
     plan = small.awkward(experiment)

@@ -1,8 +1,5 @@
 """FedSSI against a naive reference in NumPy; what is logged, and refused parameters."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import small
@@ -14,7 +11,7 @@ from small import BATCH_NORM, P, run, tiny
 from stamp_core.client.runtime import RoundId
 from stamp_core.config.decode import ParameterError
 from stamp_core.methods.base.method import DivergedError
-from workbench.methods.fedssi import MISSED, OVERSHOT, UNVERIFIED, FedSSI
+from workbench.methods.fedssi import MISSED, UNVERIFIED, FedSSI
 
 
 class FedSSIReference(FedAvgReference):
@@ -65,7 +62,7 @@ class FedSSIReference(FedAvgReference):
 
 
 @pytest.mark.parametrize("configuration", GROWING)
-def test_whole_runs_are_those_of_the_reference(configuration: str, tmp_path: Path) -> None:
+def test_whole_runs_are_those_of_the_reference(configuration, tmp_path):
     params = {"fedssi_alpha": 1.0, "lam": 0.2, "epsilon": 0.3}
     _, kept, naive = states.compare("fedssi", configuration, FedSSIReference, tmp_path, **params)
     assert any("anchor" in state for state in kept)
@@ -73,11 +70,8 @@ def test_whole_runs_are_those_of_the_reference(configuration: str, tmp_path: Pat
         assert {"omega", "anchor"} & state.keys() == {"omega", "anchor"} & own.keys()
 
 
-# --- measuring
-
-
 @pytest.mark.parametrize("policy", ["shared", "local", "frozen"])
-def test_measuring_changes_neither_the_reply_nor_the_live_model(policy: str) -> None:
+def test_measuring_changes_neither_the_reply_nor_the_live_model(policy):
     """Statistics of batch normalisation too: those of training are sent or kept."""
     training = {"buffers": policy, "momentum": 0.9}
     experiment = tiny("fedssi", network=BATCH_NORM, training=training)
@@ -97,17 +91,14 @@ def test_measuring_changes_neither_the_reply_nor_the_live_model(policy: str) -> 
     small.assert_equal_trees(without.state.get("buffers"), measured.state.get("buffers"))
 
 
-def test_a_surrogate_that_diverges_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_surrogate_that_diverges_is_named(monkeypatch):
     infinite = torch.full((P,), torch.inf)
     monkeypatch.setattr(FedSSI, "train_surrogate", lambda *_: infinite)
     with pytest.raises(DivergedError, match=r"client 0, .*round 1: .*training\.lr"):
         run(tiny("fedssi"))
 
 
-# --- what is logged and kept
-
-
-def test_missed_tasks_are_counted_once_each() -> None:
+def test_missed_tasks_are_counted_once_each():
     """A task is missed if its last round is: in the experience after, or the next attended."""
     experiment = tiny("fedssi", training={"participation": 0.5, "rounds": 3}, fedssi_alpha=1.0)
     record = run(experiment)
@@ -126,37 +117,10 @@ def test_missed_tasks_are_counted_once_each() -> None:
         assert each.get(UNVERIFIED, 0) == (row["completed"] if row["round"] == 2 else 0)
 
 
-@pytest.mark.parametrize(("largest", "expected"), [(0.99, []), (1.01, [OVERSHOT])])
-def test_a_penalty_that_overshoots_is_named_once_a_task(largest: float, expected: Any) -> None:
-    """A step of the penalty alone multiplies theta - anchor by 1 - 2 eta alpha Omega."""
-    experiment = tiny("fedssi", fedssi_alpha=20.0)
-    plan = small.plan(experiment)
-    worker = small.worker(experiment, plan)
-    sent = {"parameters": worker.initial_states(0)[0]["parameters"]}
-    omega = torch.zeros(P)
-    omega[3] = largest / (0.1 * 20.0)
-    state = {"experiences": [0], "measured": True, "omega": omega}
-    for round_, events in ((0, expected), (1, [])):
-        round_id = RoundId(0, 0, 1, round_)
-        client_round = worker.method.client_round(round_id, plan, state, sent)
-        state = worker.method.train_client(client_round).state
-        assert client_round.log.events == events
-
-
-def test_a_client_keeps_two_vectors_and_sends_the_model() -> None:
-    """Importance after the first task, and the anchor from the second one on."""
-    record = run(tiny("fedssi"))
-    assert [row["disk"] for row in record.history] == [0, *[4 * P], *4 * [8 * P]]
-    assert all(row["bytes"] == {"down": 16 * P, "up": 16 * P} for row in record.history)
-    assert all(("importance" in row["seconds"]) == (row["round"] == 1) for row in record.history)
-
-
 @pytest.mark.parametrize(
     ("lr", "lam", "least"), [(0.1, 0.02, 0.02439), (0.5, 0.11, 0.1111), (0.0, 1e-9, None)]
 )
-def test_a_surrogate_that_would_diverge_is_refused(
-    lr: float, lam: float, least: float | None
-) -> None:
+def test_a_surrogate_that_would_diverge_is_refused(lr, lam, least):
     """eta (1 - lam) / (2 lam) is 2 at lam = eta / (4 + eta): 1 / 41 at 0.1, and 1 / 9 at 0.5."""
     if least is not None:
         right = rf"lam is {lam}; it must be above {least}, so that training.lr x \(1 - lam\) / \(2"

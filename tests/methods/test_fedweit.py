@@ -1,15 +1,12 @@
 """FedWeIT against a naive reference in NumPy; what holds past weights, sparse messages."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import small
 import states
 import torch
 from reference import CLOSE, GROWING, Array, FedAvgReference, Numbers, Reply, State, Visit
-from small import BATCH_NORM, tiny, whole
+from small import BATCH_NORM, whole
 
 from stamp_core.core.seeding import generator
 from stamp_core.results.records import SCORINGS
@@ -33,18 +30,15 @@ class FedWeITReference(FedAvgReference):
     """W1 = B s + A + sum_k alpha_k KB_k, s = sigmoid(m) of each row; the rest is (b1, W2, b2)."""
 
     def start(self) -> None:
-        """B as it is sent, and no knowledge."""
         self.cut = self.shapes[0][0] * self.shapes[0][1]
         self.sent = self.theta[: self.cut]
         self.knowledge: dict[int, Array] = {}
 
     def first_state(self, client: int) -> State:
-        """The initial B and the rest, no tasks."""
         cut = self.shapes[0][0] * self.shapes[0][1]
         return {"base": self.theta[:cut], "_rest": self.theta[cut:], "_tasks": {}, "_seen": set()}
 
     def wide(self, channels: Array) -> Array:
-        """The value of its row for each weight."""
         return np.repeat(channels, self.shapes[0][1])
 
     def local(self, visit: Visit, state: State) -> Reply:
@@ -91,7 +85,6 @@ class FedWeITReference(FedAvgReference):
         return self.finish(visit, state, parts, before, target if held else None)
 
     def slopes(self, parts: list[Array], known: Array, batch: Numbers) -> list[Array]:
-        """The gradients of all parts."""
         base, mask, _, _, _ = parts
         gradient = self.gradient(self.dense(parts, known), self.x[batch], self.y[batch])
         g, gate = gradient[: self.cut], sigmoid(mask)
@@ -106,7 +99,6 @@ class FedWeITReference(FedAvgReference):
     def finish(
         self, visit: Visit, state: State, parts: list[Array], before: Array, target: Array | None
     ) -> Reply:
-        """The new state and the answer."""
         base, mask, adaptive, state["_alpha"], rest = parts
         state["base"] = base
         state["_seen"].add(visit.experience)
@@ -161,9 +153,7 @@ class FedWeITReference(FedAvgReference):
     [{"server_lr": 1.5, "sparsity": 0.9}, {"head": "task", "lambda1": 0.01, "lambda2": 1.0}],
     ids=["shared", "task"],
 )
-def test_whole_runs_are_those_of_the_reference(
-    params: dict[str, Any], configuration: str, tmp_path: Path
-) -> None:
+def test_whole_runs_are_those_of_the_reference(params, configuration, tmp_path):
     """The global model, what clients keep of every task, and the personal models."""
     record, kept, naive = states.compare(
         "fedweit", configuration, FedWeITReference, tmp_path, **params
@@ -181,26 +171,8 @@ def test_whole_runs_are_those_of_the_reference(
     assert np.isnan(record.scores["global"]).all() == (params.get("head") == "task")
 
 
-def test_a_larger_lambda2_holds_past_weights_nearer() -> None:
-    """|B s + A - (B s + A of before)| of past tasks after one more task, over all clients."""
-    moved = []
-    for lambda2 in (0.0, 1.0, 1e3):
-        experiment = tiny("fedweit", training={"rounds": 1}, lambda2=lambda2)
-        worker = small.worker(experiment, small.plan(experiment))
-        before = small.arrived(worker, small.plan(experiment), 1)
-        after = worker.method.train_client(before).state
-        channels = worker.method.channels  # type: ignore[attr-defined]
-        theta = [
-            state["base"] * channels.expand(state["tasks"]["0"]["mask"].sigmoid())
-            + state["tasks"]["0"]["adaptive"]
-            for state in (before.state, after)
-        ]
-        moved.append(float((theta[1] - theta[0]).norm()))
-    assert moved[0] > 1.2 * moved[1] > 1.4 * moved[2]
-
-
 @pytest.mark.parametrize("size", [0.01, 1.0, 1e6])
-def test_the_retaining_step_solves_its_equations(size: float) -> None:
+def test_the_retaining_step_solves_its_equations(size):
     """x + size H x = x' for x = (b, a_1, a_2, a_3), where x^T H x = sum_i (b s_i + a_i)^2: one
     system for each weight, in the third of three steps."""
     draw = generator("retaining")
@@ -219,7 +191,7 @@ def test_the_retaining_step_solves_its_equations(size: float) -> None:
         np.testing.assert_allclose(moved[:, weight], x, rtol=0, atol=2e-5)
 
 
-def test_channels_of_several_tensors_by_hand() -> None:
+def test_channels_of_several_tensors_by_hand():
     """Of a 3 x 2 x 2, 3, 2 x 3 and 5 x 2 tensor the first and the third are decomposed."""
     channels = Channels([(3, 2, 2), (3,), (2, 3), (5, 2)], [True, False, True, False])
     numbers = torch.arange(31.0)
@@ -231,7 +203,7 @@ def test_channels_of_several_tensors_by_hand() -> None:
     assert not channels.largest(torch.ones(5), 0.3).any()  # none is above the threshold
 
 
-def test_each_decomposed_tensor_has_an_attention_of_its_own() -> None:
+def test_each_decomposed_tensor_has_an_attention_of_its_own():
     """The composed weights and the gradients of all parts, against automatic differentiation."""
     channels = Channels([(3, 4), (3,), (2, 3)], [True, False, True])
     sizes = (18, 5, 18, (2, 4))
@@ -254,7 +226,7 @@ def test_each_decomposed_tensor_has_an_attention_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5])
-def test_sparse_vectors_come_back_in_few_bytes(share: float) -> None:
+def test_sparse_vectors_come_back_in_few_bytes(share):
     """Places are a bit for each number, or four bytes for each that is sent."""
     draw = generator("sparse")
     vector = torch.randn(999, generator=draw) * (torch.rand(999, generator=draw) < share)
@@ -265,9 +237,7 @@ def test_sparse_vectors_come_back_in_few_bytes(share: float) -> None:
 
 @pytest.mark.parametrize("head", ["shared", "task"])
 @pytest.mark.parametrize("buffers", ["shared", "local", "frozen"])
-def test_convolutions_and_statistics_of_normalisation_travel_with_their_tasks(
-    buffers: str, head: str
-) -> None:
+def test_convolutions_and_statistics_of_normalisation_travel_with_their_tasks(buffers, head):
     """With one image, one class or none, two cycles, half of the clients in a round."""
     training = {"participation": 0.5, "buffers": buffers}
     split = {"cycles": 2, "images_per_class": 10}

@@ -17,7 +17,6 @@ class FsDgpmReference(RehearsalReference):
     """Bases of other tasks' exemplars, made in the first round of a task, with learnt weights."""
 
     def start(self) -> None:
-        """The mean of λ after each client round."""
         self.lambdas: list[float] = []
 
     def local(self, visit: Visit, state: State) -> Reply:
@@ -113,7 +112,7 @@ class FsDgpmReference(RehearsalReference):
     ],
     ids=["learnt", "clipped", "published", "off"],
 )
-def test_whole_runs_are_those_of_the_reference(params: dict[str, Any], configuration: str) -> None:
+def test_whole_runs_are_those_of_the_reference(params, configuration):
     params = {"memory": MEMORY, "epsilon": 0.8, "increment": 0.05, "eta1": 0.5, **params}
     record, naive = reference.compare("fsdgpm", configuration, FsDgpmReference, **params)
     assert isinstance(naive, FsDgpmReference)
@@ -124,7 +123,7 @@ def test_whole_runs_are_those_of_the_reference(params: dict[str, Any], configura
         assert np.mean(logged) == pytest.approx(expected, abs=1e-3)
 
 
-def test_only_the_first_pass_at_the_weights_themselves_updates_running_statistics() -> None:
+def test_only_the_first_pass_at_the_weights_themselves_updates_running_statistics():
     """That is the one on the first half of the batch, which is the whole task here."""
     options: dict[str, Any] = {"network": BATCH_NORM, "training": {"batch_size": 1000}}
     experiment = tiny("fsdgpm", split={"images_per_class": 20}, memory=kept(0), **options)
@@ -139,7 +138,7 @@ def test_only_the_first_pass_at_the_weights_themselves_updates_running_statistic
     torch.testing.assert_close(buffers, torch.cat(found), rtol=0, atol=1e-6)
 
 
-def test_without_its_parts_it_is_replay_bit_for_bit() -> None:
+def test_without_its_parts_it_is_replay_bit_for_bit():
     bare = {"inner_steps": 0, "epsilon": 0.0, "increment": 0.0, "clip": None}
     options: dict[str, Any] = {"memory": kept(4), "split": {"images_per_class": 20}}
     small.assert_same_weights(

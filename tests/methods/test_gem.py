@@ -20,10 +20,7 @@ BOTH = pytest.mark.parametrize("kind", ["agem", "gem"])
 
 
 class GemReference(RehearsalReference):
-    """No step may increase the loss on the exemplars of any past task."""
-
     def start(self) -> None:
-        """The shares of corrected steps of the clients, by experience and round."""
         self.shares: dict[tuple[int, int], list[float]] = {}
 
     def sgd(self, visit: Visit, theta: Array, state: State) -> Array:
@@ -59,10 +56,7 @@ class GemReference(RehearsalReference):
 
 
 class AGemReference(GemReference):
-    """The same with one constraint, a sample of all exemplars of past tasks."""
-
     def samples(self, visit: Visit, state: State) -> list[list[Numbers]]:
-        """Another sample for each step."""
         past = self.past(visit, state)
         if not len(past):
             return [[] for _ in self.batches(visit)]
@@ -81,10 +75,7 @@ class AGemReference(GemReference):
         ("agem", AGemReference, {}),
     ],
 )
-def test_they_are_the_reference(
-    kind: str, naive: type[GemReference], params: dict[str, Any], configuration: str
-) -> None:
-    """With the shares of corrected steps that they log."""
+def test_they_are_the_reference(kind, naive, params, configuration):
     record, found = reference.compare(kind, configuration, naive, memory=kept(4), **params)
     assert isinstance(found, GemReference)
     for entry in record.history:
@@ -96,9 +87,7 @@ def test_they_are_the_reference(
 
 @pytest.mark.parametrize("length", [1e-30, 1.0, 1e20])
 @pytest.mark.parametrize("share", [0.1, 1e6, -0.1])
-def test_the_closed_form_of_agem_is_the_minimum_of_gems_program(
-    share: float, length: float
-) -> None:
+def test_the_closed_form_of_agem_is_the_minimum_of_gems_program(share, length):
     """For any length of the reference, from little conflict to opposite directions, and none."""
     gradient, noise = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
     noise -= (noise @ gradient) / (gradient @ gradient) * gradient
@@ -117,8 +106,8 @@ def test_the_closed_form_of_agem_is_the_minimum_of_gems_program(
 @BOTH
 @pytest.mark.parametrize("factor", [1.0, 0.0, math.nan, math.inf])
 def test_without_a_conflict_or_with_an_unusable_gradient_it_is_fedavg_bit_for_bit(
-    kind: str, factor: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    kind, factor, monkeypatch
+):
     """The memory's gradient is the live one, zero, or not finite, which is logged for every step;
     a margin adds nothing either."""
 
@@ -137,7 +126,7 @@ def test_without_a_conflict_or_with_an_unusable_gradient_it_is_fedavg_bit_for_bi
         assert entry["events"] == (events if said else {})
 
 
-def test_gradients_on_exemplars_use_the_running_statistics() -> None:
+def test_gradients_on_exemplars_use_the_running_statistics():
     """They are those of evaluation mode, and the live gradient is unchanged."""
     experiment = tiny("gem", network=BATCH_NORM)
     runtime = small.worker(experiment, plan(experiment)).runtime
@@ -151,7 +140,7 @@ def test_gradients_on_exemplars_use_the_running_statistics() -> None:
 
 
 @BOTH
-def test_exemplars_do_not_change_the_statistics_of_batch_normalisation(kind: str) -> None:
+def test_exemplars_do_not_change_the_statistics_of_batch_normalisation(kind):
     """At learning rate 0 they are those of FedAvg bit for bit."""
     few = {"network": BATCH_NORM, "split": {"images_per_class": 20}, "training": {"lr": 0}}
     small.assert_same_weights(run(tiny(kind, **few)), run(tiny(**few)))

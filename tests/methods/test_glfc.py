@@ -1,6 +1,5 @@
 """GLFC and LGA against a naive reference in NumPy; images from gradients; old models, signals."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,6 @@ class GLFCReference(FedAvgReference):
     """
 
     def start(self) -> None:
-        """No old and no best model, no images of the monitor, no class reported."""
         self.told = set[int]()  # clients that have the announcement
         self.newest = 0  # the experience of the monitor
         self.old: State | None = None
@@ -50,7 +48,6 @@ class GLFCReference(FedAvgReference):
         return {**known, "_old": None, "_offered": None, "_lists": {}, "_seen": set(), "_jump": 0.0}
 
     def local(self, visit: Visit, state: State) -> Reply:
-        """Detect the task, train, choose exemplars."""
         own = np.zeros(10, bool)
         own[self.y[visit.indices]] = True
         signal = first = visit.experience not in state["_seen"]
@@ -83,13 +80,11 @@ class GLFCReference(FedAvgReference):
         return Reply(visit.client, theta, samples, sent)
 
     def exemplars(self, visit: Visit, state: State) -> Numbers:
-        """Those of other tasks whose classes are learnt."""
         lists = state["_lists"].items()
         used = [own for (t, c), own in lists if t != visit.task and state["_learnt"][c] >= 0]
         return np.concatenate([np.empty(0, np.int64), *used])
 
     def batches(self, visit: Visit, of: str = "", indices: Numbers | None = None) -> list[Numbers]:
-        """Batches of the task's images and exemplars together."""
         used = self.clients[visit.client]["_used"]
         some = len(visit.indices) or not self.has_part(visit.client, visit.task)
         both = np.concatenate([visit.indices, used]) if some else visit.indices
@@ -98,7 +93,6 @@ class GLFCReference(FedAvgReference):
     def step_gradient(
         self, visit: Visit, theta: Array, x: Array, y: Numbers, state: State
     ) -> Array:
-        """The gradient of the mean of weighted binary cross-entropies."""
         params, current, learnt = self.params, state["_current"], state["_learnt"]
         columns = current | state["_past"] | (params.columns == "all")
         z = self.logits(theta, x)
@@ -193,10 +187,7 @@ def softmax(logits: Array) -> Array:
     ],
     ids=["glfc", "lga", "no proxy", "entropy"],
 )
-def test_whole_runs_are_those_of_the_reference(
-    params: dict[str, Any], configuration: str, tmp_path: Path
-) -> None:
-    """The global model, and the exemplars of all clients."""
+def test_whole_runs_are_those_of_the_reference(params, configuration, tmp_path):
     params = {**params, "recon_steps": 0}
     _, kept, naive = states.compare("glfc", configuration, GLFCReference, tmp_path, **params)
     for state, own in zip(kept, naive.clients, strict=True):
@@ -208,14 +199,13 @@ def test_whole_runs_are_those_of_the_reference(
 
 
 def glfc_worker(**options: Any) -> tuple[Any, Any]:
-    """A worker's method, quick, and its plan."""
     experiment = whole("glfc", **{"signal": "oracle", **options})
     plan_ = plan(experiment)
     return small.worker(experiment, plan_), plan_
 
 
 @pytest.mark.parametrize("groups", ["old_new", "tasks"])
-def test_weights_stay_finite_where_an_image_has_no_gap(groups: str) -> None:
+def test_weights_stay_finite_where_an_image_has_no_gap(groups):
     """In float32 1 - p is 0 for large logits; the mean weight is 1 nevertheless."""
     worker, plan_ = glfc_worker(groups=groups)
     context = small.started(worker.method, small.arrived(worker, plan_, 2))
@@ -226,8 +216,7 @@ def test_weights_stay_finite_where_an_image_has_no_gap(groups: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["shared", "local", "frozen"])
-def test_the_old_model_has_the_statistics_of_the_policy(policy: str) -> None:
-    """Those sent with it, the client's own, or the initial ones."""
+def test_the_old_model_has_the_statistics_of_the_policy(policy):
     training = {"rounds": 1, "buffers": policy}
     worker, plan_ = glfc_worker(network=BATCH_NORM, training=training)
     method = worker.method
@@ -242,7 +231,7 @@ def test_the_old_model_has_the_statistics_of_the_policy(policy: str) -> None:
     assert torch.equal(method.teacher.buffers, own.get(policy, sent.get("old buffers")))
 
 
-def test_prototypes_are_images_nearest_to_the_mean_of_their_class_and_lose_their_loss() -> None:
+def test_prototypes_are_images_nearest_to_the_mean_of_their_class_and_lose_their_loss():
     for steps, lr in ((1, 0.0), (20, 0.2)):
         worker, plan_ = glfc_worker(perturb_steps=steps, perturb_lr=lr)
         client_round = small.arrived(worker, plan_, 0)
@@ -265,7 +254,7 @@ def test_prototypes_are_images_nearest_to_the_mean_of_their_class_and_lose_their
             assert torch.equal(pixel, nearest) if not lr else after < before
 
 
-def test_later_gradients_extend_the_monitor_and_those_not_finite_are_left_out() -> None:
+def test_later_gradients_extend_the_monitor_and_those_not_finite_are_left_out():
     """What is reconstructed is what the memory shows; a new experience starts anew."""
     worker, _ = glfc_worker(training={"rounds": 2})
     method = worker.method
@@ -284,11 +273,7 @@ def test_later_gradients_extend_the_monitor_and_those_not_finite_are_left_out() 
 
 
 def _first(worker: Any, server: Any) -> tuple[Any, Any]:
-    """A first state and message."""
     return worker.method.init_client(0, server), worker.method.broadcast(server, 0)
-
-
-# --- images from gradients
 
 
 def noise(shape: Shape, classes: int, count: int) -> tuple[Tensor, Tensor]:
@@ -299,7 +284,7 @@ def noise(shape: Shape, classes: int, count: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("shape", "classes"), SHAPES)
-def test_gradients_are_those_of_the_network_of_the_paper(shape: Shape, classes: int) -> None:
+def test_gradients_are_those_of_the_network_of_the_paper(shape, classes):
     """Written with torch's layers, one image at a time; labels are recovered from them."""
     encoder = GradientEncoder(shape, classes, 1, CPU)
     network = nn.Sequential(
@@ -322,7 +307,7 @@ def test_gradients_are_those_of_the_network_of_the_paper(shape: Shape, classes: 
     assert torch.equal(encoder.recover_labels(gradients), labels)
 
 
-def test_images_are_reconstructed_from_gradients_each_by_itself() -> None:
+def test_images_are_reconstructed_from_gradients_each_by_itself():
     """The distance falls with every further step, and in the end the images are the right ones."""
     encoder = GradientEncoder((1, 8, 8), 10, 3, CPU)
     images, labels = noise((1, 8, 8), 10, 4)

@@ -1,6 +1,5 @@
 """GradMA against a naive reference in NumPy, and what a run does not show."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,10 +22,7 @@ NO_ROOM = "gradma server: no room to remember a client"
 
 
 class GradMAReference(FedAvgReference):
-    """Steps and the server's momentum conflict with no gradient memory."""
-
     def start(self) -> None:
-        """The server's memories, and how often there was no room in a round."""
         self.momentum = np.zeros_like(self.theta)
         self.memory: dict[int, Array] = {}
         self.counts: dict[int, int] = {}
@@ -47,7 +43,6 @@ class GradMAReference(FedAvgReference):
         return np.concatenate(blocks)
 
     def sgd(self, visit: Visit, theta: Array, state: State) -> Array:
-        """Local SGD, which remembers the received model and the iterate before."""
         state["received"] = state["previous"] = theta
         return super().sgd(visit, theta, state)
 
@@ -111,8 +106,7 @@ class GradMAReference(FedAvgReference):
     ],
     ids=str,
 )
-def test_gradma_is_the_reference(params: dict[str, Any], configuration: str) -> None:
-    """With the events that there is no room to remember a client."""
+def test_gradma_is_the_reference(params, configuration):
     record, naive = reference.compare("gradma", configuration, GradMAReference, **params)
     assert isinstance(naive, GradMAReference)
     full = [entry["events"].get(NO_ROOM, 0) for entry in record.history if entry["sgd_steps"]]
@@ -122,8 +116,7 @@ def test_gradma_is_the_reference(params: dict[str, Any], configuration: str) -> 
 
 @pytest.mark.parametrize("scope", ["model", "tensor"])
 @pytest.mark.parametrize("training", [{}, {"weight_decay": 0.3, "momentum": 0.9}], ids=str)
-def test_the_first_step_is_plain_bit_for_bit(scope: str, training: dict[str, Any]) -> None:
-    """Its memory is the gradient twice, and zeros."""
+def test_the_first_step_is_plain_bit_for_bit(scope, training):
     full_batch = {**training, "batch_size": 1000}
     record = run(tiny("gradma", training=full_batch, scope=scope, **WORKER))
     small.assert_same_weights(record, run(tiny(training=full_batch)))
@@ -131,7 +124,7 @@ def test_the_first_step_is_plain_bit_for_bit(scope: str, training: dict[str, Any
 
 
 @pytest.mark.parametrize("buffers", ["shared", "local", "frozen"])
-def test_gradients_at_other_points_keep_the_statistics_of_batch_normalisation(buffers: str) -> None:
+def test_gradients_at_other_points_keep_the_statistics_of_batch_normalisation(buffers):
     """At learning rate 0 they are those of FedAvg bit for bit, also after batches of one."""
     few: dict[str, Any] = {"network": BATCH_NORM, "split": {"images_per_class": 17}}
     training = {"lr": 0, "batch_size": 11, "buffers": buffers}
@@ -139,7 +132,7 @@ def test_gradients_at_other_points_keep_the_statistics_of_batch_normalisation(bu
     small.assert_same_weights(record, fedavg)
 
 
-def test_gradients_at_other_points_are_of_the_same_function() -> None:
+def test_gradients_at_other_points_are_of_the_same_function():
     """At the received model the gradient there is the live one, with batch normalisation too."""
     experiment = tiny("gradma", network=BATCH_NORM)
     worker = small.worker(experiment, plan(experiment))
@@ -155,9 +148,7 @@ def test_gradients_at_other_points_are_of_the_same_function() -> None:
     assert method.model.gradients.abs().max() > 1e-3
 
 
-def test_a_gradient_that_is_not_finite_is_logged_and_not_used(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_gradient_that_is_not_finite_is_logged_and_not_used(monkeypatch):
     monkeypatch.setattr(GradMA, "gradient_at", lambda self, *rest: torch.full((P,), torch.nan))
     record = run(tiny("gradma", **WORKER))
     small.assert_same_weights(record, run(tiny()))
@@ -165,7 +156,7 @@ def test_a_gradient_that_is_not_finite_is_logged_and_not_used(
         assert entry["events"] == {"gradma: not finite, not corrected": entry["sgd_steps"]}
 
 
-def test_a_full_memory_forgets_the_absent_client_that_took_part_least(tmp_path: Path) -> None:
+def test_a_full_memory_forgets_the_absent_client_that_took_part_least(tmp_path):
     """Of equals the one with the lowest number, and 10 is above 9; who returns starts anew. The
     memory comes back from a file in the same order of clients."""
     method = small.worker(tiny("gradma", remembered=3, beta2=0.5)).method

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,23 +50,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @cache
 def fedavg(setting: str) -> Record:
-    """The record of FedAvg."""
     return run(tiny(**SETTINGS[setting]))
 
 
 def equivalent(kind: str) -> dict[str, Any] | None:
-    """The parameters that make a method FedAvg."""
     parameters = registry.get_method(kind).fedavg_equivalent
     return None if parameters is None else dict(parameters)
 
 
-def test_only_bounds_and_controls_are_never_fedavg() -> None:
+def test_only_bounds_and_controls_are_never_fedavg():
     assert {kind for kind in EVERY if equivalent(kind) is None} == NEVER_FEDAVG
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("kind", sorted(set(EVERY) - NEVER_FEDAVG))
-def test_with_equivalent_parameters_a_method_is_fedavg_bit_for_bit(kind: str, setting: str) -> None:
+def test_with_equivalent_parameters_a_method_is_fedavg_bit_for_bit(kind, setting):
     record = run(tiny(kind, **SETTINGS[setting], **(equivalent(kind) or {})))
     expected = fedavg(setting)
     small.assert_same_weights(record, expected)
@@ -81,9 +78,7 @@ def test_with_equivalent_parameters_a_method_is_fedavg_bit_for_bit(kind: str, se
     ids=["mlp", "cnn, half of the clients"],
 )
 @pytest.mark.parametrize("kind", EVERY)
-def test_clients_with_few_or_no_images_do_no_harm(
-    kind: str, training: dict[str, Any], network: dict[str, Any]
-) -> None:
+def test_clients_with_few_or_no_images_do_no_harm(kind, training, network):
     """One image, one class, no image: weights, losses and accuracies stay finite."""
     experiment = whole(kind, network=network, split=FEW, training=training)
     record = run(experiment, small.awkward(experiment))
@@ -96,7 +91,7 @@ def test_clients_with_few_or_no_images_do_no_harm(
 
 
 @pytest.mark.parametrize("kind", EVERY)
-def test_tasks_may_have_different_numbers_of_classes(kind: str) -> None:
+def test_tasks_may_have_different_numbers_of_classes(kind):
     """One to four classes, of which some return: of a plan from elsewhere, with 12 images each."""
     classes = (((3,), (0, 1, 5, 9), (2, 4)), ((0, 1, 2), (7,), (1, 8)), ((9,), (4, 5), (4, 6, 7)))
     experiment = whole(kind, training={"rounds": 1})
@@ -115,7 +110,7 @@ def test_tasks_may_have_different_numbers_of_classes(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", EVERY)
-def test_clients_without_a_part_in_a_task_do_no_harm(kind: str) -> None:
+def test_clients_without_a_part_in_a_task_do_no_harm(kind):
     """Nor do those that join later: weights and losses stay finite, and all joined take part."""
     split = {"joining": 1, "old_share": 0.4, "order": "common", "classes_per_client": 1, **FEW}
     training = {"schedule": "exponential", "lr_end": 0.01}
@@ -130,7 +125,7 @@ def test_clients_without_a_part_in_a_task_do_no_harm(kind: str) -> None:
 
 @pytest.mark.parametrize("neutral", [False, True], ids=["whole", "as FedAvg"])
 @pytest.mark.parametrize("kind", EVERY)
-def test_a_server_averages_if_its_method_says_so(kind: str, neutral: bool) -> None:
+def test_a_server_averages_if_its_method_says_so(kind, neutral):
     """With the mean of all models in the place of each its next state is the same.
 
     Methods that upload anything else are refused where it matters.
@@ -152,8 +147,6 @@ def test_a_server_averages_if_its_method_says_so(kind: str, neutral: bool) -> No
 
 
 class Trained(NamedTuple):
-    """A client round that took place."""
-
     server: State
     given: list[Any]  # state and message
     before: list[Any]  # copies of the two, taken beforehand
@@ -162,7 +155,6 @@ class Trained(NamedTuple):
 
 
 def client_rounds(worker: Worker, plan_: Plan) -> Iterator[Trained]:
-    """The client rounds of one round of every experience."""
     server, states, *_ = worker.initial_states(plan_.seed)
     for experience in range(plan_.experiences):
         replies = []
@@ -180,9 +172,7 @@ def client_rounds(worker: Worker, plan_: Plan) -> Iterator[Trained]:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", EVERY)
-def test_a_client_round_is_a_function_of_its_arguments(
-    kind: str, policy: str, tmp_path: Path
-) -> None:
+def test_a_client_round_is_a_function_of_its_arguments(kind, policy, tmp_path):
     """It depends neither on the live model of before nor on other random draws. Neither it nor the
     server writes to what it is given, and no part of its reply is in the live model's memory. The
     state comes back unchanged from a store.
@@ -216,7 +206,7 @@ def test_a_client_round_is_a_function_of_its_arguments(
 
 
 @pytest.mark.parametrize("kind", sorted(set(EVERY) - {"joint", "local", "fedcil"}))
-def test_the_order_of_clients_does_not_matter(kind: str) -> None:
+def test_the_order_of_clients_does_not_matter(kind):
     """In the second experience, with memories in use; sums differ in their last digits at most.
 
     FedCIL's server draws images of the clients' generators one after the other: that order counts.
@@ -235,8 +225,7 @@ def test_the_order_of_clients_does_not_matter(kind: str) -> None:
 
 @pytest.mark.parametrize("replies", ["none", "empty"])
 @pytest.mark.parametrize("kind", sorted(set(EVERY) - {"joint", "local"}))
-def test_a_round_without_trained_models_leaves_the_model_unchanged(kind: str, replies: str) -> None:
-    """Neither where nobody replies nor where all are without images."""
+def test_a_round_without_trained_models_leaves_the_model_unchanged(kind, replies):
     experiment = whole(kind, split=FEW)
     plan_ = with_train(plan(experiment), dict.fromkeys(small.everywhere(plan(experiment)), ()))
     worker = small.worker(experiment, plan_)
@@ -248,10 +237,7 @@ def test_a_round_without_trained_models_leaves_the_model_unchanged(kind: str, re
     assert torch.equal(after["parameters"], server["parameters"])
 
 
-# ------------------------------------------------------------------ local and joint
-
-
-def test_local_training_is_that_of_a_federation_of_each_client_alone() -> None:
+def test_local_training_is_that_of_a_federation_of_each_client_alone():
     """Also in its personal scores; a client without images takes no step, despite weight decay."""
     experiment = tiny("local", training={"weight_decay": 0.1})
     whole_ = with_train(plan(experiment), {(3, task): () for task in range(3)})
@@ -269,7 +255,7 @@ def test_local_training_is_that_of_a_federation_of_each_client_alone() -> None:
     assert record.weights == {}
 
 
-def test_the_joint_learner_is_client_and_server_in_one() -> None:
+def test_the_joint_learner_is_client_and_server_in_one():
     """It is never left out; it has no local model."""
     record = run(tiny("joint", training={"participation": 0.5}))
     assert len(record.history) == small.ROUNDS
@@ -287,7 +273,6 @@ BUFFERS = ("encoder.1.running_mean", "encoder.1.running_var")
 
 
 def with_buffers(kind: str, policy: str, **training: Any) -> Experiment:
-    """A network with batch normalisation and a policy for its buffers."""
     return tiny(kind, network=BATCH_NORM, split=FEW, training={"buffers": policy, **training})
 
 
@@ -299,7 +284,7 @@ def initial(network: Network) -> dict[str, Accuracies]:
 
 @pytest.mark.parametrize("kind", ["fedavg", "joint"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_buffers_follow_the_policy(policy: str, kind: str) -> None:
+def test_buffers_follow_the_policy(policy, kind):
     """Shared ones are averaged; local ones stay with the clients; frozen ones never change.
 
     The learner of `joint` is client and server in one: its local buffers are the server's too.
@@ -319,7 +304,7 @@ def test_buffers_follow_the_policy(policy: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("server_lr", [0.5, 1.0])
-def test_shared_buffers_are_averaged_by_samples(server_lr: float) -> None:
+def test_shared_buffers_are_averaged_by_samples(server_lr):
     """One full batch each at learning rate 0 makes a running mean 0.9 x 0 + 0.1 x the batch's.
 
     The server's learning rate is that of the parameters alone.
@@ -343,7 +328,6 @@ def test_shared_buffers_are_averaged_by_samples(server_lr: float) -> None:
 
 
 def accuracies(net: nn.Module, worker: Worker, plan_: Plan, client: int) -> list[float]:
-    """The accuracy of a network on a client's test images of each task."""
     dataset, shares = worker.runtime.dataset, []
     for task in range(plan_.tasks):
         test = plan_.test_indices(dataset, client, task)
@@ -353,7 +337,7 @@ def accuracies(net: nn.Module, worker: Worker, plan_: Plan, client: int) -> list
 
 
 @pytest.mark.parametrize(("kind", "model"), [("fedavg", "global"), ("local", "personal")])
-def test_local_buffers_are_used_with_their_client(kind: str, model: str, tmp_path: Path) -> None:
+def test_local_buffers_are_used_with_their_client(kind, model, tmp_path):
     """Each client's last accuracies follow from the last weights with its own buffers."""
     experiment = with_buffers(kind, "local")
     plan_ = plan(experiment)

@@ -43,7 +43,6 @@ WITHOUT_EFFECT = {
 
 
 def options(block: Mapping[str, Any], params: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The path of every option that a preset sets, and its type."""
     hints = get_type_hints(type(params))
     for name, value in block.items():
         if isinstance(value, dict) and is_dataclass(getattr(params, name)):
@@ -54,7 +53,6 @@ def options(block: Mapping[str, Any], params: Any) -> Iterator[tuple[tuple[str, 
 
 
 def values(path: tuple[str, ...], value: Any, hint: Any) -> list[Any]:
-    """Other values of an option, of which some may not be allowed."""
     kinds = [hint, *get_args(hint)]
     words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
     words += ["uniform", "herding"] if path[-1] == "selection" else []
@@ -71,7 +69,6 @@ def values(path: tuple[str, ...], value: Any, hint: Any) -> list[Any]:
 
 
 def changed(params: Any, path: tuple[str, ...], value: Any) -> Any:
-    """The parameters with another value of an option."""
     name, *rest = path
     inner = changed(getattr(params, name), tuple(rest), value) if rest else value
     return replace(params, **{name: inner})
@@ -115,7 +112,7 @@ def has_effect(preset: str, path: tuple[str, ...], hint: Any) -> bool:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_every_option_of_a_preset_has_an_effect(preset: str) -> None:
+def test_every_option_of_a_preset_has_an_effect(preset):
     block = read_preset(preset, PARAMS)
     block.pop("kind", None)
     paths = options(block, resolve_preset(preset, PARAMS)[1])

@@ -1,6 +1,5 @@
 """pFedDIL against a naive reference in NumPy; auxiliary classifiers, votes, what is kept."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from reference import (
     Visit,
     softmax,
 )
-from small import P, run, tiny
+from small import run, tiny
 
 from stamp_core.config.decode import ParameterError
 from workbench.methods.pfeddil import PFedDIL, log_share, moments, nearest_model
@@ -32,11 +31,9 @@ class PFedDILReference(FedAvgReference):
     """A client's models are (θ_i, the moments of their tasks' features)."""
 
     def first_state(self, client: int) -> State:
-        """No model."""
         return {"models": [], "current": 0, "_experience": -1, "_target": None}
 
     def start(self) -> None:
-        """Remember the initial weights."""
         self.initial = self.theta
 
     def share(self, model: tuple[Array, State], x: Array) -> Array:
@@ -106,9 +103,7 @@ class PFedDILReference(FedAvgReference):
     ],
     ids=["always new", "near", "one"],
 )
-def test_whole_runs_are_those_of_the_reference(
-    params: dict[str, Any], configuration: str, tmp_path: Path
-) -> None:
+def test_whole_runs_are_those_of_the_reference(params, configuration, tmp_path):
     kind = PFedDILReference
     record, kept, naive = states.compare("pfeddil", configuration, kind, tmp_path, **params)
     for state, own in zip(kept, naive.clients, strict=True):
@@ -121,10 +116,7 @@ def test_whole_runs_are_those_of_the_reference(
     states.assert_personal_scores(record, naive, kind.vote.__get__(naive))
 
 
-# --- by hand
-
-
-def test_the_answer_of_an_auxiliary_classifier_by_hand() -> None:
+def test_the_answer_of_an_auxiliary_classifier_by_hand():
     """Features of two images: (0, 0) and (2, 4), so the means are (1, 2), the variances (1, 4).
 
     (1, 2) has a distance of 0 and (2, 4) of (1 + 4 / 4) / 2 = 1: both are the model's own for sure.
@@ -149,16 +141,11 @@ def test_the_answer_of_an_auxiliary_classifier_by_hand() -> None:
         ([1.0, 0.1], 1.1, 3, 2),  # above 1: always a new one
     ],
 )
-def test_the_choice_of_a_model_by_hand(
-    near: list[float], threshold: float, limit: int, expected: int
-) -> None:
+def test_the_choice_of_a_model_by_hand(near, threshold, limit, expected):
     assert nearest_model(torch.tensor(near), threshold, limit) == expected
 
 
-# --- properties
-
-
-def test_without_migration_auxiliary_classifiers_do_not_touch_the_models() -> None:
+def test_without_migration_auxiliary_classifiers_do_not_touch_the_models():
     """Several models that start from the received one leave the server's FedAvg bit-identical."""
     several = run(tiny("pfeddil", split=FEW, models=3, migration=0.0, start="received"))
     plain = run(tiny(split=FEW))
@@ -166,21 +153,7 @@ def test_without_migration_auxiliary_classifiers_do_not_touch_the_models() -> No
     np.testing.assert_array_equal(several.scores["local"], plain.scores["local"])
 
 
-def test_it_is_noted_whether_a_returning_task_goes_to_the_model_that_knows_it() -> None:
-    """One model for each of two tasks, in two cycles; before a task returns nothing is noted."""
-    split = {**FEW, "tasks": 2, "cycles": 2}
-    experiment = tiny("pfeddil", split=split, models=2, threshold=1.1, migration=0.1)
-    worker = small.worker(experiment, small.plan(experiment))
-    for experience in range(4):
-        client_round = small.arrived(worker, worker.plans[0], experience)
-        reply = worker.method.train_client(client_round)
-        noted = reply.log.numbers.get("returning task recognised")
-        before = [model["tasks"] for model in client_round.state["models"]]
-        known = experience > 1 and str(experience - 2) in before[reply.state["current"]]
-        assert noted == (float(known) if experience > 1 else None)
-
-
-def test_votes_are_finite_where_no_model_knows_an_image() -> None:
+def test_votes_are_finite_where_no_model_knows_an_image():
     """After a task of one image all variances are 0, and everything else is infinitely far."""
     experiment = tiny("pfeddil", split=FEW, models=2, threshold=1.1, migration=0.1)
     worker = small.worker(experiment, small.plan(experiment))
@@ -192,23 +165,7 @@ def test_votes_are_finite_where_no_model_knows_an_image() -> None:
     torch.testing.assert_close(votes.sum(1), torch.ones(20))
 
 
-def test_a_client_keeps_its_models_and_two_numbers_per_feature_and_task() -> None:
-    """What holds the model in training is dropped with the last round of its task."""
-    record = run(tiny("pfeddil", split=FEW, models=2, threshold=1.1, migration=0.1))
-    one, two = 4 * P + 8 * F, 2 * (4 * P + 8 * F)
-    last = two + 8 * F  # a third task for one of the models
-    assert [row["disk"] for row in record.history] == [
-        one,
-        one,
-        two + 4 * P,
-        two,
-        last + 4 * P,
-        last,
-    ]
-    assert all(row["bytes"] == {"down": 16 * P, "up": 16 * P} for row in record.history)
-
-
-def test_a_pull_that_would_diverge_is_refused() -> None:
+def test_a_pull_that_would_diverge_is_refused():
     """A step of the learning rate 0.1 along 2 c (w - target) overshoots at c = 10."""
     small.worker(tiny("pfeddil", migration=9.9))
     with pytest.raises(ParameterError, match=r"migration is 10\.0; it must be below 10, so that"):

@@ -10,7 +10,7 @@ import small
 import torch
 import torch.nn.functional as F
 from reference import CONFIGURATIONS, Array, FedAvgReference, Numbers, Reply, State, Visit, softmax
-from small import BATCH_NORM, BN_B, P, plan, run, tiny
+from small import BATCH_NORM, plan, run, tiny
 
 from stamp_core.core.seeding import generator
 from workbench.methods.base import sample_cache
@@ -23,7 +23,6 @@ class ReFedReference(FedAvgReference):
     """Training on the task and a cache of indices, chosen by importance when a task comes."""
 
     def start(self) -> None:
-        """The number of events."""
         self.events = {LOST: 0, OMITTED: 0}
 
     def first_state(self, client: int) -> State:
@@ -31,7 +30,6 @@ class ReFedReference(FedAvgReference):
         return {"cache": np.empty(0, np.int64), "tasks": np.empty(0, np.int64), "last": -1}
 
     def local(self, visit: Visit, state: State) -> Reply:
-        """The cache, then training on it and the task, if there is one."""
         new = visit.experience not in (0, state["last"])
         if new and self.params.cache:
             self.events[LOST] += visit.experience - 1 - max(state["last"], 0)
@@ -45,7 +43,6 @@ class ReFedReference(FedAvgReference):
         return Reply(visit.client, theta, len(visit.indices))
 
     def joined(self, indices: Numbers, task: int, state: State) -> tuple[Numbers, Numbers]:
-        """The images of a task and the cached ones of others, with their tasks."""
         others = state["tasks"] != task
         tasks = np.r_[np.full(len(indices), task), state["tasks"][others]]
         return np.r_[indices, state["cache"][others]], tasks
@@ -64,7 +61,6 @@ class ReFedReference(FedAvgReference):
         return [int(n) for n in chosen]
 
     def scores(self, visit: Visit, offered: Numbers, state: State) -> Array:
-        """The importance."""
         return self.importance(self.x[offered], self.y[offered])
 
     def importance(self, x: Array, y: Numbers) -> Array:
@@ -94,24 +90,20 @@ class ReFedReference(FedAvgReference):
     ],
     ids=["by importance", "balanced", "all"],
 )
-def test_whole_runs_are_those_of_the_reference(params: dict[str, Any], configuration: str) -> None:
-    """With lost tasks and classes without a cached image."""
+def test_whole_runs_are_those_of_the_reference(params, configuration):
     record, naive = reference.compare("refed", configuration, ReFedReference, **params)
     assert isinstance(naive, ReFedReference)
     for text, count in naive.events.items():
         assert sum(row["events"].get(text, 0) for row in record.history) == count
 
 
-def test_images_of_a_task_are_lost_if_the_next_one_is_missed() -> None:
+def test_images_of_a_task_are_lost_if_the_next_one_is_missed():
     """A client holds them until the next task but one; of tasks before its first one none."""
     training = {"rounds": 1, "participation": 0.5}
     experiment = tiny("refed", split={**FEW, "tasks": 5}, training=training, cache=15, steps=1)
     record, naive = run(experiment), ReFedReference(experiment, plan(experiment))
     naive.run()
     assert sum(events(record, LOST)) == naive.events[LOST] > 0
-
-
-# --- gradient norms
 
 
 def refed(**options: Any) -> tuple[Any, dict[str, Any]]:
@@ -126,10 +118,7 @@ def refed(**options: Any) -> tuple[Any, dict[str, Any]]:
 
 @pytest.mark.parametrize("network", [small.NETWORK, BATCH_NORM], ids=["mlp", "cnn"])
 @pytest.mark.parametrize("score", ["full", "head"])
-def test_norms_are_those_of_single_images_in_any_order_and_portion(
-    score: str, network: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By backpropagation of one image at a time, in evaluation mode."""
+def test_norms_are_those_of_single_images_in_any_order_and_portion(score, network, monkeypatch):
     method, samples = refed(network=network, score=score)
     classifier = method.classifier
     method.model.buffers.uniform_(0.5, 1.5, generator=generator("buffers"))
@@ -151,7 +140,7 @@ def test_norms_are_those_of_single_images_in_any_order_and_portion(
 
 
 @pytest.mark.parametrize("policy", ["shared", "local", "frozen"])
-def test_scoring_changes_neither_the_live_model_nor_the_statistics(policy: str) -> None:
+def test_scoring_changes_neither_the_live_model_nor_the_statistics(policy):
     training = {"buffers": policy}
     method, samples = refed(network=BATCH_NORM, training=training, cache=5, pim_lr=0.5)
     vectors = [method.model.parameters, method.model.buffers]
@@ -162,7 +151,7 @@ def test_scoring_changes_neither_the_live_model_nor_the_statistics(policy: str) 
     small.assert_equal_trees(vectors, before)
 
 
-def test_norms_that_are_not_finite_end_the_scoring() -> None:
+def test_norms_that_are_not_finite_end_the_scoring():
     """A learning rate of 1e38: the second scoring overflows, so the first one decides alone."""
     found = []
     for params in ({"pim_lr": 1e38, "steps": 3}, {"pim_lr": 0.1, "steps": 1}):
@@ -173,28 +162,4 @@ def test_norms_that_are_not_finite_end_the_scoring() -> None:
 
 
 def events(record: Any, text: str) -> list[int]:
-    """How often an event happened in each round."""
     return [row["events"].get(text, 0) for row in record.history]
-
-
-# --- what a client keeps
-
-
-def test_a_client_keeps_its_cache_statistics_and_sends_the_model() -> None:
-    """An image has 64 bytes, its label and its task 8 each."""
-    options: dict[str, Any] = {"split": FEW, "cache": 30, "steps": 1}
-    record = run(tiny("refed", **options))
-    assert record.history[1]["disk"] == 0
-    assert record.history[-1]["disk"] == 30 * (64 + 8 + 8)
-    assert all(row["bytes"] == {"down": 16 * P, "up": 16 * P} for row in record.history)
-    own = run(tiny("refed", network=BATCH_NORM, training={"buffers": "local"}, **options))
-    assert own.history[-1]["disk"] == 4 * BN_B + 30 * (64 + 8 + 8)
-
-
-def test_memory_samples_are_the_first_cached_images_of_each_class() -> None:
-    method, samples = refed()
-    shown = method.memory_samples({}, {"cache": samples}, 3)
-    assert shown["labels"].unique(return_counts=True)[1].tolist() == [3, 3]
-    for label in shown["labels"].unique():
-        own = samples["images"][samples["labels"] == label]
-        assert torch.equal(shown["images"][shown["labels"] == label], own[:3])

@@ -1,19 +1,15 @@
 """Rehearsal: the batches, what is remembered when, and what does not show in the reference."""
 
-from typing import Any
-
 import pytest
 import small
 import torch
 from small import kept, network, normalised, plan, run, tiny
-from test_methods import FEW, client_rounds
+from test_methods import client_rounds
 from torch import Tensor
 
 from stamp_core.client.runtime import RoundId
-from stamp_core.coresets.selection.base import Proposal
 from stamp_core.data.plan import Plan
 from stamp_core.engine.experiment import Experiment
-from stamp_core.methods.base import rehearsal
 from stamp_core.methods.base.method import State
 
 FACES = {"source": "glyphs", "classes": 2, "train_per_class": 32, "test_per_class": 16}
@@ -30,12 +26,11 @@ def memories(experiment: Experiment) -> list[State]:
 
 
 def as_bytes(images: Tensor) -> list[bytes]:
-    """Each image as something that can be looked up."""
     return [image.numpy().tobytes() for image in images]
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.5, 4.0])
-def test_batches_end_with_exemplars_of_other_tasks(ratio: float) -> None:
+def test_batches_end_with_exemplars_of_other_tasks(ratio):
     """After n new images come min(ratio n, all) exemplars, no two the same, and the batch says how
     many and of which tasks. 10 are kept per task; batches are of 16 images or, the last ones, of
     fewer."""
@@ -62,7 +57,7 @@ def test_batches_end_with_exemplars_of_other_tasks(ratio: float) -> None:
                 assert [known[each] for each in exemplars] == list(found)
 
 
-def test_where_rounds_may_be_missed_a_memory_is_selected_in_the_first_and_in_the_last() -> None:
+def test_where_rounds_may_be_missed_a_memory_is_selected_in_the_first_and_in_the_last():
     """So that a client that misses the others has one; herding selects others in the last round, by
     the trained encoder. Images are counted once."""
     memory = {"selection": "herding", "exemplars_per_class": 5}
@@ -108,7 +103,7 @@ def herded(
     return as_bytes(dataset.x_train[own[picks]])
 
 
-def test_a_task_is_added_once_even_if_none_of_its_exemplars_stayed() -> None:
+def test_a_task_is_added_once_even_if_none_of_its_exemplars_stayed():
     """One image of each of two classes is kept: at least one of three domains has none."""
     experiment = tiny("replay", memory=kept(1), source=FACES, split=DOMAINS)
     *_, third, fourth, fifth, sixth = memories(experiment)
@@ -125,9 +120,7 @@ def test_a_task_is_added_once_even_if_none_of_its_exemplars_stayed() -> None:
     [({"split": {"cycles": 2}}, 3, 2), ({"source": FACES, "split": DOMAINS}, 1, 2)],
     ids=["cycles", "domains"],
 )
-def test_a_class_met_again_is_merged_once_in_the_last_round(
-    options: dict[str, Any], first: int, classes: int
-) -> None:
+def test_a_class_met_again_is_merged_once_in_the_last_round(options, first, classes):
     """MixStyle changes its exemplars, not their number; each of four clients logs it."""
     memory = {"exemplars_per_class": 2, "mixstyle_alpha": 2.0}
     experiment = tiny("stamp", memory=memory, **options)
@@ -141,52 +134,8 @@ def test_a_class_met_again_is_merged_once_in_the_last_round(
         assert entry["events"].get(REPEATED, 0) == (4 * classes if again else 0)
 
 
-@pytest.mark.parametrize("selection", ["uniform", "herding", "k_centre"])
-def test_classes_are_selected_one_by_one(selection: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client's images of one class at a time, never those of several in memory at once."""
-    sizes, hard_label_proposal = list[int](), rehearsal.hard_label_proposal
-
-    def counted(images: Tensor, labels: Tensor) -> Proposal:
-        assert len(labels.unique()) == 1
-        sizes.append(len(labels))
-        return hard_label_proposal(images, labels)
-
-    monkeypatch.setattr(rehearsal, "hard_label_proposal", counted)
-    memory = memories(tiny("replay", split=FEW, memory=kept(3, selection=selection)))[-1]
-    assert set(sizes) == {FEW["images_per_class"]} and len(memory["labels"]) == 3 * 2 * 3
-
-
-def test_a_rule_for_whole_tasks_is_called_once_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each class the first images that it proposes are kept."""
-    experiment = tiny("replay", split={**FEW, "clients": 1}, memory=kept(3, selection="ocs"))
-    proposals, propose = list[Proposal](), rehearsal.propose_exemplars
-
-    def noted(rule: str, task: Any) -> Proposal:
-        assert len(task.labels) == 2 * FEW["images_per_class"]
-        proposals.append(propose(rule, task))
-        return proposals[-1]
-
-    monkeypatch.setattr(rehearsal, "propose_exemplars", noted)
-    memory = memories(experiment)[-1]
-    assert len(proposals) == 3 and len(memory["labels"]) == 18
-    for task, proposal in enumerate(proposals):
-        for label in plan(experiment).clients[0][task].classes:
-            chosen = (memory["tasks"] == task) & (memory["labels"] == label)
-            first = proposal.images[proposal.labels == label][:3]
-            assert as_bytes(memory["images"][chosen]) == as_bytes(first)
-
-
-def test_replay_forgets_less_than_fedavg_and_at_ratio_zero_trains_like_it() -> None:
+def test_replay_forgets_less_than_fedavg_and_at_ratio_zero_trains_like_it():
     replay, unused, fedavg = (run(e) for e in (tiny("replay"), tiny("replay", ratio=0.0), tiny()))
     small.assert_same_weights(unused, fedavg)
     accuracies = [record.accuracy()[-1, :, 0].mean() for record in (replay, fedavg)]
     assert accuracies[0] > accuracies[1] + 0.1
-
-
-@pytest.mark.parametrize(("params", "more"), [({}, 0), ({"weight": 1.0, "anchor": 0.5}, 400)])
-def test_the_history_has_the_size_of_the_memory(params: dict[str, Any], more: int) -> None:
-    """An image is 64 bytes, its label and its task 8 each; 2 classes x 5 images a task. The
-    numbers of images seen of 10 classes take 80 more, their anchors of 10 numbers 400."""
-    record = run(tiny("replay", memory=kept(5), **params))
-    sizes = [80, 880, 880, 1680, 1680, 2480]
-    assert [entry["disk"] - more for entry in record.history] == sizes

@@ -1,7 +1,5 @@
 """Rehearsal against a naive reference in NumPy."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import reference
@@ -9,10 +7,7 @@ from reference import GROWING, Array, Numbers, RehearsalReference, State, Visit
 
 
 class ReplayReference(RehearsalReference):
-    """Each batch is followed by random exemplars of other tasks."""
-
     def sgd(self, visit: Visit, theta: Array, state: State) -> Array:
-        """Local SGD, with the exemplars of every step drawn beforehand."""
         state["next"] = iter(self.replayed(visit, state))
         return super().sgd(visit, theta, state)
 
@@ -53,13 +48,13 @@ class ReplayReference(RehearsalReference):
 @pytest.mark.parametrize(
     "params", [{"ratio": 1.0}, {"ratio": 0.5, "weight": 2.0}], ids=["one mean", "weighted"]
 )
-def test_replay_is_the_reference(params: dict[str, Any], configuration: str) -> None:
+def test_replay_is_the_reference(params, configuration):
     memory = {"selection": "uniform", "merge": "reservoir", "exemplars_per_class": 4}
     reference.compare("replay", configuration, ReplayReference, memory=memory, **params)
 
 
 @pytest.mark.parametrize("configuration", GROWING)
-def test_anchored_replay_is_the_reference(configuration: str) -> None:
+def test_anchored_replay_is_the_reference(configuration):
     memory = {"selection": "uniform", "merge": "reservoir", "exemplars_per_class": 4}
     params = {"ratio": 1.0, "weight": 1.0, "anchor": 0.5}
     reference.compare("replay", configuration, ReplayReference, memory=memory, **params)

@@ -32,9 +32,6 @@ SECURE = {"training": {"secure_sums": True}}
 FEW = {"images_per_class": 6}
 
 
-# ------------------------------------------------------------------ which presets run
-
-
 def setting(preset: str) -> Setting:
     """The setting `tiny`, or that with masks, with secure sums and few images."""
     masks = preset.endswith("scenes")
@@ -75,15 +72,13 @@ def outcome(preset: str) -> str:
 
 
 @pytest.mark.parametrize("preset", read_params()["methods"])
-def test_the_page_says_which_presets_run_on_sums_alone(
-    preset: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_says_which_presets_run_on_sums_alone(preset, monkeypatch):
     """Those that run have in every round the state that single uploads give, bit for bit."""
     compare_rounds(monkeypatch)
     assert outcome(preset) == SAID.get(preset)
 
 
-def test_a_secure_run_has_the_record_of_a_plain_one() -> None:
+def test_a_secure_run_has_the_record_of_a_plain_one():
     """The history too: bytes, and the angles between single updates, which only the record has."""
     options: dict[str, Any] = {"network": BATCH_NORM, "split": FEW, "diagnostics": {"angles": True}}
     training = {"participation": 0.7, "momentum": 0.5}
@@ -93,7 +88,7 @@ def test_a_secure_run_has_the_record_of_a_plain_one() -> None:
     assert all("spatial clients" in entry["angles"] for entry in secure.history)
 
 
-def test_a_round_of_one_upload_leaves_the_server_as_it_is() -> None:
+def test_a_round_of_one_upload_leaves_the_server_as_it_is():
     """All four clients reply, but client 0 alone has images."""
     experiment = tiny(split=FEW, **SECURE)
     plan = small.plan(experiment)
@@ -105,16 +100,13 @@ def test_a_round_of_one_upload_leaves_the_server_as_it_is() -> None:
 
 
 def assert_untrained(record: Record) -> None:
-    """Refuse a record whose final model is not the initial one."""
     start = initial_states(tiny(split=FEW))[0]["parameters"].numpy()
     found = np.concatenate([value.ravel() for value in record.weights.values()])
     np.testing.assert_array_equal(found, start)
 
 
 @pytest.mark.parametrize(("kind", "training"), [("fedavg", {"participation": 0.25}), ("joint", {})])
-def test_a_round_for_which_one_client_is_selected_is_refused(
-    kind: str, training: dict[str, Any]
-) -> None:
+def test_a_round_for_which_one_client_is_selected_is_refused(kind, training):
     with pytest.raises(ParameterError, match=f"false for {kind}, as a round has one client"):
         run(tiny(kind, split=FEW, training={**training, **SECURE["training"]}))
 
@@ -126,9 +118,7 @@ def test_a_round_for_which_one_client_is_selected_is_refused(
         ("fedl2p", {"backbone": "frozen", "warm_rounds": 1}),
     ],
 )
-def test_a_warm_up_is_handed_sums_as_well(
-    kind: str, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_warm_up_is_handed_sums_as_well(kind, params, monkeypatch):
     """The initial states are the plain ones, and every mean in them is one of sealed vectors."""
     averages, read = ClientRuntime.average, list[bool]()
 
@@ -143,12 +133,8 @@ def test_a_warm_up_is_handed_sums_as_well(
 
 
 def initial_states(experiment: Experiment) -> Any:
-    """The states before the first round."""
     worker = small.worker(experiment, small.plan(experiment))
     return list(worker.initial_states(0))
-
-
-# ------------------------------------------------------------------ matching on projections
 
 
 def matching(kind: str, secure: bool = False, **spatial: Any) -> Experiment:
@@ -158,7 +144,7 @@ def matching(kind: str, secure: bool = False, **spatial: Any) -> Experiment:
 
 
 @pytest.mark.parametrize("kind", ["fedomg", "stamp"])
-def test_projections_of_full_length_give_exact_matching(kind: str) -> None:
+def test_projections_of_full_length_give_exact_matching(kind):
     """Up to the order of sums, after a whole run; the records of matches are those of updates."""
     exact, projected = run(matching(kind)), run(matching(kind, projection=P))
     for name, value in exact.weights.items():
@@ -168,14 +154,14 @@ def test_projections_of_full_length_give_exact_matching(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fedomg", "stamp"])
-def test_matching_on_projections_is_the_same_on_sums_alone(kind: str) -> None:
+def test_matching_on_projections_is_the_same_on_sums_alone(kind):
     """Bit for bit, and k float32 numbers more go up from each client of a round."""
     plain, secure = (run(matching(kind, secure, projection=16)) for secure in (False, True))
     small.assert_same(secure, plain)
     assert {entry["bytes"]["up"] for entry in secure.history} == {4 * (4 * P + 4 * 16)}
 
 
-def test_the_server_moves_along_the_direction_matched_on_projections() -> None:
+def test_the_server_moves_along_the_direction_matched_on_projections():
     """Recomputed from the models that the clients of one round have trained."""
     experiment = matching("fedomg", projection=16)
     plan = small.plan(experiment)
@@ -199,17 +185,17 @@ def test_the_server_moves_along_the_direction_matched_on_projections() -> None:
     torch.testing.assert_close(after, (start - moved).float(), rtol=0, atol=1e-6)
 
 
-def test_without_an_update_the_model_stays() -> None:
+def test_without_an_update_the_model_stays():
     training = {"lr": 0.0, "secure_sums": True}
     assert_untrained(run(tiny("fedomg", split=FEW, training=training, spatial={"projection": 16})))
 
 
-def test_fewer_numbers_than_updates_are_refused() -> None:
+def test_fewer_numbers_than_updates_are_refused():
     with pytest.raises(ParameterError, match=r"spatial.projection is 3; it must be at least 4"):
         run(matching("fedomg", projection=3))
 
 
 @pytest.mark.parametrize("spatial", [{"blocks": "layers", "projection": 16}, {"projection": 0}])
-def test_projections_of_layers_and_of_nothing_are_refused(spatial: dict[str, Any]) -> None:
+def test_projections_of_layers_and_of_nothing_are_refused(spatial):
     with pytest.raises(ParameterError, match=next(iter(spatial))):
         matching("fedomg", **spatial)

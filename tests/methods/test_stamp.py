@@ -91,15 +91,11 @@ def matched(g: Array, params: Any, samples: Array, sizes: list[int] | None = Non
 
 
 class FedOMGReference(FedAvgReference):
-    """The server moves along the matched update of all clients."""
-
     def layers(self, params: Any) -> list[int] | None:
-        """The sizes of the two layers, if each is matched alone."""
         sizes = [int(np.prod(shape)) for shape in self.shapes]
         return [sum(sizes[:2]), sum(sizes[2:])] if params.blocks == "layers" else None
 
     def aggregate(self, replies: list[Reply]) -> None:
-        """A step along the matched update."""
         params = self.params.spatial
         if params is None:
             return super().aggregate(replies)
@@ -111,8 +107,6 @@ class FedOMGReference(FedAvgReference):
 
 
 class StampReference(FedOMGReference, RehearsalReference):
-    """Matching in space and in time, and the prototypical loss."""
-
     def step_gradient(
         self, visit: Visit, theta: Array, x: Array, y: Numbers, state: State
     ) -> Array:
@@ -142,7 +136,6 @@ class StampReference(FedOMGReference, RehearsalReference):
         return params.lr * matched(stacked, params, images, self.layers(params))
 
     def prototype_gradient(self, theta: Array, x: Array, y: Numbers) -> Array:
-        """The gradient of the weighted prototypical loss."""
         slopes = self.params.prototype * prototype_slopes(self.features(theta, x), y)[1]
         return self.backward(theta, x, np.zeros((len(x), self.classes)), slopes)
 
@@ -160,7 +153,6 @@ class StampReference(FedOMGReference, RehearsalReference):
         return theta
 
     def sgd(self, visit: Visit, theta: Array, state: State) -> Array:
-        """Local SGD, then the match of its update with gradients of past tasks."""
         state["next"] = iter(self.replayed(visit, state))
         plain = self.alternating(visit, theta) if self.params.alternate else None
         params = self.params.temporal
@@ -188,7 +180,6 @@ class StampReference(FedOMGReference, RehearsalReference):
         return theta
 
     def past_tasks(self, visit: Visit, state: State) -> list[tuple[int, Numbers]]:
-        """At most so many of the other tasks met, and their images."""
         params = self.params.temporal
         found = state["memory"]
         if params is not None and params.source == "all data":
@@ -291,25 +282,21 @@ PARTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("configuration", GROWING)
 @pytest.mark.parametrize("params", SERVED.values(), ids=SERVED)
-def test_fedomg_is_the_reference(params: dict[str, Any], configuration: str) -> None:
+def test_fedomg_is_the_reference(params, configuration):
     reference.compare("fedomg", configuration, FedOMGReference, **params)
 
 
 @pytest.mark.parametrize("configuration", GROWING)
 @pytest.mark.parametrize("params", PARTS.values(), ids=PARTS)
-def test_stamp_is_the_reference(params: dict[str, Any], configuration: str) -> None:
+def test_stamp_is_the_reference(params, configuration):
     reference.compare("stamp", configuration, StampReference, memory=MEMORY, **params)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_alternating_losses_are_the_reference(momentum: float) -> None:
-    """Each with an optimiser of its own."""
+def test_alternating_losses_are_the_reference(momentum):
     training = {"momentum": momentum, "epochs": 2}
     params = {"training": training, "prototype": 0.05, "alternate": True, "memory": MEMORY}
     reference.compare("stamp", "plain", StampReference, **params)
-
-
-# ------------------------------------------------------------------ the prototypical loss
 
 
 @pytest.mark.parametrize(
@@ -323,8 +310,7 @@ def test_alternating_losses_are_the_reference(momentum: float) -> None:
     ],
     ids=str,
 )
-def test_the_prototypical_loss_and_its_gradient_are_those_of_loops(labels: list[int]) -> None:
-    """A common shift of all features changes nothing."""
+def test_the_prototypical_loss_and_its_gradient_are_those_of_loops(labels):
     draw = generator("features", len(labels))
     z = torch.randn(len(labels), 3, generator=draw, dtype=torch.float64).requires_grad_()
     loss, slopes = prototype_slopes(z.detach().numpy(), np.array(labels))
@@ -335,7 +321,7 @@ def test_the_prototypical_loss_and_its_gradient_are_those_of_loops(labels: list[
     assert prototype_loss(z + 100, torch.tensor(labels)).item() == pytest.approx(loss, rel=1e-9)
 
 
-def test_large_distances_do_not_overflow() -> None:
+def test_large_distances_do_not_overflow():
     """Squared distances of 1e10 and more: exponentials without a shift would give 0 / 0."""
     features = 1e5 * torch.randn(4, 3, generator=generator("features")).requires_grad_()
     loss = prototype_loss(features, torch.tensor([0, 0, 1, 1]))
@@ -346,15 +332,7 @@ def test_large_distances_do_not_overflow() -> None:
 # ------------------------------------------------------------------ promises
 
 
-def test_with_all_parts_off_stamp_is_fedavg_and_still_fills_its_memory() -> None:
-    record = run(tiny("stamp"))
-    sizes = [2 * 20 * (64 + 16) * tasks + 80 for tasks in (1, 2, 3)]
-    assert [entry["disk"] for entry in record.history[1::2]] == sizes
-    small.assert_same_weights(record, run(tiny()))
-    assert all(entry["notes"] == entry["events"] == {} for entry in record.history)
-
-
-def test_without_past_tasks_temporal_matching_is_fedavg_bit_for_bit() -> None:
+def test_without_past_tasks_temporal_matching_is_fedavg_bit_for_bit():
     """With a single task; and with an empty memory, which is logged by each of the four clients."""
     temporal = {"kappa": 0.5}
     for split, events in (({"tasks": 1}, 2 * [{}]), ({}, [{}, {}, *4 * [{NOTHING: 4}]])):
@@ -365,7 +343,7 @@ def test_without_past_tasks_temporal_matching_is_fedavg_bit_for_bit() -> None:
         assert all(entry["notes"] == {} for entry in record.history)
 
 
-def test_a_match_of_the_own_update_alone_changes_its_length() -> None:
+def test_a_match_of_the_own_update_alone_changes_its_length():
     """In the first experience of the public code: (1 + kappa) / (1 + kappa^2) times the update."""
     experiments = [
         tiny("stamp", split={"clients": 1, "tasks": 1}, training={"rounds": 1}, temporal=temporal)
@@ -379,23 +357,8 @@ def test_a_match_of_the_own_update_alone_changes_its_length() -> None:
     np.testing.assert_allclose(longer, 1.2 * update, rtol=1e-4, atol=1e-6)
 
 
-def test_spatial_and_temporal_notes_and_seconds_are_in_the_history() -> None:
-    """A match of four clients each round; from the second task on of two and of three gradients."""
-    record = run(small.whole("stamp"))
-    for entry in record.history:
-        notes, experience = entry["notes"], entry["experience"]
-        assert notes["spatial gradient count"] == 4
-        past = experience + 1 if experience else None
-        assert notes.get("temporal gradient count") == past
-        assert notes["spatial worst_product"] >= notes["spatial worst_product_reference"] - 1e-9
-        assert entry["seconds"]["spatial"] > 0
-        assert ("temporal" in entry["seconds"]) == (experience > 0)
-        assert ("coreset" in entry["seconds"]) == (entry["round"] == 1)
-        assert entry["events"] == {}
-
-
 @pytest.mark.parametrize("past", ["trajectory", "gradient"])
-def test_divergence_is_an_error_and_not_matched_away(past: str) -> None:
+def test_divergence_is_an_error_and_not_matched_away(past):
     """Weights that are not finite on a later task are no gradient to be dropped."""
     temporal = {"past": past, "kappa": 0.5}
     diverging = tiny("stamp", training={"lr": 1e38}, memory=MEMORY, temporal=temporal)
@@ -406,9 +369,7 @@ def test_divergence_is_an_error_and_not_matched_away(past: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_a_gradient_that_is_not_finite_is_dropped_and_counted(
-    bad: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gradient_that_is_not_finite_is_dropped_and_counted(bad, monkeypatch):
     """An exemplar whose forward pass overflows excludes its task, nothing else."""
     task_gradient = temporal_module.task_gradient
 
@@ -426,7 +387,7 @@ def test_a_gradient_that_is_not_finite_is_dropped_and_counted(
 
 
 @pytest.mark.parametrize("past", ["gradient", "trajectory"])
-def test_past_gradients_start_from_the_buffers_of_local_training(past: str) -> None:
+def test_past_gradients_start_from_the_buffers_of_local_training(past):
     """Gradients in evaluation mode; SGD steps with the batch's statistics, but for the last batch
     of one of ten images, which has none. At radius 0 the matched update is the mean of the past one
     and the client's own. The buffers that are sent are those of local training.
@@ -468,7 +429,7 @@ def test_past_gradients_start_from_the_buffers_of_local_training(past: str) -> N
 IN_STEPS = {"every": 1, "past": "gradient", "reference": "weighted", "length": "free"}
 
 
-def test_matching_in_steps_without_a_radius_is_replay() -> None:
+def test_matching_in_steps_without_a_radius_is_replay():
     """Whose gradient is the mean over all images, weighted by their numbers."""
     shared = {"memory": MEMORY, "ratio": 1.0}
     replay = run(tiny("replay", **shared)).weights
@@ -477,20 +438,8 @@ def test_matching_in_steps_without_a_radius_is_replay() -> None:
         np.testing.assert_allclose(matched[name], values, rtol=1e-5, atol=2e-6)
 
 
-def test_matching_after_more_steps_than_a_round_has_is_matching_once_bit_for_bit() -> None:
+def test_matching_after_more_steps_than_a_round_has_is_matching_once_bit_for_bit():
     temporal = {"past": "gradient", "kappa": 0.5}
     once = run(tiny("stamp", memory=MEMORY, temporal=temporal))
     rarely = run(tiny("stamp", memory=MEMORY, temporal={**temporal, "every": 1000}))
     small.assert_same_weights(once, rarely)
-
-
-@pytest.mark.parametrize("every", [1, 3])
-def test_matching_within_a_round_is_logged_and_never_captured(every: int) -> None:
-    """As means over the matches of a client round: their number of gradients may differ."""
-    temporal = {**IN_STEPS, "every": every}
-    experiment = tiny("stamp", memory=MEMORY, ratio=1.0, temporal=temporal)
-    history = run(experiment).history
-    assert not any("temporal cosine" in entry["notes"] for entry in history[:2])
-    assert all(0 < entry["notes"]["temporal cosine"] <= 1 for entry in history[2:])
-    assert all(entry["seconds"]["temporal"] > 0 for entry in history[2:])
-    assert small.worker(experiment).method.graph_safe == (every > 1)

@@ -3,7 +3,6 @@
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,14 +50,12 @@ class TagFedReference(FedAvgReference):
         self.answers: dict[int, Array] = {}
 
     def first_state(self, client: int) -> State:
-        """All weights of the encoder are free."""
         owner = np.full(P, -1)
         owner[:WEIGHTS] = 0
         own = {"_owner": owner, "weights": self.theta, "augmented": self.theta}
         return {**own, "_keys": [], "_rest": {}, "_picked": {}, "_task": 0, "_new": -1, "_seen": -1}
 
     def model(self, state: State, task: int) -> Array:
-        """What a task owns, what it has picked of earlier tasks, and its copies."""
         owner = state["_owner"]
         picked = (owner > 0) & (owner < task) & state["_picked"][task]
         theta = np.where(owner == task, state["augmented"], np.where(picked, state["weights"], 0))
@@ -75,7 +72,6 @@ class TagFedReference(FedAvgReference):
             state["weights"] = np.where(owner == task, theta, state["weights"])
 
     def prune(self, state: State, progress: float) -> None:
-        """Free the smallest weights of the newest task, by the cubic schedule."""
         task, owner = len(state["_keys"]), state["_owner"]
         left = 1 - self.params.keep * (task - 1)
         final = max(0, 1 - self.params.keep / left) if left > 0 else 0
@@ -85,7 +81,6 @@ class TagFedReference(FedAvgReference):
         owner[places[np.argsort(size, kind="stable")[:count]]] = 0
 
     def choose(self, visit: Visit, state: State) -> None:
-        """A known task again, or a new one with all free weights."""
         self.prune(state, 1)
         task = self.plan.clients[visit.client][visit.task]
         key = f"{task.domain}: {task.classes}"
@@ -101,7 +96,6 @@ class TagFedReference(FedAvgReference):
         state["_task"] = state["_keys"].index(key) + 1
 
     def local(self, visit: Visit, state: State) -> Reply:
-        """Apply what was received, find or grow the task, train it."""
         if visit.client in self.members and self.params.exchange == "weights":
             self.store(state, self.groups[self.members[visit.client]])
         starts = visit.experience != state["_seen"]
@@ -122,7 +116,6 @@ class TagFedReference(FedAvgReference):
         return Reply(visit.client, theta, len(x), {} if self.silent(visit) else sent)
 
     def silent(self, visit: Visit) -> bool:
-        """Whether nobody will use an answer."""
         return self.params.exchange == "features" and visit.last
 
     def train(self, visit: Visit, state: State, starts: bool) -> Array:
@@ -163,7 +156,6 @@ class TagFedReference(FedAvgReference):
         return np.asarray(((1 - kd) * hard + kd * soft) / len(own))
 
     def aggregate(self, replies: list[Reply]) -> None:
-        """The average of each group, or the server's answers."""
         self.answers = {}
         sent = [reply for reply in replies if reply.sent]
         for name in {reply.sent["group"] for reply in sent}:
@@ -217,9 +209,7 @@ def shared_tasks(plan: Plan) -> Plan:
     ],
     ids=["weights", "all weights", "features"],
 )
-def test_whole_runs_are_those_of_the_reference(
-    params: dict[str, Any], configuration: str, tmp_path: Path
-) -> None:
+def test_whole_runs_are_those_of_the_reference(params, configuration, tmp_path):
     kind = TagFedReference
     compared = states.compare("tagfed", configuration, kind, tmp_path, shared_tasks, **params)
     _, kept, naive = compared
@@ -237,7 +227,7 @@ def test_whole_runs_are_those_of_the_reference(
 
 @pytest.mark.parametrize("network", [small.NETWORK, BATCH_NORM], ids=["mlp", "cnn"])
 @pytest.mark.parametrize("exchange", ["weights", "features"])
-def test_other_tasks_never_change(exchange: str, network: Any, tmp_path: Path) -> None:
+def test_other_tasks_never_change(exchange, network, tmp_path):
     """Bit for bit, though weights decay: neither by a new task nor by one that returns.
 
     A task that returns changes its own sub-model, but not the weights that later tasks build on.
@@ -271,7 +261,7 @@ def test_other_tasks_never_change(exchange: str, network: Any, tmp_path: Path) -
         assert not torch.equal(sub_model(new, current)[0], sub_model(old, current)[0])
 
 
-def test_without_tracing_pruning_and_distillation_it_is_local_training() -> None:
+def test_without_tracing_pruning_and_distillation_it_is_local_training():
     """Features are of no use then; nothing is sent."""
     training = {"momentum": 0.9, "shift": 1, "epochs": 2}
     alone: dict[str, Any] = {"exchange": "features", "trace": "none", "keep": 1.0, "kd": 0.0}
@@ -283,7 +273,7 @@ def test_without_tracing_pruning_and_distillation_it_is_local_training() -> None
     assert all(row["bytes"] == {"down": 0, "up": 0} for row in record.history)
 
 
-def test_each_task_is_scored_by_its_own_sub_model_where_it_is_known(tmp_path: Path) -> None:
+def test_each_task_is_scored_by_its_own_sub_model_where_it_is_known(tmp_path):
     """Otherwise by the class with the largest probability of all sub-models."""
     experiment = tiny("tagfed", split=FEW, keep=0.3)
     plan = small.plan(experiment)
@@ -306,36 +296,7 @@ def test_each_task_is_scored_by_its_own_sub_model_where_it_is_known(tmp_path: Pa
         assert scores[0] == pytest.approx(float(routed.double().mean()))
 
 
-# --- bytes and refused plans
-
-
-def test_a_client_sends_what_its_task_owns_and_keeps_little_of_each_task() -> None:
-    """Of the first task all weights at first, then a quarter of them, and the copied parameters.
-
-    Kept: two networks, a byte for each owner, and of each task a bit for each weight and copies.
-    """
-    record = run(tiny("tagfed", split=FEW, exchange="weights", keep=0.25))
-    sizes = [row["bytes"]["up"] // 4 for row in record.history]
-    owned = [WEIGHTS, 0.25 * WEIGHTS, 0.75 * WEIGHTS, 0.25 * WEIGHTS, 0.5 * WEIGHTS, 0.25 * WEIGHTS]
-    assert sizes == [4 * (int(own) + R) + 8 for own in owned]
-    downs = [row["bytes"]["down"] // 4 for row in record.history]
-    assert downs == [4 * P, *(size - 8 for size in sizes[:-1])]
-    bits = -(-P // 8)
-    disks = [row["disk"] for row in record.history]
-    assert disks == [2 * 4 * P + P + tasks * (bits + 4 * R) for tasks in (1, 1, 2, 2, 3, 3)]
-
-
-def test_features_and_answers_are_counted() -> None:
-    """Up: 32 features, 10 logits and a label of 40 images, and the group. Down: 10 logits.
-
-    Nothing in the last round of a task: nobody could use an answer.
-    """
-    for row in run(tiny("tagfed", split=FEW)).history:
-        up, down = (0, 40 * 40) if row["round"] else (40 * 169 + 8, 0)
-        assert row["bytes"] == {"down": 4 * down, "up": 4 * up}
-
-
-def test_more_tasks_than_a_byte_can_number_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_tasks_than_a_byte_can_number_are_refused(monkeypatch):
     experiment = tiny("tagfed")
     plan = small.plan(experiment)
     method = small.worker(experiment, plan).method

@@ -15,8 +15,6 @@ from workbench.methods.base.task_server import PREFIX, TaskServer, pack_bits, un
 
 
 class Announcing(TaskServer):
-    """A server that announces its round, and notes the ends of experiences."""
-
     def announcement(self, server: Any) -> Message:
         return {"round": torch.tensor(server["round"])}
 
@@ -34,14 +32,14 @@ def announcing(rounds: int) -> Any:
 
 
 @pytest.mark.parametrize("count", [1, 8, 9, 100])
-def test_bits_come_back_and_take_an_eighth(count: int) -> None:
+def test_bits_come_back_and_take_an_eighth(count):
     mask = torch.rand(count, generator=torch.Generator().manual_seed(count)) < 0.5
     packed = pack_bits(mask)
     assert torch.equal(unpack_bits(packed, count), mask) and packed.nbytes == -(-count // 8)
     assert packed[0] % 2 == mask[0]  # the first class in the lowest bit
 
 
-def test_classes_and_announcement_are_sent_once_in_an_experience() -> None:
+def test_classes_and_announcement_are_sent_once_in_an_experience():
     """10 classes are 2 bytes; the announcement is a number of 8. Client 3 fails in every first
     round: it is told again, reports again, and keeps what it is told until the next experience.
     Past classes are those that clients with images of them have reported in earlier experiences."""
@@ -76,11 +74,10 @@ def test_classes_and_announcement_are_sent_once_in_an_experience() -> None:
 
 
 def members(packed: torch.Tensor) -> set[int]:
-    """The classes in a packed mask of ten."""
     return set(unpack_bits(packed, 10).nonzero().flatten().tolist())
 
 
-def test_experiences_end_after_their_rounds_with_or_without_replies() -> None:
+def test_experiences_end_after_their_rounds_with_or_without_replies():
     worker = announcing(rounds=2)
     server = worker.initial_states(0)[0]
     log = Log()

@@ -22,11 +22,9 @@ class VrMclReference(RehearsalReference):
     """SGD along d = h + r (d' - h'), h the derivative of the mean loss after each inner step."""
 
     def start(self) -> None:
-        """Lengths of d over those of h."""
         self.lengths: list[float] = []
 
     def sgd(self, visit: Visit, theta: Array, state: State) -> Array:
-        """Every round begins without an earlier step."""
         state["next"] = iter(self.replayed(visit, state))
         state["before"] = None
         return super().sgd(visit, theta, state)
@@ -34,7 +32,6 @@ class VrMclReference(RehearsalReference):
     def step_gradient(
         self, visit: Visit, theta: Array, x: Array, y: Numbers, state: State
     ) -> Array:
-        """d, with both meta-gradients of the same batch."""
         past = next(state["next"])
         rows = (x, y), (self.x[past], self.y[past])
         h = d = self.meta_gradient(theta, *rows)
@@ -70,7 +67,6 @@ class VrMclReference(RehearsalReference):
         return start.grad.numpy() * min(1, clip / float(start.grad.norm()))
 
     def loss(self, theta: Tensor, x: Array, y: Numbers) -> Tensor:
-        """Cross-entropy as a function of the vector of weights."""
         sizes = [int(np.prod(shape)) for shape in self.shapes]
         pieces = zip(theta.split(sizes), self.shapes, strict=True)
         w1, b1, w2, b2 = (piece.view(shape) for piece, shape in pieces)
@@ -88,7 +84,7 @@ class VrMclReference(RehearsalReference):
     ],
     ids=["second order", "first order", "no look-ahead"],
 )
-def test_whole_runs_are_those_of_the_reference(params: dict[str, Any], configuration: str) -> None:
+def test_whole_runs_are_those_of_the_reference(params, configuration):
     params = {"memory": MEMORY, "inner_lr": 0.2, **params}
     record, naive = reference.compare("vrmcl", configuration, VrMclReference, **params)
     assert isinstance(naive, VrMclReference)
@@ -97,14 +93,12 @@ def test_whole_runs_are_those_of_the_reference(params: dict[str, Any], configura
         assert logged == pytest.approx(np.mean(naive.lengths), abs=1e-4)
 
 
-def test_without_look_ahead_and_recursion_it_is_replay_bit_for_bit() -> None:
+def test_without_look_ahead_and_recursion_it_is_replay_bit_for_bit():
     plain = {"inner_steps": 0, "r": 0.0, "weight": None}
     small.assert_same_weights(run(tiny("vrmcl", **plain)), run(tiny("replay")))
 
 
-def test_of_the_same_batch_again_the_direction_is_the_meta_gradient_bit_for_bit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_of_the_same_batch_again_the_direction_is_the_meta_gradient_bit_for_bit(monkeypatch):
     """At learning rate 0 and one batch per epoch d' - h(θ') is 0 for every r: a second pass with
     other images, order or mode would not cancel. Only the first pass at the weights themselves
     updates running statistics: they are those of replay."""
@@ -130,7 +124,7 @@ def test_of_the_same_batch_again_the_direction_is_the_meta_gradient_bit_for_bit(
     ],
     ids=str,
 )
-def test_long_first_order_steps_are_an_event(options: dict[str, Any], expected: list[str]) -> None:
+def test_long_first_order_steps_are_an_event(options, expected):
     experiment = tiny("vrmcl", **options)
     worker = small.worker(experiment, plan(experiment))
     arrived = small.arrived(worker, plan(experiment), 0)

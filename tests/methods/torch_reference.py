@@ -18,7 +18,6 @@ class TorchReference(FedAvgReference):
     """FedAvg whose vectors are tensors and whose gradients are those of autograd."""
 
     def start(self) -> None:
-        """The images and the initial model as tensors."""
         self.x = torch.from_numpy(self.x).float()
         self.y = torch.from_numpy(self.y)
         self.theta = torch.from_numpy(self.theta).float()
@@ -33,21 +32,17 @@ class TorchReference(FedAvgReference):
         return [part.view(s) for part, s in zip(theta.split(sizes), self.shapes, strict=True)]
 
     def features(self, theta: Any, x: Any) -> Any:
-        """The hidden layer."""
         w1, b1 = self.parts(theta)[:2]
         return (x @ w1.T + b1).relu()
 
     def head(self, theta: Any, features: Any) -> Any:
-        """The logits of features."""
         w2, b2 = self.parts(theta)[2:4]
         return features @ w2.T + b2
 
     def logits(self, theta: Any, x: Any) -> Any:
-        """The logits of images."""
         return self.head(theta, self.features(theta, x))
 
     def mean(self, values: Any, replies: list[Reply]) -> Any:
-        """The mean of vectors, weighted by samples."""
         weights = torch.tensor([reply.samples for reply in replies], dtype=torch.float64)
         return (torch.stack(values).double().T @ weights / weights.sum()).float()
 
@@ -65,7 +60,6 @@ class TorchReference(FedAvgReference):
         return theta
 
     def step_loss(self, visit: Visit, theta: Tensor, batch: Numbers, state: State) -> Tensor:
-        """The loss of one SGD step on new images."""
         return F.cross_entropy(self.logits(theta, self.x[batch]), self.y[batch])
 
     def run(self) -> Any:
@@ -90,8 +84,6 @@ class TorchReference(FedAvgReference):
 
 
 class Descent:
-    """SGD with momentum and weight decay, one vector at a time."""
-
     def __init__(self, training: Any, **changes: float) -> None:
         self.lr = changes.get("lr", training.lr)
         self.momentum = changes.get("momentum", training.momentum)
@@ -105,7 +97,6 @@ class Descent:
         return self.move(leaf.detach(), self.gradient)
 
     def move(self, vector: Tensor, gradient: Tensor) -> Tensor:
-        """The vector after a step down a gradient."""
         gradient = gradient + self.decay * vector
         if self.velocity is not None:
             gradient = self.momentum * self.velocity + gradient
@@ -114,14 +105,11 @@ class Descent:
 
 
 class Adam:
-    """Adam as in the paper."""
-
     def __init__(self, lr: float, betas: tuple[float, float] = (0.9, 0.999)) -> None:
         self.lr, self.betas, self.steps = lr, betas, 0
         self.first = self.second = torch.zeros(())
 
     def move(self, vector: Tensor, gradient: Tensor) -> Tensor:
-        """The vector after a step."""
         (one, two), self.steps = self.betas, self.steps + 1
         self.first = one * self.first + (1 - one) * gradient
         self.second = two * self.second + (1 - two) * gradient**2
@@ -152,7 +140,6 @@ def taker(
 
 
 def soft_cross_entropy(student: Tensor, teacher: Tensor, t: float) -> Tensor:
-    """The mean of -sum p log q, with p and q softened."""
     return -((teacher / t).softmax(1) * (student / t).log_softmax(1)).sum(1).mean()
 
 

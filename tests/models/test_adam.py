@@ -9,7 +9,7 @@ from workbench.adam import FlatAdam
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.999)], ids=str)
-def test_adam_is_that_of_torch_and_continues_from_kept_moments(betas: tuple[float, float]) -> None:
+def test_adam_is_that_of_torch_and_continues_from_kept_moments(betas):
     net = FlatModel(torch.nn.Linear(5, 3))
     weights = net.parameters.clone().requires_grad_()
     expected, moments = torch.optim.Adam([weights], 0.01, betas=betas), None
@@ -26,7 +26,7 @@ def test_adam_is_that_of_torch_and_continues_from_kept_moments(betas: tuple[floa
     assert moments is not None and moments["steps"] == 12
 
 
-def test_adam_leaves_the_moments_that_it_continues_from() -> None:
+def test_adam_leaves_the_moments_that_it_continues_from():
     model = FlatModel(torch.nn.Linear(2, 2))
     model.gradients.fill_(1)
     stored = FlatAdam(model, 0.1).moments()

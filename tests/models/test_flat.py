@@ -25,7 +25,6 @@ weights = st.one_of(st.integers(1, 10**6).map(float), st.floats(1e-6, 1e6))
 
 
 def network(seed: int = 0) -> nn.Sequential:
-    """Odd sizes, so that no tensor begins where a vector register does."""
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), nn.Linear(27, 5)
@@ -42,7 +41,7 @@ def to_bytes(tensor: Tensor) -> bytes:
     return tensor.numpy().tobytes()
 
 
-def test_the_vectors_hold_the_module_and_nothing_else() -> None:
+def test_the_vectors_hold_the_module_and_nothing_else():
     """P = 3 * 9 + 3 (convolution) + 3 + 3 (norm) + 27 * 5 + 5 (linear); B = 3 means + 3 variances:
     the integer counter is gone."""
     model, twin = FlatModel(network()), network()
@@ -53,7 +52,7 @@ def test_the_vectors_hold_the_module_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("name", ["parameters", "buffers"])
-def test_vector_and_module_share_memory(name: str) -> None:
+def test_vector_and_module_share_memory(name):
     model = FlatModel(network())
     vector, tensors = getattr(model, name), list(getattr(model.module, name)())
     vector.copy_(torch.arange(len(vector)))
@@ -63,7 +62,7 @@ def test_vector_and_module_share_memory(name: str) -> None:
     assert (vector[-tensors[-1].numel() :] == -1).all() and (vector == -1).sum() == len(tensors[-1])
 
 
-def test_load_copies() -> None:
+def test_load_copies():
     """Later changes of the model leave the loaded vectors unchanged, and the views stay views."""
     model = FlatModel(network())
     parameters, buffers = torch.ones_like(model.parameters), torch.full_like(model.buffers, 2.0)
@@ -78,7 +77,7 @@ def test_load_copies() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_split_like_inverts_flatten_like(layout: torch.memory_format) -> None:
+def test_split_like_inverts_flatten_like(layout):
     tensors = [torch.randn(2, 3), torch.randn(()), torch.randn(0, 4), torch.randn(5)]
     tensors += [torch.randn(2, 3, 4, 5).to(memory_format=layout), torch.randn(2, 3, 1, 1)]
     vector = flatten_like(tensors, tensors)
@@ -97,7 +96,6 @@ def colour_network(layout: torch.memory_format) -> nn.Sequential:
 
 
 def models() -> list[FlatModel]:
-    """The same network in both layouts."""
     return [FlatModel(colour_network(layout)) for layout in LAYOUTS]
 
 
@@ -116,7 +114,7 @@ def permuted(model: FlatModel) -> Tensor:
     )
 
 
-def test_channels_last_by_hand() -> None:
+def test_channels_last_by_hand():
     """One filter of two channels of 1 x 3: (0, 1, 2) and (3, 4, 5), so 0 3 1 4 2 5."""
     weight = torch.arange(6.0).view(1, 2, 1, 3)
     last = weight.to(memory_format=torch.channels_last)
@@ -125,7 +123,7 @@ def test_channels_last_by_hand() -> None:
     assert flatten_like([last], [weight]).tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_weights_are_channels_last_inside_the_vector() -> None:
+def test_weights_are_channels_last_inside_the_vector():
     """The values, the gradients and what is split off are views with the strides of cuDNN."""
     first, last = models()
     for p in (*last.tensors[:1], *last.tensors[2:3]):
@@ -138,7 +136,7 @@ def test_weights_are_channels_last_inside_the_vector() -> None:
     assert all(a.shape == b.shape for a, b in zip(first.tensors, last.tensors, strict=True))
 
 
-def test_the_gradient_has_the_order_of_the_weights() -> None:
+def test_the_gradient_has_the_order_of_the_weights():
     """By `backward` and by `grad`, whose strides depend on the images'."""
     for model in models():
         images = torch.randn(3, 2, 5, 5).to(memory_format=torch.channels_last)
@@ -147,7 +145,7 @@ def test_the_gradient_has_the_order_of_the_weights() -> None:
         assert torch.equal(flatten_like(slopes, model.tensors), model.gradients)
 
 
-def test_means_and_matches_do_not_depend_on_the_layout() -> None:
+def test_means_and_matches_do_not_depend_on_the_layout():
     """A mean is that of each value, bit for bit; a match has sums in another order."""
     first, last = models()
     places, draw = permuted(first), torch.Generator().manual_seed(0)
@@ -165,7 +163,7 @@ def test_means_and_matches_do_not_depend_on_the_layout() -> None:
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("decay", [0.0, 5e-4, 0.1])
-def test_sgd_is_bit_identical_to_torch(momentum: float, decay: float) -> None:
+def test_sgd_is_bit_identical_to_torch(momentum, decay):
     model, twin = FlatModel(network()), network()
     training = Training(1, 1, 1, lr=0.03, momentum=momentum, weight_decay=decay)
     sgd = FlatSGD(model, training)
@@ -183,7 +181,7 @@ def test_sgd_is_bit_identical_to_torch(momentum: float, decay: float) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "exponential"])
-def test_learning_rates_are_those_of_torch(schedule: str) -> None:
+def test_learning_rates_are_those_of_torch(schedule):
     falls = {} if schedule == "constant" else {"schedule": schedule, "lr_end": 0.001}
     training = Training(7, 1, 1, lr=0.04, **falls)  # type: ignore[arg-type]
     sgd = torch.optim.SGD(network().parameters(), lr=0.04)
@@ -199,7 +197,7 @@ def test_learning_rates_are_those_of_torch(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_sgd_follows_a_learning_rate_that_changes(momentum: float) -> None:
+def test_sgd_follows_a_learning_rate_that_changes(momentum):
     """As torch's with the rate of each step; the address of the tensor is read in every step."""
     model, twin = FlatModel(network()), network()
     training, lr = Training(1, 1, 1, lr=0.5, momentum=momentum), torch.tensor(0.0)
@@ -216,7 +214,7 @@ def test_sgd_follows_a_learning_rate_that_changes(momentum: float) -> None:
         torch.testing.assert_close(model.parameters, small.flat(list(twin.parameters())))
 
 
-def test_the_first_velocity_is_the_gradient_bit_by_bit() -> None:
+def test_the_first_velocity_is_the_gradient_bit_by_bit():
     """A velocity of 0.0 would make 0.0 of a gradient of -0.0, and then 0.0 of a weight of -0.0."""
     model = FlatModel(network())
     model.parameters.fill_(-0.0)
@@ -235,9 +233,7 @@ def test_the_first_velocity_is_the_gradient_bit_by_bit() -> None:
 
 @settings(deadline=None)
 @given(st.lists(numbers, min_size=1, max_size=9), st.lists(weights, min_size=1, max_size=12))
-def test_the_mean_of_equal_vectors_is_bit_identical(
-    values: list[float], weights: list[float]
-) -> None:
+def test_the_mean_of_equal_vectors_is_bit_identical(values, weights):
     vector = torch.tensor(values)
     mean = weighted_average([vector.clone() for _ in weights], weights)
     assert to_bytes(mean) == to_bytes(vector)
@@ -245,7 +241,7 @@ def test_the_mean_of_equal_vectors_is_bit_identical(
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(numbers, weights), min_size=1, max_size=9))
-def test_the_mean_is_that_of_float64_rounded_once(pairs: list[tuple[float, float]]) -> None:
+def test_the_mean_is_that_of_float64_rounded_once(pairs):
     total = np.float64(0)
     for value, weight in pairs:
         total += np.float64(value) * np.float64(weight)
@@ -264,7 +260,7 @@ def test_the_mean_is_that_of_float64_rounded_once(pairs: list[tuple[float, float
         ([2.0**24, 1.0, 1.0], np.float32((2**24 + 2) / 3)),
     ],
 )
-def test_the_mean_is_added_up_in_order_in_float64(values: list[float], mean: float) -> None:
+def test_the_mean_is_added_up_in_order_in_float64(values, mean):
     """1e30 - 1e30 + 3 is 3, whereas 1e30 + 3 - 1e30 is 0 (float64 ends 16 digits below 1e30);
     2^24 + 1 + 1 is 2^24 + 2, where float32 would stay at 2^24."""
     assert weighted_average([torch.tensor([v]) for v in values], [1.0, 1.0, 1.0]).item() == mean

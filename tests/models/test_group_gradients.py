@@ -36,7 +36,7 @@ def networks() -> dict[str, Classifier]:
 
 
 @pytest.mark.parametrize("name", [*NETWORKS, "odd"])
-def test_they_are_those_of_a_pass_for_each_group(name: str) -> None:
+def test_they_are_those_of_a_pass_for_each_group(name):
     net = networks()[name].double()
     model = FlatModel(net)
     draw = torch.Generator().manual_seed(1)
@@ -65,10 +65,10 @@ def test_they_are_those_of_a_pass_for_each_group(name: str) -> None:
     [Network("cnn", norm="batch"), Network("cnn", norm="group"), Network("fcn", channels=(2, 4))],
     ids=["batch norm", "group norm", "pixels"],
 )
-def test_other_networks_need_a_pass_for_each_group(network: Network) -> None:
+def test_other_networks_need_a_pass_for_each_group(network):
     assert not in_one_pass(build_network(network, (2, 16, 16), 5, 0))
 
 
-def test_grouped_convolutions_need_a_pass_for_each_group() -> None:
+def test_grouped_convolutions_need_a_pass_for_each_group():
     for layer in (nn.Conv2d(2, 4, 3, groups=2), nn.Conv2d(2, 4, 3, padding_mode="circular")):
         assert not in_one_pass(Classifier(nn.Sequential(layer, nn.Flatten()), 8, 5))

@@ -3,7 +3,6 @@
 import hashlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +27,6 @@ NETWORKS = [
 
 
 def recorded(network: Classifier) -> dict[str, Tensor]:
-    """A network's tensors by their names in a run record."""
     tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
     return {
         name: value.detach().clone()
@@ -38,15 +36,13 @@ def recorded(network: Classifier) -> dict[str, Tensor]:
 
 
 def refusal(network: Network, shape: Shape) -> str:
-    """The message with which a network over five classes is refused."""
     with pytest.raises(ParameterError) as error:
         build_network(network, shape, 5, seed=0)
     return str(error.value)
 
 
 @pytest.fixture
-def raw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of downloads."""
+def raw(tmp_path, monkeypatch):
     monkeypatch.setattr(paths, "RAW", tmp_path)
     return tmp_path
 
@@ -81,7 +77,7 @@ def mlp_weights() -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("kind", "file"), [("resnet18", "w.pth"), ("resnet18", "w.safetensors"), ("swin_t", "w.pth")]
 )
-def test_torchvisions_weights_give_torchvisions_logits(raw: Path, kind: Any, file: str) -> None:
+def test_torchvisions_weights_give_torchvisions_logits(raw, kind, file):
     net, images = torchvision_network(kind), torch.randn(2, 3, 20, 20)
     write_weights(net.state_dict(), raw / file)
     network = Network(kind, norm="batch" if kind == "resnet18" else "none", pretrained=file)
@@ -90,8 +86,7 @@ def test_torchvisions_weights_give_torchvisions_logits(raw: Path, kind: Any, fil
 
 
 @pytest.mark.parametrize("network", NETWORKS, ids=lambda network: network.kind)
-def test_the_weights_of_a_run_record_load_bit_identically(raw: Path, network: Network) -> None:
-    """Whatever the seed, with statistics of batch normalisation."""
+def test_the_weights_of_a_run_record_load_bit_identically(raw, network):
     model, images = build_network(network, (3, 20, 20), 5, seed=0), torch.randn(4, 3, 20, 20)
     model.train()(images)
     save_file(recorded(model), raw / "w.safetensors")
@@ -102,7 +97,7 @@ def test_the_weights_of_a_run_record_load_bit_identically(raw: Path, network: Ne
 
 
 @pytest.mark.parametrize("names", ["torchvision", "run record", "without a head"])
-def test_a_head_over_other_classes_is_not_loaded(raw: Path, names: str) -> None:
+def test_a_head_over_other_classes_is_not_loaded(raw, names):
     """The encoder is the file's, of seed 5; the head is that of the seed asked for."""
     stored = recorded(build_network(SMALL_STEM, (3, 8, 8), 7, seed=5))
     encoder = {k: v for k, v in stored.items() if k.startswith("encoder.")}
@@ -118,14 +113,13 @@ def test_a_head_over_other_classes_is_not_loaded(raw: Path, names: str) -> None:
     assert all(torch.equal(loaded[k], initial[k]) for k in ("head.weight", "head.bias"))
 
 
-def test_float16_weights_are_read_as_float32(raw: Path) -> None:
+def test_float16_weights_are_read_as_float32(raw):
     torch.save({name: value.half() for name, value in mlp_weights().items()}, raw / "w.pth")
     loaded = build_network(mlp("w.pth"), (3, 2, 2), 5, seed=0)
     assert all(p.dtype is torch.float32 and (p == 0.5).all() for p in loaded.parameters())
 
 
 def changed(key: str, value: Tensor | None = None) -> dict[str, Tensor]:
-    """The weights of the MLP with another value for one name, or without it."""
     values = {name: each for name, each in mlp_weights().items() if name != key}
     return values if value is None else {**values, key: value}
 
@@ -138,52 +132,27 @@ MISFITS: list[tuple[object, str]] = [
         changed(WEIGHT, torch.zeros(3, 13)),
         f"has '{WEIGHT}' as float32 [3, 13] instead of float32 [3,",
     ),
-    (changed(BIAS, torch.zeros(3, dtype=torch.int64)), f"has '{BIAS}' as int64 [3] instead of"),
     (
         changed(BIAS, torch.tensor([0.0, float("nan"), 0.0])),
         f"has '{BIAS}' with values that are not",
     ),
     ({"epoch": 3, "model": mlp_weights()}, "holds more than tensors by name"),
-    ([torch.zeros(3)], "holds more than tensors by name"),
 ]
 
 
 def misfit(raw: Path, kind: str, problem: str) -> str:
-    """How the message for a file that does not fit starts."""
     right = f"a file of weights of this {kind}: {raw / 'w.pth'} {problem}"
     return f"network.pretrained is 'w.pth'; it must be {right}"
 
 
 @pytest.mark.parametrize(("stored", "problem"), MISFITS, ids=[problem for _, problem in MISFITS])
-def test_weights_that_do_not_fit_are_refused_by_name(
-    raw: Path, stored: object, problem: str
-) -> None:
+def test_weights_that_do_not_fit_are_refused_by_name(raw, stored, problem):
     torch.save(stored, raw / "w.pth")
     assert refusal(mlp("w.pth"), (3, 2, 2)).startswith(misfit(raw, "mlp", problem))
 
 
-@pytest.mark.parametrize(
-    ("network", "shape", "problem"),
-    [
-        (
-            Network("resnet18", norm="batch"),
-            (1, 28, 28),
-            "has 'conv1.weight' as float32 [64, 3, 7, 7] instead of float32 [64, 1, 7, 7]",
-        ),
-        (Network("resnet18", norm="group"), (3, 32, 32), "has 'bn1.running_mean', which is not in"),
-        (Network("swin_t"), (3, 32, 32), "lacks 'features.0.0.weight', float32 [96, 3, 4, 4]"),
-    ],
-)
-def test_weights_of_another_network_are_refused_by_torchvisions_names(
-    raw: Path, network: Network, shape: Shape, problem: str
-) -> None:
-    torch.save(torchvision_network("resnet18").state_dict(), raw / "w.pth")
-    message = refusal(replace(network, pretrained="w.pth"), shape)
-    assert message.startswith(misfit(raw, network.kind, problem))
-
-
 @pytest.mark.parametrize("file", ["w.pth", "w.safetensors"])
-def test_a_file_that_is_no_file_of_weights_is_refused(raw: Path, file: str) -> None:
+def test_a_file_that_is_no_file_of_weights_is_refused(raw, file):
     write_weights(mlp_weights(), raw / file)
     whole = (raw / file).read_bytes()
     kind = "torch" if file == "w.pth" else "safetensors"
@@ -195,7 +164,7 @@ def test_a_file_that_is_no_file_of_weights_is_refused(raw: Path, file: str) -> N
         )
 
 
-def test_a_missing_file_is_refused_and_a_digest_is_that_of_the_file(raw: Path) -> None:
+def test_a_missing_file_is_refused_and_a_digest_is_that_of_the_file(raw):
     message = f"network.pretrained is 'w.pth'; it must be a file: there is none at {raw / 'w.pth'}"
     assert refusal(mlp("w.pth"), (3, 2, 2)) == message
     (raw / "w.pth").write_bytes(b"abc")

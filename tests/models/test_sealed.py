@@ -14,24 +14,21 @@ WEIGHTS = [3.0, 0.0, 1e-3, 170.0]
 
 
 def vectors(length: int = 1000) -> list[Tensor]:
-    """One vector for each of the weights."""
     draw = torch.Generator().manual_seed(0)
     return [torch.randn(length, generator=draw) * 10**k for k in range(len(WEIGHTS))]
 
 
 def sealed(plain: list[Tensor]) -> list[Sealed]:
-    """The vectors as those of as many clients."""
     return [Sealed(vector, client) for client, vector in enumerate(plain)]
 
 
-def test_a_mean_of_sealed_vectors_is_bit_identical_to_that_of_the_vectors() -> None:
-    """Also after a move, which a server may make before it adds up."""
+def test_a_mean_of_sealed_vectors_is_bit_identical_to_that_of_the_vectors():
     plain = vectors()
     moved = [each.to("cpu") for each in sealed(plain)]
     assert torch.equal(weighted_average(moved, WEIGHTS), weighted_average(plain, WEIGHTS))
 
 
-def test_a_vector_of_weight_0_may_hold_nan() -> None:
+def test_a_vector_of_weight_0_may_hold_nan():
     plain = vectors()
     expected = weighted_sum(plain, WEIGHTS)
     plain[1].fill_(torch.nan)
@@ -39,7 +36,7 @@ def test_a_vector_of_weight_0_may_hold_nan() -> None:
 
 
 @pytest.mark.parametrize("clients", [(5,), (5, 5), (5, 6)], ids=["one", "twice", "weight 0"])
-def test_a_sum_that_shows_one_upload_is_refused(clients: tuple[int, ...]) -> None:
+def test_a_sum_that_shows_one_upload_is_refused(clients):
     """Of one client, of two vectors of one client, of two clients one of which has no weight."""
     weights = [1.0, 0.0 if 6 in clients else 1.0][: len(clients)]
     uploads = [Sealed(torch.ones(3), client) for client in clients]
@@ -47,13 +44,12 @@ def test_a_sum_that_shows_one_upload_is_refused(clients: tuple[int, ...]) -> Non
         weighted_sum(uploads, weights)
 
 
-def test_known_vectors_in_a_sum_hide_no_upload() -> None:
+def test_known_vectors_in_a_sum_hide_no_upload():
     with pytest.raises(SingleUploadError, match="client 0 alone"):
         weighted_sum([torch.ones(3), Sealed(torch.ones(3), 0)], [1.0, 1.0])
 
 
-def test_a_second_sum_is_refused() -> None:
-    """With other weights it would show both uploads of a sum of two."""
+def test_a_second_sum_is_refused():
     uploads = sealed(vectors())
     weighted_sum(uploads, WEIGHTS)
     with pytest.raises(SingleUploadError, match="second sum with the upload of client 0"):
@@ -74,6 +70,6 @@ READINGS: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("reading", READINGS)
-def test_reading_a_single_upload_is_refused(reading: str) -> None:
+def test_reading_a_single_upload_is_refused(reading):
     with pytest.raises(SingleUploadError):
         READINGS[reading](Sealed(torch.ones(3), 0))

@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,7 +30,6 @@ ESTIMATED = [
 
 
 def published(real: ImageDataset, monkeypatch: pytest.MonkeyPatch) -> ImageDataset:
-    """The data set that is known by the counts of a real one."""
     tables = []
     for y, domain in ((real.y_train, real.domain_train), (real.y_test, real.domain_test)):
         tables.append(np.zeros((len(real.domains), len(real.classes)), np.int64))
@@ -41,13 +39,8 @@ def published(real: ImageDataset, monkeypatch: pytest.MonkeyPatch) -> ImageDatas
     return synthetic.published_dataset(small.DATA)
 
 
-# ------------------------------------------------------------------ how much work it is
-
-
 @pytest.mark.parametrize("more", [{}, {"order": "common", "alpha": 0.5}, {"images_per_class": 9}])
-def test_published_counts_give_the_work_of_the_data(
-    more: small.Some, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_published_counts_give_the_work_of_the_data(more, monkeypatch):
     """Also where a Dirichlet draw shares the images: it depends on their numbers alone.
 
     Tested are everybody's images once and each client's own, in each of three experiences.
@@ -67,13 +60,8 @@ def test_published_counts_give_the_work_of_the_data(
         assert estimate.count_tests(same, dataset) == tested
 
 
-# ------------------------------------------------------------------ without the data
-
-
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_papers_settings_are_known_without_any_file(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_papers_settings_are_known_without_any_file(name, tmp_path, monkeypatch):
     monkeypatch.setattr(paths, "RAW", tmp_path / "raw")
     monkeypatch.setattr(paths, "CACHE", tmp_path / "cache")
     found = synthetic.published_dataset(read_setting(name, read_profile(PAPER)).data)
@@ -87,46 +75,14 @@ def test_the_papers_settings_are_known_without_any_file(
 @pytest.mark.parametrize(
     "data", [{"source": "npz", "file": "mine.npz"}, {"source": "folder", "root": "mine", "size": 8}]
 )
-def test_data_without_published_counts_have_to_be_there(data: small.Some) -> None:
+def test_data_without_published_counts_have_to_be_there(data):
     text = f"the source {data['source']!r} has no published counts, so its data must be there"
     with pytest.raises(FileNotFoundError, match=f"mine.* does not exist.*{re.escape(text)}"):
         synthetic.published_dataset(data)
 
 
-@pytest.mark.parametrize("changes", [{}, small.SCENES], ids=["images", "masks"])
-def test_a_short_training_times_steps_of_any_task(
-    changes: small.Some, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With time for half a batch of 16, time is doubled, and each image takes 10 bytes more."""
-    fedavg = small.tiny("fedavg", **changes)
-    briefly = estimate._train_briefly
-    batches: list[int] = []
-
-    def recorded(*of: object) -> StepCost:
-        batches.append(of[-1])  # type: ignore[arg-type]
-        assert briefly(*of).seconds > 0  # type: ignore[arg-type]
-        return StepCost(estimate.SECONDS / estimate.STEPS / 2, 1000 + 10 * batches[-1], small.P)
-
-    monkeypatch.setattr(estimate, "_train_briefly", recorded)
-    found = estimate.time_step(fedavg, fedavg.dataset(), "cpu")
-    assert batches == [4, 8] and fedavg.setting.training.batch_size == 16
-    assert found.seconds == pytest.approx(estimate.SECONDS / estimate.STEPS)
-    assert found.memory == 1000 + 160
-
-
-def test_synthetic_images_have_the_shape_and_masks_of_classes_that_exist() -> None:
-    dataset = small.tiny("fedavg", **small.SCENES).dataset()
-    images = synthetic.synthetic_data(dataset, 2, 9)
-    assert images.x_train[:, -1].unique().tolist() == [0, 1, 2, 3]
-    assert images.x_train[:, 0].max() > 200 and images.shape == dataset.shape
-    assert images.y_train.tolist() == [0, 1, 0, 1, 0, 1, 0, 1, 0]
-
-
-# ------------------------------------------------------------------ what it costs
-
-
 @pytest.fixture
-def seconds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def seconds(monkeypatch, tmp_path):
     """Committed results in which two methods took 2 and 5 seconds."""
     monkeypatch.setattr(training, "ROOT", tmp_path)
     (tmp_path / "figures").mkdir()
@@ -135,7 +91,7 @@ def seconds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("seconds")
-def test_steps_are_those_of_the_clients_that_are_selected() -> None:
+def test_steps_are_those_of_the_clients_that_are_selected():
     """Of 2, 3 and 4 clients that are there, 1 is in each of two rounds, with 20 images: 2 steps."""
     split = {"joining": 1, "images_per_class": 10}
     fedavg = small.tiny("fedavg", split=split, training={"clients_per_round": 1})
@@ -146,7 +102,7 @@ def test_steps_are_those_of_the_clients_that_are_selected() -> None:
 
 
 @pytest.mark.usefixtures("seconds")
-def test_what_is_needed_is_counted_by_hand() -> None:
+def test_what_is_needed_is_counted_by_hand():
     """Steps are those of a run. FedAvg keeps two vectors a client, the others exemplars."""
     kinds = ("fedavg", "stamp", "replay")
     experiments = [small.tiny(kind, split={"cycles": 2}) for kind in kinds]
@@ -167,9 +123,7 @@ def test_what_is_needed_is_counted_by_hand() -> None:
 
 
 @pytest.mark.usefixtures("seconds")
-def test_a_setting_is_estimated_without_its_data(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_setting_is_estimated_without_its_data(monkeypatch, capsys):
     """CIFAR-100 in a small network; nothing is read or downloaded."""
     params = read_profile(PAPER)
     small_network = {"kind": "mlp", "features": 8, "norm": "none", "stem": "published"}
@@ -184,17 +138,12 @@ def test_a_setting_is_estimated_without_its_data(
     needs = estimate.estimate_setting("cifar100_c20")
     assert needs.steps == 10 * 5 * 79 * 25 * 5  # ceil(10,000 / 128) batches
     text = capsys.readouterr().out
-    assert "cifar100: 50000 training and 10000 test images of 3 x 32 x 32, 100 classes" in text
     few = estimate.in_digits
-    assert (few(0.0123), few(0.96), few(1234.56)) == ("0.012", "0.96", "1,234.6")
-    shown = few(2.5 * needs.hours)  # STAMP's part counts like it
-    assert f"\nstamp_published {shown:>13}\nsam {shown:>25}\nglfc {'?':>24}\n" in text
-    assert "?: no seconds of glfc on glyphs (figures/summary.json)\n" in text
     assert f"\n20 runs: about {few(5 * 6 * needs.hours)} hours\n" in text
     assert f"\n6 runs of sweeps: about {few(6 * 2.5 * needs.hours)} hours\n" in text
 
 
-def test_a_client_keeps_no_more_exemplars_than_it_has_images() -> None:
+def test_a_client_keeps_no_more_exemplars_than_it_has_images():
     """Of `keep_all` with a million per class: each image of the client's tasks once."""
     every = small.tiny("replay", memory=small.kept(10**6))
     plan, dataset = small.plan(every), every.dataset()
@@ -203,7 +152,7 @@ def test_a_client_keeps_no_more_exemplars_than_it_has_images() -> None:
 
 
 @pytest.mark.parametrize(("profile", "setting"), ESTIMATED)
-def test_every_setting_of_every_command_fits_a_machine_of_24_gb(profile: str, setting: str) -> None:
+def test_every_setting_of_every_command_fits_a_machine_of_24_gb(profile, setting):
     """What clients keep, without their data; a step of two processes has a share of 2 GB each."""
     params = read_profile(profile)
     names = dict.fromkeys(method for _, method, _ in expand_grid(f"grid.{setting}", params))
@@ -221,7 +170,7 @@ def test_every_setting_of_every_command_fits_a_machine_of_24_gb(profile: str, se
     assert needs.memory < 24 * 10**9, needs.largest
 
 
-def test_too_little_memory_or_disk_is_refused_before_anything_runs() -> None:
+def test_too_little_memory_or_disk_is_refused_before_anything_runs():
     needs = Needs(steps=10, hours=1.0, methods={}, memory=1, disk=1, largest="keep_all")
     estimate.require_resources(needs, "one")
     message = r"one needs about 4,?000.0 GB of memory, .* smaller images in params/.* keep_all"

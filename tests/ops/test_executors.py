@@ -16,9 +16,7 @@ from stamp_core.engine.train import train
         ("rya", "", ParameterError, "'rya' is unknown; did you mean 'ray'\\? known: ray"),
     ],
 )
-def test_the_error_names_what_is_missing(
-    name: str, missing: str, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_error_names_what_is_missing(name, missing, error, message, monkeypatch):
     monkeypatch.setenv("STAMP_EXECUTOR", name)
     monkeypatch.delitem(sys.modules, "workbench.workflow.ray_executor", raising=False)
     if missing == "ray":

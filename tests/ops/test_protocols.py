@@ -16,7 +16,7 @@ from stamp_core.config.schema import Setting
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.plan import Plan
 from stamp_core.data.split import make_plan
-from workbench.workflow.profiles import PAPER, PROTOCOLS, read_profile
+from workbench.workflow.profiles import PAPER, read_profile
 from workbench.workflow.synthetic import published_dataset
 
 # Rounds a task, epochs, batch size; clients in a round, by task; lr in a task's first round and at
@@ -33,7 +33,6 @@ SHARED = {"target": (5, 5, 20), "lander": (5, 5, 20), "fedprotip": (5, 10, 10)}
 
 
 def setting(name: str) -> Setting:
-    """A setting of the project's own file."""
     return read_setting(name, read_profile(PAPER))
 
 
@@ -64,12 +63,11 @@ def drawn(name: str, shuffled: bool = False) -> tuple[Plan, np.ndarray]:
 
 
 def pair(name: str) -> list[tuple[str, bool]]:
-    """A protocol in full and in miniature, on labels in two orders."""
     return [(f"{name}_protocol", False), (f"{name}_small", True)]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_training_is_the_published_one(name: str) -> None:
+def test_the_training_is_the_published_one(name):
     training, expected = setting(name).training, PUBLISHED[name]
     assert (training.rounds, training.epochs, training.batch_size) == expected["training"]
     plan = make_plan(setting(name).split, images(), seed=0)
@@ -80,7 +78,7 @@ def test_the_training_is_the_published_one(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "shuffled"), pair("glfc"))
-def test_glfc_has_growing_clients_of_three_kinds(name: str, shuffled: bool) -> None:
+def test_glfc_has_growing_clients_of_three_kinds(name, shuffled):
     """30 clients and 10 more with each task; of those before, a tenth, rounded up, stays behind.
 
     In the released code 30 - int(0.9 * 30) = 3 old clients at task 1, and 11 of 110 at the last.
@@ -100,7 +98,7 @@ def test_glfc_has_growing_clients_of_three_kinds(name: str, shuffled: bool) -> N
 
 
 @pytest.mark.parametrize(("name", "shuffled"), pair("mfcl"))
-def test_mfcl_gives_each_client_a_hundred_images_of_a_task(name: str, shuffled: bool) -> None:
+def test_mfcl_gives_each_client_a_hundred_images_of_a_task(name, shuffled):
     """Those of the first clients are multinomial with p ~ Dirichlet(1): no class has run out.
 
     Then E[sum_k n_k^2] = 100 * 99 * 10 * 2 / (10 * 11) + 100 = 1900.
@@ -115,7 +113,7 @@ def test_mfcl_gives_each_client_a_hundred_images_of_a_task(name: str, shuffled: 
 @pytest.mark.parametrize(
     ("name", "shuffled"), [*pair("target"), ("lander_protocol", False), *pair("fedprotip")]
 )
-def test_clients_share_the_images_of_common_tasks(name: str, shuffled: bool) -> None:
+def test_clients_share_the_images_of_common_tasks(name, shuffled):
     """Each image has one client, and each client some of each task, but unequally many."""
     clients, tasks, classes = SHARED[name.partition("_")[0]]
     plan, counts = drawn(name, shuffled)
@@ -131,18 +129,8 @@ def test_clients_share_the_images_of_common_tasks(name: str, shuffled: bool) -> 
 @pytest.mark.parametrize(
     ("name", "tasks", "each"), [("stamp_cycles", 50, 500), ("stamp_cycles_small", 5, 150)]
 )
-def test_stamps_sequence_is_repeated_five_times(name: str, tasks: int, each: int) -> None:
+def test_stamps_sequence_is_repeated_five_times(name, tasks, each):
     plan, counts = drawn(name)
     assert (plan.tasks, plan.experiences) == (tasks, 5 * tasks)
     assert set(np.unique(counts)) == {0, each} and ((counts > 0).sum(2) == 2).all()
     assert len({str(tasks) for tasks in plan.clients}) == len(plan.clients) == 10
-
-
-def test_the_miniatures_are_what_the_profile_trains() -> None:
-    params = read_profile(PROTOCOLS)
-    small = params["grid"]["setting"]
-    full = {name.replace("_small", "_protocol") for name in small} & set(params["settings"])
-    assert len(full) == 4 and full | {"stamp_cycles", "lander_protocol"} == set(PUBLISHED)
-    assert set(PUBLISHED) <= set(read_profile(PAPER)["grid"]["setting"])
-    network = read_setting("cifar100_c2_small", params).network
-    assert {read_setting(name, params).network for name in small} == {network}

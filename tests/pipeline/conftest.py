@@ -1,8 +1,6 @@
 """A project in an empty folder, whose parameters a test may change."""
 
-from collections.abc import Iterator
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ from workbench.workflow import grid, source, sweeps, training
 
 
 @pytest.fixture
-def params(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+def params(monkeypatch, tmp_path):
     """The parameters that every profile has, for a project in an empty folder."""
     changeable = deepcopy(PARAMS)
     for module in (sweeps, grid, source, training):
@@ -27,8 +25,7 @@ def params(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The names of the experiments that are trained."""
+def trained(monkeypatch):
     names: list[str] = []
     train = grid.train
 

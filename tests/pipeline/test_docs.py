@@ -4,7 +4,6 @@ import importlib
 import json
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +35,15 @@ PLANS = (paths.ROOT / "docs" / "plans.md").read_text("utf-8")
 
 
 def blocks(language: str) -> list[str]:
-    """The code blocks of the page on plans in a language."""
     return re.findall(rf"```{language}\n(.*?)```", PLANS, re.S)
 
 
 def named(folder: str) -> list[str]:
-    """The names of the pages' files in a folder of the workbench."""
     return [name for place, name in FILES if place == folder]
 
 
 @pytest.fixture(autouse=True)
-def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def added(tmp_path, monkeypatch):
     """All files of the pages are in the package during a test; no cache or download is shared."""
     for (folder, name), code in FILES.items():
         package = importlib.import_module(f"workbench.{folder.replace('/', '.')}")
@@ -73,23 +70,22 @@ def run(kind: str, **preset: Any) -> Record:
 
 
 def differ(one: Record, other: Record) -> bool:
-    """Whether two final models differ."""
     return any((value != other.weights[name]).any() for name, value in one.weights.items())
 
 
-def test_every_kind_of_extension_has_a_complete_file() -> None:
+def test_every_kind_of_extension_has_a_complete_file():
     assert {folder for folder, _ in FILES} == {"methods", "selection", "sources"}
 
 
 @pytest.mark.parametrize("name", named("methods"))
-def test_a_method_is_fedavg_with_its_neutral_parameters_only(name: str) -> None:
+def test_a_method_is_fedavg_with_its_neutral_parameters_only(name):
     fedavg = run("fedavg")
     small.assert_same_weights(run(name, **get_method(name).fedavg_equivalent or {}), fedavg)
     assert differ(run(name), fedavg)
 
 
 @pytest.mark.parametrize("name", named("selection"))
-def test_a_rule_selects_other_exemplars_than_a_random_choice(name: str) -> None:
+def test_a_rule_selects_other_exemplars_than_a_random_choice(name):
     memory = {"exemplars_per_class": 3, "merge": "reservoir"}
     random = run("replay", memory={**memory, "selection": "uniform"})
     chosen = run("replay", memory={**memory, "selection": name})
@@ -97,12 +93,12 @@ def test_a_rule_selects_other_exemplars_than_a_random_choice(name: str) -> None:
     assert differ(chosen, random)
 
 
-def test_stripes_are_learnable_images() -> None:
+def test_stripes_are_learnable_images():
     dataset = load_dataset({"source": "stripes", "noise": 0.5})
     assert dataset.x_train.shape == (1000, 1, 12, 12) and len(dataset.classes) == 10
 
 
-def test_a_table_names_image_files(tmp_path: Path) -> None:
+def test_a_table_names_image_files(tmp_path):
     for value in range(4):
         Image.fromarray(np.full((40, 50, 3), value, np.uint8)).save(tmp_path / f"{value}.png")
     rows = ["file,label,subset", "0.png,a,train", "1.png,b,train", "2.png,a,test", "3.png,b,test"]
@@ -111,9 +107,7 @@ def test_a_table_names_image_files(tmp_path: Path) -> None:
     assert dataset.x_train[:, 0, 0, 0].tolist() == [0, 1] and dataset.classes == ("a", "b")
 
 
-def test_the_page_on_plans_runs_as_it_stands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_on_plans_runs_as_it_stands(tmp_path, monkeypatch):
     """All but the part that needs Flower Datasets, beside the files that it speaks of."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("STAMP_PROGRESS", "none")

@@ -3,8 +3,6 @@
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import small
@@ -18,7 +16,7 @@ from workbench.report.tables import page
 from workbench.workflow import grid
 
 
-def test_outdated_records_are_named_or_count_as_missing(params: dict[str, Any]) -> None:
+def test_outdated_records_are_named_or_count_as_missing(params):
     experiment = load_experiment("tiny", "fedavg", params)
     assert grid.load_records(experiment, "0to1", "default") == []
     grid.train_and_save(experiment, "0to1", "default", device="cpu")
@@ -35,9 +33,7 @@ def test_outdated_records_are_named_or_count_as_missing(params: dict[str, Any]) 
     assert grid.load_records(experiment, "0to1", "default") == []  # one seed is missing
 
 
-def test_records_of_an_older_form_are_refused_and_trained_again(
-    params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_of_an_older_form_are_refused_and_trained_again(params, monkeypatch):
     experiment = load_experiment("tiny", "fedavg", params)
     with monkeypatch.context() as older:
         older.setattr(records, "FORM", records.FORM - 1)
@@ -47,9 +43,7 @@ def test_records_of_an_older_form_are_refused_and_trained_again(
     assert grid.load_records(experiment, "0", "default", outdated=False) == []
 
 
-def test_a_seed_that_diverges_is_left_out_by_name(
-    params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_seed_that_diverges_is_left_out_by_name(params, monkeypatch):
     """Seed 0 takes steps that are too long; seed 1 has no images, so that it takes none."""
     params["settings"]["tiny"]["training"]["lr"] = 1e38
     experiment = load_experiment("tiny", "fedavg", params)
@@ -68,9 +62,7 @@ def test_a_seed_that_diverges_is_left_out_by_name(
         grid.train_and_save(experiment, "0", "default", device="cpu")
 
 
-def test_the_quick_profile_trains_what_is_missing_the_default_one_refuses(
-    params: dict[str, Any], trained: list[str]
-) -> None:
+def test_the_quick_profile_trains_what_is_missing_the_default_one_refuses(params, trained):
     with pytest.raises(ParameterError) as error:
         grid.load_grid("comparison", "default")
     assert str(error.value) == ("no records of tiny-fedavg-0; make them with `make repro`")
@@ -81,7 +73,7 @@ def test_the_quick_profile_trains_what_is_missing_the_default_one_refuses(
     assert trained == ["tiny-fedavg", "tiny-near", "tiny-keep_all"]
 
 
-def test_studies_are_shown_with_the_default_runs(params: dict[str, Any]) -> None:
+def test_studies_are_shown_with_the_default_runs(params):
     params["grid"]["method"] = ["fedavg"]
     experiment = load_experiment("tiny", "fedavg", params)
     grid.train_and_save(experiment, "0", "default", device="cpu")
@@ -91,9 +83,7 @@ def test_studies_are_shown_with_the_default_runs(params: dict[str, Any]) -> None
     assert len(grid.load_grid("comparison", "default")) == 1
 
 
-def test_metrics_are_means_over_seeds_of_the_model_a_method_is_compared_by(
-    params: dict[str, Any], tmp_path: Path
-) -> None:
+def test_metrics_are_means_over_seeds_of_the_model_a_method_is_compared_by(params, tmp_path):
     for method, model in (("fedavg", "global"), ("local", "personal")):
         experiment = load_experiment("tiny", method, params)
         records = grid.train_and_save(experiment, "0to1", "default", device="cpu")
@@ -104,7 +94,7 @@ def test_metrics_are_means_over_seeds_of_the_model_a_method_is_compared_by(
             assert value == round((metrics[0][name] + metrics[1][name]) / 2, 4)
 
 
-def test_plans_are_loaded_while_they_fit_the_setting(params: dict[str, Any]) -> None:
+def test_plans_are_loaded_while_they_fit_the_setting(params):
     experiment = load_experiment("tiny", "fedavg", params)
     dataset = experiment.dataset()
     plans = grid.load_plans(experiment.setting, dataset, "0to1", "default")

@@ -11,7 +11,6 @@ from workbench.workflow.profiles import OWN, PAPER
 
 
 def written() -> dict[str, str]:
-    """What the first stage writes about every stage, by its file's name."""
     source.write_source()
     files = [*source.SOURCE.glob("*/*.json")]
     return {f"{file.parent.name}/{file.stem}": file.read_text() for file in files}
@@ -21,12 +20,11 @@ PROFILES = (PAPER, *OWN)  # here all have the blocks of the default one
 
 
 def of_profiles(names: set[str]) -> set[str]:
-    """With the files of other profiles, of plans, trainings and sweeps."""
     own = {name for name in names if not name.startswith(("code/", "parameters/"))}
     return names | {f"{other}-{name}" for name in own for other in PROFILES}
 
 
-def test_a_file_changes_with_what_its_stages_use_and_no_other(params: dict[str, Any]) -> None:
+def test_a_file_changes_with_what_its_stages_use_and_no_other(params):
     before = written()
     stages = {f"{kind}/tiny" for kind in ("splits", "trainings")}
     stages |= {f"sweeps/{name}" for name in params["sweeps"]}
@@ -56,7 +54,7 @@ def test_a_file_changes_with_what_its_stages_use_and_no_other(params: dict[str, 
         before = after
 
 
-def test_values_of_one_setting_count_in_any_order(params: dict[str, Any]) -> None:
+def test_values_of_one_setting_count_in_any_order(params):
     chosen = {name: {"near": {"server_lr": lr}} for name, lr in (("tiny", 0.5), ("other", 0.25))}
     params["chosen"] = chosen
     before = written()
@@ -66,9 +64,7 @@ def test_values_of_one_setting_count_in_any_order(params: dict[str, Any]) -> Non
     assert written()["trainings/tiny"] != before["trainings/tiny"]
 
 
-def test_code_has_the_selection_rule_which_no_import_names(
-    params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_has_the_selection_rule_which_no_import_names(params, monkeypatch):
     names = list[str]()
     fingerprint = experiment.combined_fingerprint
     monkeypatch.setattr(
@@ -92,20 +88,8 @@ def test_code_has_the_selection_rule_which_no_import_names(
     ],
     ids=["key of a sweep", "plan that cannot be drawn", "data of a sweep's setting"],
 )
-def test_a_slip_is_refused_before_anything_is_written(
-    path: list[str], value: object, message: str, params: dict[str, Any]
-) -> None:
+def test_a_slip_is_refused_before_anything_is_written(path, value, message, params):
     sweeps.set_value(params, path, value)
     with pytest.raises(ParameterError, match=message):
         source.write_source()
     assert not source.SOURCE.exists()
-
-
-def test_settings_of_the_grid_and_the_sweeps_are_checked_with_their_images(
-    params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checked: list[str] = []
-    monkeypatch.setattr(source, "check_setting", lambda name, params: checked.append(name))
-    params["settings"]["unused"] = params["settings"]["tiny"]
-    source.write_source()
-    assert checked == ["tiny", "other", "shared"]

@@ -22,14 +22,14 @@ PACKAGES = [ROOT / "stamp_core", ROOT / "workbench"]
 MODULES = [path for package in PACKAGES for path in sorted(package.rglob("*.py"))]
 
 
-def test_the_import_contracts_hold() -> None:
+def test_the_import_contracts_hold():
     """Layers, report on records only, independent methods: pyproject.toml, tool.importlinter."""
     command = [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
-def test_no_modules_import_each_other() -> None:
+def test_no_modules_import_each_other():
     tops = [package / "__init__.py" for package in PACKAGES]
     modules = [path for path in MODULES if path not in tops]
     bare = {p for p in modules if p.name == "__init__.py" and not _defines(p)}
@@ -48,7 +48,7 @@ def _defines(path: Path) -> bool:
     return any(isinstance(node, ast.FunctionDef | ast.ClassDef) for node in nodes)
 
 
-def test_whoever_imports_the_figures_depends_on_all_their_files() -> None:
+def test_whoever_imports_the_figures_depends_on_all_their_files():
     figures = ROOT / "workbench/report/figures"
     assert {*figures.glob("[!_]*.py")} <= {*import_closure(figures / "__init__.py")}
 
@@ -63,7 +63,7 @@ def test_where_a_package_is_imported(name: str, places: list[str]) -> None:
 
 
 @pytest.mark.parametrize("path", notebooks.all_notebooks(), ids=lambda p: p.name)
-def test_notebooks_call_and_do_not_define(path: Path) -> None:
+def test_notebooks_call_and_do_not_define(path):
     for cell in [c for c in nbformat.read(path, 4).cells if c.cell_type == "code"]:
         nodes = [*ast.walk(ast.parse(cell.source))]
         defining = ast.FunctionDef | ast.ClassDef | ast.For | ast.While
@@ -74,17 +74,11 @@ def test_notebooks_call_and_do_not_define(path: Path) -> None:
         assert len(cell.source.splitlines()) <= 16
 
 
-@pytest.mark.parametrize("path", notebooks.all_notebooks(), ids=lambda p: p.name)
-def test_notebooks_end_with_what_one_sees_and_where_to_go(path: Path) -> None:
-    last = nbformat.read(path, 4).cells[-1]
-    assert last.cell_type == "markdown" and re.search(r"\]\(\S+\.(ipynb|md)", last.source)
-
-
 TABLES_ONLY = {"9_paper.ipynb"}  # of runs that few machines have: where there are none, dashes
 
 
 @pytest.mark.parametrize("path", notebooks.all_notebooks(), ids=lambda p: p.name)
-def test_notebooks_are_stored_as_run_top_to_bottom(path: Path) -> None:
+def test_notebooks_are_stored_as_run_top_to_bottom(path):
     """With the quick profile. nbval compares nothing in a cell without a count."""
     code = [c for c in nbformat.read(path, 4).cells if c.cell_type == "code"]
     assert [c.execution_count for c in code] == list(range(1, len(code) + 1))
@@ -103,7 +97,7 @@ def test_notebooks_are_stored_as_run_top_to_bottom(path: Path) -> None:
 
 
 @pytest.mark.parametrize("profile", [DEFAULT, PAPER, *OWN])
-def test_names_are_checked_before_they_reach_a_shell(profile: str) -> None:
+def test_names_are_checked_before_they_reach_a_shell(profile):
     """DVC runs the commands of a list one after the other, and none after one that fails."""
     folder = ROOT if profile == DEFAULT else ROOT / "pipelines" / profile
     pipeline = YAML(typ="safe").load(folder / "dvc.yaml")
@@ -118,13 +112,13 @@ def test_names_are_checked_before_they_reach_a_shell(profile: str) -> None:
     assert "sweep" in with_names
 
 
-def test_every_method_has_a_preset_and_every_preset_a_method() -> None:
+def test_every_method_has_a_preset_and_every_preset_a_method():
     params = read_params()
     presets = {name: read_preset(name, params) for name in params["methods"]}
     assert {preset.get("kind", name) for name, preset in presets.items()} == set(method_names())
 
 
-def test_the_environment_is_pinned_and_covers_what_the_package_needs() -> None:
+def test_the_environment_is_pinned_and_covers_what_the_package_needs():
     lines = (ROOT / "requirements.txt").read_text().split("\n")
     packages = [line for line in lines if line and not line.startswith("--editable")]
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+(  # .+)?", line) for line in packages)
@@ -135,6 +129,6 @@ def test_the_environment_is_pinned_and_covers_what_the_package_needs() -> None:
         assert needed - {"stamp_core"} <= {package.partition("==")[0] for package in packages}
 
 
-def test_seconds_are_those_of_a_clock_that_never_goes_back() -> None:
+def test_seconds_are_those_of_a_clock_that_never_goes_back():
     """The machine's own clock is set from time to time: a round could take negative seconds."""
     assert [path for path in MODULES if "time.time(" in path.read_text()] == []

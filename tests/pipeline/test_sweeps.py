@@ -2,7 +2,6 @@
 
 import itertools
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import small
 from parameters import PARAMS, SWEEP
 
 from stamp_core.config.decode import ParameterError
-from stamp_core.config.schema import Privacy
 from stamp_core.engine.experiment import Experiment, load_experiment
 from workbench.workflow import grid, sweeps
 from workbench.workflow.profiles import read_profile
@@ -18,15 +16,11 @@ from workbench.workflow.sweeps import load_sweeps, run_sweep, sweep_experiments
 
 
 def experiments(**changes: Any) -> list[Experiment]:
-    """The experiments of the sweep over kappa with some changes."""
     params = {**deepcopy(PARAMS), "sweeps": {"kappa": {**SWEEP, **changes}}}
     return sweep_experiments("kappa", params)
 
 
-# --- the experiments of a sweep
-
-
-def test_all_keys_get_each_value_and_everything_else_stays() -> None:
+def test_all_keys_get_each_value_and_everything_else_stays():
     preset = load_experiment("tiny", "near", deepcopy(PARAMS))
     swept = experiments()
     assert [e.sweep for e in swept] == [("kappa", "0.0"), ("kappa", "0.5")]
@@ -38,7 +32,7 @@ def test_all_keys_get_each_value_and_everything_else_stays() -> None:
         assert experiment.resolved() == expected
 
 
-def test_a_sweep_has_every_setting_method_and_value_with_names_filled_in() -> None:
+def test_a_sweep_has_every_setting_method_and_value_with_names_filled_in():
     swept = sweep_experiments("exemplars", deepcopy(PARAMS))
     expected = itertools.product(("tiny", "other"), ("kept", "herded"), (1, 2))
     assert [(e.setting.name, e.method, e.params.memory.exemplars_per_class) for e in swept] == [
@@ -48,24 +42,7 @@ def test_a_sweep_has_every_setting_method_and_value_with_names_filled_in() -> No
     assert [e.setting.split.alpha for e in alphas] == [0.5, 1.0]
 
 
-def test_the_noise_of_a_setting_with_privacy_can_be_swept() -> None:
-    params = deepcopy(PARAMS)
-    setting = params["settings"]["tiny"]
-    setting["privacy"] = {"clip": 0.5, "noise_multiplier": 0.0, "noise": "central"}
-    key = "settings.{setting}.privacy.noise_multiplier"
-    params["sweeps"]["kappa"] |= {"method": ["fedavg"], "keys": [key], "values": [0.0, 0.2]}
-    swept = sweep_experiments("kappa", params)
-    assert [e.setting.privacy for e in swept] == [
-        Privacy(0.5, 0.0, "central"),
-        Privacy(0.5, 0.2, "central"),
-    ]
-    values = {"clip": 0.5, "noise_multiplier": 0.2, "noise": "central"}
-    overrides = {f"setting.privacy.{name}": value for name, value in values.items()}
-    same = load_experiment("other", "fedavg", deepcopy(PARAMS), overrides)
-    assert same.setting.privacy == swept[1].setting.privacy
-
-
-def test_a_preset_that_extends_another_can_be_swept() -> None:
+def test_a_preset_that_extends_another_can_be_swept():
     """What it does not set itself comes from there; the parameters stay as they are."""
     params = deepcopy(PARAMS)
     params["sweeps"]["kappa"] |= {
@@ -80,55 +57,21 @@ def test_a_preset_that_extends_another_can_be_swept() -> None:
     assert experiment.params.temporal is None and params == before
 
 
-KEYS = "it must be a list of keys under settings.tiny. or methods.near."
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"keys": ["methods.near.spatial.kapa"]},
-            "with 0.0: params/methods.yaml: near.spatial: 'kapa' is unknown; did you mean 'kappa'?",
-        ),
-        ({"keys": ["methods.sam.server_lr"]}, f".keys is ['methods.sam.server_lr']; {KEYS}"),
-        ({"keys": ["settings.other.training.lr"]}, ".keys is ['settings.other.training.lr']; it"),
-        ({"keys": []}, ".keys is []; it must be a list that is not empty"),
-        ({"values": []}, ".values is []; it must be a list that is not empty"),
-        ({"values": [-1]}, "with -1: params/methods.yaml: near.spatial.kappa is"),
-        ({"values": ["../x"]}, ".values is '../x'; it must be a number, a word or true"),
-        ({"values": [[1]]}, ".values is [1]; it must be a number, a word or true"),
-        ({"seeds": "2to1"}, ".seeds is '2to1'; it must be a number such as '3' or a"),
-        ({"figure": "coreset"}, ".figure 'coreset' is unknown; did you mean 'cores"),
-    ],
-    ids=str,
-)
-def test_a_slip_in_a_sweep_is_named(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ParameterError) as error:
-        experiments(**changes)
-    text = str(error.value).removeprefix("params.yaml: sweeps.kappa").lstrip()
-    assert text.startswith(message)
-
-
 @pytest.mark.parametrize("names", [{"setting": ["tny"]}, {"method": ["nera"]}], ids=str)
-def test_a_sweep_of_what_is_not_there_makes_no_new_block(names: dict[str, Any]) -> None:
+def test_a_sweep_of_what_is_not_there_makes_no_new_block(names):
     key = "settings.{setting}.training.lr" if "setting" in names else "methods.{method}.server_lr"
     with pytest.raises(ParameterError, match=r"is unknown; did you mean '(tiny|near)'"):
         experiments(keys=[key], **names)
 
 
 @pytest.mark.parametrize("profile", ["default", "quick", "paper"])
-def test_the_sweeps_of_the_project_are_valid(profile: str) -> None:
+def test_the_sweeps_of_the_project_are_valid(profile):
     params = read_profile(profile)
     for name in params["sweeps"]:
         assert len(sweep_experiments(name, params)) >= 2
 
 
-# --- training and loading
-
-
-def test_only_experiments_without_current_records_are_trained(
-    params: dict[str, Any], trained: list[str]
-) -> None:
+def test_only_experiments_without_current_records_are_trained(params, trained):
     """Of kappa 0.0, 0.5 and then 0.5, 0.75 only the last is new; records of 0.0 are deleted."""
     first = run_sweep("kappa", "default", device="cpu")
     assert trained == ["tiny-near-kappa-0.0", "tiny-near-kappa-0.5"]
@@ -145,9 +88,7 @@ def test_only_experiments_without_current_records_are_trained(
 
 
 @pytest.mark.parametrize("file", ["scores.safetensors", "run.json", "weights.safetensors"])
-def test_a_damaged_record_does_not_block_its_sweep(
-    file: str, params: dict[str, Any], trained: list[str], tmp_path: Path
-) -> None:
+def test_a_damaged_record_does_not_block_its_sweep(file, params, trained, tmp_path):
     """As a kill or a full disk left it before records were written whole."""
     params["sweeps"]["kappa"]["values"] = [0.5]
     first = run_sweep("kappa", "default", device="cpu")
@@ -169,13 +110,7 @@ def test_a_damaged_record_does_not_block_its_sweep(
         ("code", "edited"),
     ],
 )
-def test_changed_parameters_and_code_are_trained_again(
-    key: str,
-    value: object,
-    params: dict[str, Any],
-    trained: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_changed_parameters_and_code_are_trained_again(key, value, params, trained, monkeypatch):
     params["sweeps"]["kappa"] |= {"values": [0.5], "seeds": "0"}
     run_sweep("kappa", "default", device="cpu")
     if key == "code":
@@ -186,9 +121,7 @@ def test_changed_parameters_and_code_are_trained_again(
     assert trained == ["tiny-near-kappa-0.5"] * 2
 
 
-def test_missing_records_are_an_error_with_the_command_except_in_the_quick_profile(
-    params: dict[str, Any], trained: list[str]
-) -> None:
+def test_missing_records_are_an_error_with_the_command_except_in_the_quick_profile(params, trained):
     with pytest.raises(ParameterError) as error:
         load_sweeps("sensitivity", "default")
     assert str(error.value) == (
@@ -199,19 +132,9 @@ def test_missing_records_are_an_error_with_the_command_except_in_the_quick_profi
     assert len(load_sweeps("sensitivity", "quick")) == 4 and len(trained) == 2
 
 
-def test_coreset_sweeps_come_with_no_memory_and_every_image(
-    params: dict[str, Any], trained: list[str]
-) -> None:
+def test_coreset_sweeps_come_with_no_memory_and_every_image(params, trained):
     """From the grid, in the settings that it trains: not in `other`."""
     records = load_sweeps("coresets", "quick")
     baselines = [record.run[:2] for record in records if record.sweep == ("", "")]
     assert baselines == [("tiny", "fedavg"), ("tiny", "keep_all")]
     assert len(records) == 8 + 2
-
-
-def test_captions_name_the_value_that_params_has(params: dict[str, Any]) -> None:
-    """0.25 is the preset's value of both radii; of the other sweep none is."""
-    params["sweeps"]["kappa"]["values"] = [0.0, 0.25, 0.5]
-    key = "settings.tiny.training.lr"
-    params["sweeps"]["lr"] = {**SWEEP, "label": "lr", "keys": [key], "values": [0.2]}
-    assert sweeps.sweep_captions("default") == {"kappa": ("radius", "0.25"), "lr": ("lr", "")}

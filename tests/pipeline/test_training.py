@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import small
@@ -36,7 +35,7 @@ class Broken(Method):
 
 
 @pytest.fixture
-def jobs(tmp_path: Path, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+def jobs(tmp_path, params, monkeypatch):
     """FedAvg, replay, and a method that breaks, in a project whose folders processes share."""
     monkeypatch.setenv("STAMP_BROKEN", str(tmp_path))
     monkeypatch.setenv("STAMP_PROGRESS", "lines")
@@ -47,15 +46,13 @@ def jobs(tmp_path: Path, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
+def here(monkeypatch):
     """Processes that begin as copies of this one: with the folders of the test's project."""
     fork = multiprocessing.get_context("fork")
     monkeypatch.setattr(training.multiprocessing, "get_context", lambda _: fork)
 
 
-def test_several_processes_give_the_records_of_this_one(
-    jobs: list[Job], here: None, tmp_path: Path
-) -> None:
+def test_several_processes_give_the_records_of_this_one(jobs, here, tmp_path):
     serial, none = train_missing(jobs, workers=1)
     assert not none and list(serial) == [job.name for job in jobs]
     (tmp_path / "data").rename(tmp_path / "elsewhere")
@@ -66,9 +63,7 @@ def test_several_processes_give_the_records_of_this_one(
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_one_that_fails_is_named_and_alone_trained_again(
-    jobs: list[Job], here: None, tmp_path: Path, workers: int, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_one_that_fails_is_named_and_alone_trained_again(jobs, here, tmp_path, workers, capfd):
     (tmp_path / "broken").touch()
     found, failures = train_missing(jobs, workers)
     assert list(found) == ["tiny-fedavg-0to1", "tiny-kept-0to1"]
@@ -86,17 +81,14 @@ def test_one_that_fails_is_named_and_alone_trained_again(
     assert "1 experiments to train, 2 have current records" in capfd.readouterr().out
 
 
-def test_one_that_is_killed_leaves_the_others(jobs: list[Job], here: None, tmp_path: Path) -> None:
+def test_one_that_is_killed_leaves_the_others(jobs, here, tmp_path):
     (tmp_path / "killed").touch()
     found, failures = train_missing(jobs, workers=2)
     assert len(found) == 2
     assert "ended with status -9" in failures["tiny-broken-0to1"].message
 
 
-def test_a_second_training_waits_for_the_first_and_trains_nothing(
-    jobs: list[Job], here: None, tmp_path: Path, trained: list[str]
-) -> None:
-    """The second is in this process, where it would be noted."""
+def test_a_second_training_waits_for_the_first_and_trains_nothing(jobs, here, tmp_path, trained):
     (tmp_path / "held").touch()
     broken = jobs[1:2]
     first = threading.Thread(target=train_missing, args=(2 * broken[:1] + jobs[:1], 2))
@@ -113,7 +105,7 @@ def test_a_second_training_waits_for_the_first_and_trains_nothing(
     assert trained == [] and broken[0].records()
 
 
-def test_an_interrupt_ends_what_trains(jobs: list[Job], here: None, tmp_path: Path) -> None:
+def test_an_interrupt_ends_what_trains(jobs, here, tmp_path):
     (tmp_path / "held").touch()
     timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
@@ -122,9 +114,7 @@ def test_an_interrupt_ends_what_trains(jobs: list[Job], here: None, tmp_path: Pa
     wait_until(lambda: not multiprocessing.active_children(), "the end of the processes")
 
 
-def test_the_longest_first_and_unknown_ones_before_them(
-    jobs: list[Job], trained: list[str], tmp_path: Path
-) -> None:
+def test_the_longest_first_and_unknown_ones_before_them(jobs, trained, tmp_path):
     rows = {name: {"client_seconds": {"mean": s}} for name, s in (("fedavg", 2.0), ("kept", 5.0))}
     (tmp_path / "figures").mkdir()
     (tmp_path / "figures/summary.json").write_text(json.dumps({training.REFERENCE: rows}))
@@ -132,7 +122,7 @@ def test_the_longest_first_and_unknown_ones_before_them(
     assert trained == ["tiny-broken", "tiny-kept", "tiny-fedavg"]
 
 
-def test_a_page_is_trained_as_its_grid_says(params: dict[str, Any], trained: list[str]) -> None:
+def test_a_page_is_trained_as_its_grid_says(params, trained):
     found = train_grid("grid.tiny", "default")
     assert list(found) == [f"tiny-{name}-0" for name in ("fedavg", "near", "sam", "keep_all")]
     assert len(trained) == 4 and not train_grid("grid.tiny", "default").keys() - found.keys()

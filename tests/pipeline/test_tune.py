@@ -34,9 +34,7 @@ TUNING: dict[str, Any] = {
 
 
 @pytest.fixture
-def tuning(
-    params: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> dict[str, Any]:
+def tuning(params, tmp_path, monkeypatch):
     """The tuning file of the project in an empty folder, written when it is read."""
     changeable = deepcopy(TUNING)
     monkeypatch.setattr(tune, "ROOT", tmp_path)
@@ -45,9 +43,7 @@ def tuning(
     return changeable
 
 
-def test_a_candidate_changes_its_keys_and_nothing_else(
-    params: dict[str, Any], tuning: dict[str, Any]
-) -> None:
+def test_a_candidate_changes_its_keys_and_nothing_else(params, tuning):
     """A nested value stays with its candidate, also where presets share a block by `extends`."""
     tuning["candidates"] = {"near": [{"spatial.kappa": 0.9, "server_lr": 2.0}]}
     tuning["explored"] = {"sam": [{"server_lr": 1.5}]}
@@ -61,10 +57,7 @@ def test_a_candidate_changes_its_keys_and_nothing_else(
         assert experiment.params == replace(preset, server_lr=1.5)
 
 
-def test_the_best_mean_accuracy_is_chosen_and_current_records_are_kept(
-    tuning: dict[str, Any], trained: list[str], tmp_path: Path
-) -> None:
-    """A candidate that diverges is undefined, and never chosen."""
+def test_the_best_mean_accuracy_is_chosen_and_current_records_are_kept(tuning, trained, tmp_path):
     tune.tune(workers=1)
     table = pd.read_csv(tmp_path / "figures" / "tuning.csv")
     assert len(trained) == len(table) == 5
@@ -81,40 +74,7 @@ def test_the_best_mean_accuracy_is_chosen_and_current_records_are_kept(
     assert trained == ["tiny-kept-tuning-server_lr 1e+30"]
 
 
-def test_a_method_whose_every_candidate_diverges_has_rows(
-    tuning: dict[str, Any], trained: list[str], tmp_path: Path
-) -> None:
-    """None of them is chosen."""
-    tuning["candidates"]["kept"] = [{"server_lr": 1e29}, {"server_lr": 1e30}]
-    tune.tune(workers=1, only=["kept"])
-    table = pd.read_csv(tmp_path / "figures" / "tuning.csv")
-    assert len(trained) == len(table) == 2 and not table.chosen.any()
-
-
-def test_one_method_is_tuned_and_the_results_of_the_others_stay(
-    tuning: dict[str, Any], trained: list[str], tmp_path: Path
-) -> None:
-    """Those of a method that is no longer in the file go."""
-    tuning["candidates"]["fedavg"] = [{"server_lr": 1.0}, {"server_lr": 2.0}]
-    tune.tune(workers=1)
-    before = pd.read_csv(tmp_path / "figures" / "tuning.csv")
-    tuning["candidates"]["kept"] = [{"memory.exemplars_per_class": n} for n in (2, 3)]
-    del tuning["candidates"]["fedavg"]
-    trained.clear()
-    tune.tune(workers=1, only=["kept"])
-    after = pd.read_csv(tmp_path / "figures" / "tuning.csv")
-    assert len(trained) == 2 and set(after.method) == {"near", "kept", "sam"}
-    others = [
-        frame[frame.method.isin(["near", "sam"])].values.tolist() for frame in (before, after)
-    ]
-    assert others[0] == others[1]
-    with pytest.raises(ParameterError, match="'nera' is unknown; did you mean 'near'"):
-        tune.tune(workers=1, only=["nera"])
-
-
-def test_a_method_is_tuned_for_one_setting_alone(
-    params: dict[str, Any], tuning: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_method_is_tuned_for_one_setting_alone(params, tuning, tmp_path):
     """The table has no value for the other, and the best there is chosen; then for the other."""
     params["settings"]["other"] = deepcopy(params["settings"]["tiny"])
     tuning["setting"] = ["tiny", "other"]
@@ -141,33 +101,12 @@ def test_a_method_is_tuned_for_one_setting_alone(
 
 
 def page_lines(folder: Path, method: str) -> list[str]:
-    """The lines of a method in tuning.md."""
     lines = (folder / "figures" / "tuning.md").read_text().split("\n")
     return [line for line in lines if line.startswith(f"| {method} |")]
 
 
 def sorted_rows(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows of tuning.csv in an order of their own."""
     return table.sort_values(["kind", "method", "candidate"], ignore_index=True)
-
-
-def test_the_candidate_that_is_chosen_on_drawn_images_is_marked(
-    tuning: dict[str, Any], tmp_path: Path
-) -> None:
-    """Where a profile has values of its own; one that no candidate has marks none."""
-    tuning["candidates"] = {
-        "near": [{"spatial.kappa": 0.5}, {"spatial.kappa": 0.25}],
-        "kept": [{"server_lr": 1.5}, {"server_lr": 2.0}],
-    }
-    tune.tune(workers=1, profile="cifar100")
-    folder = tmp_path / "figures" / "cifar100"
-    marked = [line for line in (folder / "tuning.md").read_text().split("\n") if "| yes |" in line]
-    assert [line.split(" | ")[1] for line in marked if line.endswith("| yes |")] == [
-        "spatial.kappa 0.25"
-    ]
-    assert "drawn" not in (folder / "tuning.csv").read_text()
-    tune.tune(workers=1)
-    assert "| on drawn images |" not in (tmp_path / "figures" / "tuning.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -182,16 +121,14 @@ def test_the_candidate_that_is_chosen_on_drawn_images_is_marked(
         ),
     ],
 )
-def test_unequal_chances_are_refused(
-    tuning: dict[str, Any], key: str, value: Any, message: str
-) -> None:
+def test_unequal_chances_are_refused(tuning, key, value, message):
     tuning[key] = value
     with pytest.raises(ParameterError, match=message):
         tune.read_tuning()
 
 
 @pytest.mark.parametrize("profile", tune.FILES)
-def test_presets_have_the_chosen_values(profile: str) -> None:
+def test_presets_have_the_chosen_values(profile):
     """Those of tuning.csv, which `make tune` writes; on the settings that it was tuned on."""
     tuning = tune.read_tuning(profile)
     table = pd.read_csv(ROOT / tune.FOLDERS[profile] / "tuning.csv")
@@ -214,7 +151,7 @@ def test_presets_have_the_chosen_values(profile: str) -> None:
 
 
 @pytest.mark.parametrize("profile", tune.FILES)
-def test_the_page_of_tuning_is_what_its_file_makes(profile: str, tmp_path: Path) -> None:
+def test_the_page_of_tuning_is_what_its_file_makes(profile, tmp_path):
     tuning, folder = tune.read_tuning(profile), ROOT / tune.FOLDERS[profile]
     shutil.copy(folder / "tuning.csv", tmp_path)
     known = {(kind, method) for kind in KINDS for method in tuning.methods(kind)}
@@ -224,7 +161,7 @@ def test_the_page_of_tuning_is_what_its_file_makes(profile: str, tmp_path: Path)
         assert (tmp_path / name).read_text() == (folder / name).read_text(), name
 
 
-def test_options_of_csrel_on_photographs_are_the_best_that_were_explored() -> None:
+def test_options_of_csrel_on_photographs_are_the_best_that_were_explored():
     table = pd.read_csv(ROOT / tune.FOLDERS["cifar100"] / "tuning.csv")
     rows = table[table.method == "keep_csrel"].set_index("candidate")["mean"]
     explored = tune.read_tuning("cifar100").explored["keep_csrel"]
@@ -238,7 +175,7 @@ def test_options_of_csrel_on_photographs_are_the_best_that_were_explored() -> No
 
 
 @pytest.mark.parametrize("setting", ["cifar100_c2_small", "cifar100_c20_small"])
-def test_methods_that_keep_images_keep_as_many_on_photographs(setting: str) -> None:
+def test_methods_that_keep_images_keep_as_many_on_photographs(setting):
     """Twenty of each class, or as many for all classes of a client together."""
     params = at_setting(read_profile("cifar100"), setting)
     split = read_setting(setting, params).split

@@ -1,6 +1,5 @@
 """`stamp verify`: a record that says something wrong of itself is named."""
 
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +18,7 @@ NAMES = ("fedavg", "stamp", "fedala", "local", "joint")
 
 
 @pytest.fixture(scope="module")
-def records() -> dict[str, Record]:
-    """Runs of methods with a global model, a personal one and both."""
+def records():
     experiments = {name: load_experiment("tiny", name) for name in NAMES}
     some = experiments["stamp"]
     plans = load_plans(some.setting, some.dataset(), "0")
@@ -34,9 +32,7 @@ def failing(record: Record, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_was_trained_here_is_verified(
-    name: str, records: dict[str, Record], tmp_path: Path
-) -> None:
+def test_what_was_trained_here_is_verified(name, records, tmp_path):
     records[name].save(tmp_path / "0")
     checks = {check.name: check.found for check in verify_record(tmp_path / "0")}
     assert [*checks] == ["digest", "parameters", "data", "plan", "code", "accuracy"]
@@ -45,9 +41,7 @@ def test_what_was_trained_here_is_verified(
     assert exact in checks["accuracy"]
 
 
-def test_a_record_of_an_imported_plan_is_verified_with_its_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_record_of_an_imported_plan_is_verified_with_its_file(tmp_path, capsys):
     path, experiment = tmp_path / "mine.json", load_experiment("tiny", "fedavg")
     path.write_text('{"clients": [[{"classes": [0, 1, 2]}, {"classes": [5]}]]}')
     train(experiment, {3: import_plan(path, experiment.dataset(), 3)})[3].save(tmp_path / "3")
@@ -60,55 +54,27 @@ def test_a_record_of_an_imported_plan_is_verified_with_its_file(
 
 
 def in_setting(about: dict[str, Any]) -> None:
-    """Another step than the one that was taken."""
     about["setting"]["training"]["lr"] = 0.05
 
 
 def in_plan(about: dict[str, Any]) -> None:
-    """Another plan than the one that is stated."""
     about["seed"] = 1
 
 
 def in_code(about: dict[str, Any]) -> None:
-    """Code that is not here."""
     about["identity"]["code"] = "0" * 64
 
 
 @pytest.mark.parametrize(
     ("change", "name"), [(in_setting, "parameters"), (in_plan, "plan"), (in_code, "code")]
 )
-def test_another_statement_is_named(
-    change: Callable[[dict[str, Any]], None], name: str, records: dict[str, Record], tmp_path: Path
-) -> None:
+def test_another_statement_is_named(change, name, records, tmp_path):
     about = deepcopy(records["stamp"].about)
     change(about)
     assert failing(replace(records["stamp"], about=about), tmp_path / "0") == [name]
 
 
-def test_another_accuracy_is_named(
-    records: dict[str, Record], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A task of a client that is a tenth more accurate, with a digest that fits."""
-    scores = {name: array.copy() for name, array in records["stamp"].scores.items()}
-    scores["global"][0, -1, 0, 0] += np.float32(0.1)
-    assert failing(replace(records["stamp"], scores=scores), tmp_path / "0") == ["accuracy"]
-    assert command.main(["verify", str(tmp_path / "0")]) == 1
-    assert "not verified: " in capsys.readouterr().err
-
-
-def test_a_changed_file_does_not_fit_its_digest(
-    records: dict[str, Record], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    records["fedavg"].save(tmp_path / "0")
-    path = tmp_path / "0" / "run.json"
-    path.write_text(path.read_text().replace('"seed": 0', '"seed": 3'))
-    assert command.main(["verify", str(tmp_path / "0")]) == 1
-    assert "its digest does not fit its content" in capsys.readouterr().err
-
-
-def test_a_forged_record_is_named_and_kept_out_of_the_leaderboard(
-    records: dict[str, Record], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_forged_record_is_named_and_kept_out_of_the_leaderboard(records, tmp_path, capsys):
     """Another accuracy, plan and code, each with a digest that fits, and a changed file."""
     scores = {name: array.copy() for name, array in records["stamp"].scores.items()}
     scores["global"][0, -1, 0, 0] += np.float32(0.1)

@@ -27,7 +27,6 @@ ONCE = {"tasks": 1, "rounds": 1}
 def setting(
     multiplier: float, noise: Any = "central", clients: int = 4, tasks: int = 3, **training: Any
 ) -> Setting:
-    """A setting of three tasks of two rounds with some changes."""
     whole = tiny(split={"clients": clients, "tasks": tasks}, training=training).setting
     return replace(whole, privacy=Privacy(1.0, multiplier, noise))
 
@@ -46,28 +45,23 @@ def hockey_stick(epsilon: float, share: float, deviation: float) -> float:
 
 @pytest.mark.parametrize("multiplier", [0.8, 3.0, 20.0])
 @pytest.mark.parametrize("noise", ["local", "central"])
-def test_one_round_of_all_clients_has_the_privacy_loss_of_two_opposite_updates(
-    noise: str, multiplier: float
-) -> None:
+def test_one_round_of_all_clients_has_the_privacy_loss_of_two_opposite_updates(noise, multiplier):
     found = epsilon(setting(multiplier, noise, **ONCE), DELTA)
     assert hockey_stick(found, 1.0, multiplier) == pytest.approx(DELTA, rel=1e-4)
 
 
-def test_the_noise_for_an_epsilon_of_1_is_the_published_one() -> None:
+def test_the_noise_for_an_epsilon_of_1_is_the_published_one():
     """Balle and Wang (2018): σ = 3.73 for ε = 1 and δ = 1e-5 at sensitivity 1; here it is 2."""
     found = noise_multiplier(setting(1.0, **ONCE), DELTA, 1.0)
     assert found == pytest.approx(2 * 3.730632, rel=2e-4)
 
 
 @pytest.mark.parametrize("cycles", [1, 2])
-def test_rounds_of_all_experiences_compose_as_one_round_with_less_noise(cycles: int) -> None:
+def test_rounds_of_all_experiences_compose_as_one_round_with_less_noise(cycles):
     once = epsilon(setting(1.0, **ONCE), DELTA)
     whole = setting(math.sqrt(3 * 4 * cycles), rounds=4)
     whole = replace(whole, split=replace(whole.split, cycles=cycles))
     assert epsilon(whole, DELTA) == pytest.approx(once, rel=1e-9)
-
-
-# ------------------------------------------------------------------ sampling
 
 
 def sampled_rdp(order: int, share: float, sigma: float) -> Any:
@@ -92,7 +86,7 @@ def sampled_rdp(order: int, share: float, sigma: float) -> Any:
     return mpmath.log(total) / (order - 1)
 
 
-def test_sampled_rounds_compose_by_the_published_bound() -> None:
+def test_sampled_rounds_compose_by_the_published_bound():
     """The best of the whole orders; the library also has orders between them."""
     multiplier, rounds, clients = 10.0, 1000, 100
     values = setting(multiplier, clients=clients, tasks=1, rounds=rounds, participation=0.01)
@@ -107,17 +101,14 @@ def test_sampled_rounds_compose_by_the_published_bound() -> None:
 
 @pytest.mark.parametrize("participation", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("multiplier", [1.0, 4.0])
-def test_sampled_noise_is_never_counted_below_the_privacy_loss(
-    multiplier: float, participation: float
-) -> None:
-    """Nor above that of all clients."""
+def test_sampled_noise_is_never_counted_below_the_privacy_loss(multiplier, participation):
     training = {**ONCE, "participation": participation}
     found = epsilon(setting(multiplier, clients=10, **training), DELTA)
     assert hockey_stick(found, participation, multiplier) <= DELTA * (1 + 1e-4)
     assert found <= epsilon(setting(multiplier, clients=10, **ONCE), DELTA)
 
 
-def test_sampling_counts_for_central_noise_alone() -> None:
+def test_sampling_counts_for_central_noise_alone():
     few, all_ = {"clients": 10, "participation": 0.1}, {"clients": 10}
     central, local = (
         [epsilon(setting(4.0, noise, **each), DELTA) for each in (few, all_)]
@@ -126,40 +117,26 @@ def test_sampling_counts_for_central_noise_alone() -> None:
     assert central[0] < 0.8 * central[1] and local[0] == local[1] == central[1]
 
 
-# ------------------------------------------------------------------ the inverse, and refusals
-
-
 @pytest.mark.parametrize("target", [1e-3, 0.5, 8.0, 300.0])
-def test_the_noise_multiplier_is_the_smallest_that_reaches_an_epsilon(target: float) -> None:
+def test_the_noise_multiplier_is_the_smallest_that_reaches_an_epsilon(target):
     found = noise_multiplier(setting(0.0, "local"), DELTA, target)
     assert epsilon(setting(found, "local"), DELTA) <= target
     assert epsilon(setting(found * (1 - 2e-4), "local"), DELTA) > target
 
 
-def test_the_noise_multiplier_counts_sampling() -> None:
-    values = setting(0.0, clients=10, participation=0.1)
-    found = noise_multiplier(values, DELTA, 2.0)
-    assert epsilon(setting(found, clients=10, participation=0.1), DELTA) <= 2.0
-    assert found < 0.8 * noise_multiplier(setting(0.0), DELTA, 2.0)
-
-
-def test_what_has_no_epsilon_is_refused_by_name() -> None:
+def test_what_has_no_epsilon_is_refused_by_name():
     private = setting(1.0)
     for refused, message in [
         (lambda: epsilon(tiny().setting, DELTA), "tiny.privacy is None; it must be set"),
         (lambda: epsilon(setting(0.0), DELTA), "tiny.privacy.noise_multiplier is 0.0; it must be"),
         (lambda: epsilon(private, 0.0), "delta is 0.0; it must be above 0 and below 1"),
-        (lambda: epsilon(private, 1.0), "delta is 1.0; it must be above 0 and below 1"),
-        (lambda: noise_multiplier(private, math.nan, 1.0), "delta is nan; it must be above 0"),
         (lambda: noise_multiplier(private, DELTA, 0.0), "target is 0.0; it must be a finite ε"),
-        (lambda: noise_multiplier(private, DELTA, math.inf), "target is inf; it must be a finite"),
-        (lambda: setting(-1.0), "noise_multiplier is -1.0; it must be at least 0"),
     ]:
         with pytest.raises(ParameterError, match=re.escape(message)):
             refused()
 
 
-def test_runs_of_a_sweep_spend_what_their_settings_say() -> None:
+def test_runs_of_a_sweep_spend_what_their_settings_say():
     plain = tiny()
     records = []
     for multiplier in (0.0, 2.0):

@@ -19,7 +19,6 @@ SPLIT = {"clients": 2, "tasks": 2, "images_per_class": 10}
 
 
 def experiment(preset: str, noise: Any) -> Experiment:
-    """A preset in two tasks of two clients, with noise."""
     kind, params = resolve_preset(preset, read_params())
     setting = replace(tiny(split=SPLIT).setting, privacy=Privacy(1.0, 0.1, noise))
     return small.Quick(setting, preset, kind, params)
@@ -36,7 +35,6 @@ def reason(preset: str, noise: str) -> str:
 
 
 def rows() -> list[str]:
-    """The rows of the page's table."""
     found: dict[tuple[str, str], list[str]] = {}
     for preset in read_params()["methods"]:
         why, where = reason(preset, "local"), "any"
@@ -50,13 +48,13 @@ def rows() -> list[str]:
     return [f"| {' | '.join(key)} | {', '.join(found[key])} |" for key in sorted(found)]
 
 
-def test_the_page_lists_the_presets_that_are_refused() -> None:
+def test_the_page_lists_the_presets_that_are_refused():
     lines = PAGE.read_text("utf-8").splitlines()
     listed = [line for line in lines if line.startswith(("| any |", "| central |"))]
     assert listed == rows(), "the table should be:\n" + "\n".join(rows())
 
 
-def test_what_the_server_starts_with_does_not_come_from_images() -> None:
+def test_what_the_server_starts_with_does_not_come_from_images():
     """Of no preset that is not refused: the mechanism sees nothing that is sent before."""
     accepted = [preset for preset in read_params()["methods"] if not reason(preset, "local")]
     for one in (experiment(preset, "local") for preset in accepted):

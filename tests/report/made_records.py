@@ -66,7 +66,6 @@ def fake_record(
 def three_seeds(
     method: str = "fedavg", finals: Sequence[tuple[float, float]] = FINALS, **changes: Any
 ) -> list[Record]:
-    """A run for each pair of final accuracies."""
     return [fake_record(method, seed, final, **changes) for seed, final in enumerate(finals)]
 
 
@@ -76,7 +75,6 @@ def shifted(by: float) -> list[tuple[float, float]]:
 
 
 def swept(sweep: str, value: object, method: str, means: Sequence[float], **changes: Any) -> Any:
-    """A run of a sweep for each accuracy, which both tasks have at the end."""
     return [
         fake_record(method, seed, (mean, mean), sweep=[sweep, str(value)], **changes)
         for seed, mean in enumerate(means)
@@ -357,45 +355,6 @@ def candidates(methods: Sequence[str]) -> list[Record]:
 # --- the records of each figure
 
 
-def crowd() -> list[Record]:
-    """Twelve methods, one of them personalised, with personal models half as good."""
-    names = ["fedavg", "stamp", *(f"m{place}" for place in range(9))]
-    mine = fake_record("mine", local=0.8, group="personalised")
-    mine.scores["personal"] = mine.scores["global"] / 2
-    return [mine, *(fake_record(name, local=0.8) for name in names)]
-
-
-def rounds_with(*angles: dict[str, float]) -> list[dict[str, Any]]:
-    """Two rounds per task with the angles of each round, and a loss but in the first."""
-    return [
-        {
-            **{"experience": place // 2, "round": place % 2, "loss": place or None},
-            **{"completed": 4, "angles": each},
-        }
-        for place, each in enumerate(angles)
-    ]
-
-
-def angled() -> list[Record]:
-    """Two seeds and a client alone; a setting in which little was recorded."""
-    space = {"spatial update": 0.5, "spatial clients": 0.2, "update length": 2.0}
-    changing = [
-        {"spatial update": 0.2, "spatial clients": 0.0},
-        {"spatial update": 0.4, "spatial clients": -0.2},
-        {"spatial update": 0.6, "spatial clients": 0.5, "temporal gradients": 0.9},
-        {"spatial update": 0.8, "spatial clients": 0.7, "temporal gradients": -0.3},
-    ]
-    alone = {"spatial update": 1.0, "update length": 1.0}
-    return [
-        fake_record("fedavg", 0, rounds=rounds_with(*changing)),
-        fake_record("fedavg", 1, rounds=rounds_with(*[{**space, "spatial clients": 1.0}] * 4)),
-        fake_record("stamp", 0, rounds=rounds_with(*[space] * 4)),
-        fake_record("joint", 0, rounds=rounds_with(*[alone] * 4)),
-        fake_record("gem", 0, rounds=rounds_with(*[space] * 4)),
-        fake_record("fedavg", 0, setting="other", rounds=rounds_with(*[space] * 4)),
-    ]
-
-
 def with_features(
     method: str = "fedavg",
     classes: int = 3,
@@ -403,7 +362,6 @@ def with_features(
     experiences: int = 2,
     spread: float = 0.1,
 ) -> Record:
-    """A run whose features are groups around one corner per class."""
     record = fake_record(method)
     labels = np.repeat(np.arange(classes), each)
     noise = np.random.default_rng(0).normal(size=(experiences, len(labels), classes))

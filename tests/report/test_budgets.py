@@ -10,13 +10,12 @@ from workbench.report.tables.results import budget_table
 
 
 def costing(method: str, images: int, accuracy: float) -> list:
-    """Two seeds of a method with a total of images and an accuracy."""
     rounds = ({"images": images}, {"images": 0})
     return [fake_record(method, seed, (accuracy, accuracy), rounds=rounds) for seed in (0, 1)]
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), min_size=1, max_size=6))
-def test_exactly_the_methods_that_no_other_dominates_are_shown(others: list) -> None:
+def test_exactly_the_methods_that_no_other_dominates_are_shown(others):
     """The naive definition, over pairs; equal ones are decided by the order of rows."""
     methods = {f"m{k}": pair for k, pair in enumerate(others)} | {"fedavg": (2, 1)}
     records = [run for name, (c, a) in methods.items() for run in costing(name, 100 * c, a / 10)]
@@ -34,7 +33,7 @@ def test_exactly_the_methods_that_no_other_dominates_are_shown(others: list) -> 
     assert [float(cost) for cost in shown["from"]] == sorted(c / 2 for c, _ in pairs)
 
 
-def test_a_row_is_compared_with_the_row_before_over_common_seeds_and_joint_is_left_out() -> None:
+def test_a_row_is_compared_with_the_row_before_over_common_seeds_and_joint_is_left_out():
     dear = ({"images": 1500}, {"images": 1000})
     better = [
         *three_seeds("stamp", shifted(0.1), rounds=dear),
@@ -48,6 +47,6 @@ def test_a_row_is_compared_with_the_row_before_over_common_seeds_and_joint_is_le
     assert "joint" not in set(table.method)
 
 
-def test_without_fedavg_only_what_needs_no_unit_is_shown() -> None:
+def test_without_fedavg_only_what_needs_no_unit_is_shown():
     table = budget_table(run_frame(three_seeds("replay")))
     assert isinstance(table, pd.DataFrame) and set(table.budget) == {"kept by a client, kB"}

@@ -1,43 +1,36 @@
-"""Every figure as text: its lines, points, cells and labels, from records made by hand.
+"""Figures as text: lines, points and labels, from records made by hand.
 
-`python tests/report/test_figures.py` writes them. Positions after layout and t-SNE are left out.
+`python tests/report/test_figures.py` writes them. Positions after layout are left out.
 """
 
 import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import made_records
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-import torch
-from made_records import fake_record, three_seeds
+from made_records import three_seeds
 from matplotlib.axes import Axes
-from matplotlib.collections import LineCollection, QuadMesh
+from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator
 from PIL import Image
 
-from stamp_core.config.params import read_params
-from stamp_core.config.schema import Split
-from stamp_core.data import split
-from stamp_core.data.sources.glyphs import CHARACTERS
 from workbench.report import figures
 from workbench.report.figures import analyses, style
 from workbench.report.tables.page import write_parts
-from workbench.report.text import SCENES
 from workbench.workflow.profiles import expand_grid, read_profile
 
 DRAWN = Path(__file__).parent / "drawn"
 
 
 @pytest.fixture(autouse=True)
-def close_figures() -> Iterator[None]:
+def close_figures():
     yield
     plt.close("all")
 
@@ -45,20 +38,10 @@ def close_figures() -> Iterator[None]:
 CAPTIONS = {"kappa": ("radius κ", "2"), "other": ("other", ""), "server_lr": ("η_g", "1.0")}
 DRAW: dict[str, Callable[[], Figure]] = {  # those that are stored
     "accuracy": lambda: figures.accuracy(made_records.compared()),
-    "angles": lambda: figures.angles(made_records.angled(), ["fedavg", "joint", "stamp", "none"]),
-    "coresets": lambda: figures.coresets(made_records.selections()),
-    "cost": lambda: figures.cost(made_records.compared()),
     "gap": lambda: figures.gap(made_records.compared()),
-    "heterogeneity": lambda: figures.heterogeneity(made_records.heterogeneous()),
-    "matrices": lambda: figures.matrices(made_records.compared()),
-    "noise": lambda: figures.noise(made_records.noisy(), made_records.SPENT),
     "ranks": lambda: figures.ranks(made_records.compared()),
-    "rounds_together": lambda: figures.rounds_together(made_records.windows()),
     "sensitivity": lambda: figures.sensitivity(made_records.sensitive(), CAPTIONS),
 }
-
-
-# --- figures as text
 
 
 def numbers(values: Any) -> str:
@@ -68,12 +51,10 @@ def numbers(values: Any) -> str:
 
 
 def as_text(figure: Figure) -> str:
-    """A figure as text, without spaces at the ends of lines."""
     return "\n".join(line.rstrip() for part in describe(figure) for line in part.split("\n"))
 
 
 def describe(figure: Figure) -> Iterator[str]:
-    """The parts of a figure's text."""
     yield figure.get_suptitle()
     for legend in figure.legends:
         yield legend.get_title().get_text()
@@ -83,7 +64,6 @@ def describe(figure: Figure) -> Iterator[str]:
 
 
 def describe_panel(axis: Axes) -> Iterator[str]:
-    """The lines of a panel's text."""
     yield f"panel {axis.get_title()!r}"
     for name, each in {"x": axis.xaxis, "y": axis.yaxis}.items():
         scale = f"{each.get_scale()} {numbers(each.get_view_interval())}"
@@ -94,9 +74,7 @@ def describe_panel(axis: Axes) -> Iterator[str]:
         look = f"{to_hex(line.get_color())} {line.get_marker()} {line.get_linestyle()}"
         yield f"  line {line.get_label()!r} {look}: {numbers(line.get_xydata())}"
     for each in axis.collections:
-        if isinstance(each, QuadMesh):
-            yield f"  cells: {numbers(each.get_array())}"
-        elif isinstance(each, LineCollection):
+        if isinstance(each, LineCollection):
             yield f"  interval: {numbers(each.get_segments())}"
         else:
             colours = sorted({to_hex(colour) for colour in each.get_facecolor()})
@@ -106,45 +84,24 @@ def describe_panel(axis: Axes) -> Iterator[str]:
 
 
 def write_drawn(folder: Path) -> None:
-    """Write every figure as text."""
     for name, draw in DRAW.items():
         write_parts(folder / f"{name}.txt", [as_text(draw())])
         plt.close("all")
 
 
 @pytest.mark.parametrize("name", DRAW)
-def test_a_figure_is_as_stored(name: str) -> None:
+def test_a_figure_is_as_stored(name):
     assert as_text(DRAW[name]()) + "\n" == (DRAWN / f"{name}.txt").read_text("utf-8")
 
 
-# --- colours, labels and files
-
-
 @pytest.mark.parametrize("page", ["comparison", "ablation"])
-def test_methods_of_a_page_differ_in_colour_or_marker(page: str) -> None:
+def test_methods_of_a_page_differ_in_colour_or_marker(page):
     names = {method for _, method, _ in expand_grid(page, read_profile())}
     marks = [style.method_style(name) for name in names]
     assert len({(to_hex(each["color"]), each["marker"]) for each in marks}) == len(names)
 
 
-def test_headline_methods_differ_from_all_others_in_colour_and_in_print() -> None:
-    shown = [style.method_style(name) for name in style.HIGHLIGHTED]
-    for key in ("color", "marker"):
-        assert len({each[key] for each in shown}) == len(shown)
-    presets = {name.removesuffix(SCENES) for name in read_params()["methods"]}
-    others = {style.method_style(m)["color"] for m in presets - {*style.HIGHLIGHTED}}
-    assert not others & {each["color"] for each in shown}
-    assert style.method_style("mine") == style.method_style("mine") != style.method_style("yours")
-
-
-def test_eight_methods_have_names_and_the_others_a_grey_range() -> None:
-    (axis,) = figures.accuracy(made_records.crowd()).axes
-    names = [text.get_text() for text in axis.texts]
-    assert len(names) == len(axis.lines) == 8 and {"fedavg", "stamp"} <= {*names}
-    assert "#e6e6e6" in {to_hex(each.get_facecolor()[0]) for each in axis.collections}
-
-
-def test_labels_keep_the_order_of_their_points_and_a_line_of_distance() -> None:
+def test_labels_keep_the_order_of_their_points_and_a_line_of_distance():
     figure, (axis,) = style.panels(1, height=4)
     values = [0.0, 0.50, 0.501, 0.502, 0.99, 1.0, np.nan]
     axis.plot(values)
@@ -157,14 +114,14 @@ def test_labels_keep_the_order_of_their_points_and_a_line_of_distance() -> None:
 
 
 BYTES: dict[str, Callable[[], Figure]] = {
-    **{name: DRAW[name] for name in ("accuracy", "matrices")},
+    **{name: DRAW[name] for name in ("accuracy", "ranks")},
     "ablation": lambda: figures.ablation(made_records.ablated()),
     "features": lambda: figures.features([made_records.with_features(spread=0.7)], "toy", "A$~"),
 }
 
 
 @pytest.mark.parametrize("name", BYTES)
-def test_equal_data_give_equal_bytes(name: str, tmp_path: Path) -> None:
+def test_equal_data_give_equal_bytes(name, tmp_path):
     figure = BYTES[name]()
     figures.save(figure, tmp_path / "new" / "a.png")
     figures.save(figure, tmp_path / "b.png")  # the same figure again
@@ -176,10 +133,7 @@ def test_equal_data_give_equal_bytes(name: str, tmp_path: Path) -> None:
         assert image.width == style.WIDTH * style.DPI
 
 
-def test_a_full_disk_leaves_the_old_figure_and_the_old_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is written stays a scratch file until it is on the disk."""
+def test_a_full_disk_leaves_the_old_figure_and_the_old_page(tmp_path, monkeypatch):
 
     def full(file: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -197,10 +151,7 @@ def test_a_full_disk_leaves_the_old_figure_and_the_old_page(
     assert sorted(tmp_path.iterdir()) == [page, png]
 
 
-# --- what is undefined or cannot be drawn
-
-
-def test_an_experience_undefined_for_one_seed_has_no_mean() -> None:
+def test_an_experience_undefined_for_one_seed_has_no_mean():
     records = three_seeds(local=0.9)
     records[1].scores["local"][:, 0] = np.nan
     (line, *_) = figures.gap(records).axes[0].lines[1:]
@@ -208,7 +159,7 @@ def test_an_experience_undefined_for_one_seed_has_no_mean() -> None:
 
 
 @pytest.mark.parametrize("draw", [figures.gap, figures.forgetting, figures.ablation])
-def test_what_is_undefined_for_all_is_not_drawn(draw: Callable[..., Figure]) -> None:
+def test_what_is_undefined_for_all_is_not_drawn(draw):
     records = three_seeds("stamp", params=made_records.MATCHED)
     for record in records:
         record.scores["global"][:, 0] = np.nan  # no accuracy after the first task
@@ -218,70 +169,7 @@ def test_what_is_undefined_for_all_is_not_drawn(draw: Callable[..., Figure]) -> 
     assert draw is figures.ablation or title.startswith("undefined for all methods")
 
 
-def test_each_colour_bar_has_marks_of_its_own_range() -> None:
-    """Two clients and fourteen tasks: marks up to 2 and up to 14."""
-    y, names = torch.arange(30), tuple(f"class {place}" for place in range(30))
-    dataset: Any = SimpleNamespace(
-        **{"name": "flat", "classes": names, "domains": ("all",), "digest": "0"},
-        **{"y_train": y, "y_test": y, "domain_train": 0 * y, "domain_test": 0 * y},
-    )
-    plan = split.make_plan(Split("classes", 2, 14, 2), dataset, 0)
-    figure = figures.schedule(plan, dataset)
-    figure.canvas.draw()
-    labels = ("first learnt in task", "clients that learn it")
-    bars = [axis for axis in figure.axes if axis.get_ylabel() in labels]
-    assert len(bars) == 2
-    for bar in bars:
-        low, high = bar.get_ylim()
-        assert max(tick for tick in bar.get_yticks() if low <= tick <= high) > 0.8 * high
-
-
-def test_training_shows_one_experiment() -> None:
-    with pytest.raises(ValueError, match="one setting with one method"):
-        figures.training([*three_seeds(), *three_seeds("replay")])
-
-
-def test_features_that_are_missing_are_refused() -> None:
-    for setting, records in (("other", [made_records.with_features()]), ("toy", [fake_record()])):
-        with pytest.raises(ValueError, match=f"no features of fedavg or stamp on {setting}"):
-            figures.features(records, setting, "ABC")
-
-
-def test_features_are_inside_their_panel_and_those_of_a_dead_network_are_one_point() -> None:
-    record = made_records.with_features(spread=0)
-    axis = figures.features([record], "toy", ["cat", "dog", "x"]).axes[0]
-    for sign in axis.texts:
-        x, y = sign.get_position()
-        assert axis.get_xlim()[0] < x < axis.get_xlim()[1]
-        assert axis.get_ylim()[0] < y < axis.get_ylim()[1]
-    assert [sign.get_text() for sign in axis.texts][::4] == ["0", "1", "2"]  # for long names
-    record.features["features"][:] = 1
-    axis = figures.features([record], "toy", "ABC").axes[0]
-    assert {sign.get_position() for sign in axis.texts} == {(0, 0)}
-
-
-def test_20_classes_differ_by_sign_and_are_shown_after_three_tasks(tmp_path: Path) -> None:
-    record = made_records.with_features(classes=20, each=2, experiences=5)
-    figure = figures.features([record], "toy", CHARACTERS[-20:])
-    assert [axis.get_title() for axis in figure.axes] == [f"after task {t}" for t in (1, 3, 5)]
-    signs = figure.axes[0].texts
-    assert [sign.get_text() for sign in signs][::2] == list(CHARACTERS[-20:])
-    assert len({to_hex(sign.get_color()) for sign in signs}) == 8
-    figures.save(figure, tmp_path / "every character can be drawn.png")
-
-
-def test_of_more_than_20_classes_the_first_are_shown() -> None:
-    records = [
-        made_records.with_features(classes=count, each=2, experiences=1) for count in (20, 25)
-    ]
-    all_20, first_20 = (figures.features([r], "toy", [*map(str, range(25))]) for r in records)
-    signs = [text.get_text() for text in first_20.axes[0].texts]
-    assert signs[::2] == [*map(str, range(20))] and len(signs) == 40
-    assert first_20.get_suptitle().endswith("the first 20 of 25 classes")
-    assert "40 test images" in all_20.get_suptitle()
-
-
-def test_the_nearest_mean_leaves_out_the_image() -> None:
+def test_the_nearest_mean_leaves_out_the_image():
     labels = np.array([0, 0, 0, 1, 1, 2])
     vectors = np.array([[0.0], [0.2], [3.0], [4.0], [4.4], [9.0]])
     right = 0

@@ -3,9 +3,7 @@
 import math
 
 import numpy as np
-import pandas as pd
 import pytest
-import small
 from made_records import fake_record, selected, shifted, three_seeds
 
 from workbench.report import frames, tables, text
@@ -13,9 +11,6 @@ from workbench.report.tables import page
 
 T_975 = {1: 12.706204736, 2: 4.302652730}  # Student's t by degrees of freedom
 BETTER = [(0.5, 0.7), (0.7, 0.7), (0.4, 0.9)]  # accuracy 10 points above FINALS for every seed
-
-
-# --- frames
 
 
 def test_run_frame_has_one_row_per_run_with_hand_computed_numbers():
@@ -113,15 +108,6 @@ def test_a_selection_takes_a_client_the_seconds_of_all_divided_by_selections():
     assert rows.selection[1] == "no memory" and np.isnan(rows.selection_ms[1])
 
 
-def test_a_trained_record_holds_its_alpha():
-    record = small.run(small.tiny(split={"order": "common", "alpha": 0.5}))
-    (row,) = frames.run_frame([record]).itertuples()
-    assert (row.setting, row.method, row.alpha) == ("tiny", "fedavg", 0.5)
-
-
-# --- numbers as text
-
-
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
@@ -142,17 +128,6 @@ def test_mean_std(values, expected):
 )
 def test_significant_has_three_figures_and_no_exponent(value, expected):
     assert text.significant(value) == expected
-
-
-def test_a_table_is_shown_with_all_its_rows(monkeypatch):
-    shown: list[str] = []
-    monkeypatch.setattr(page, "display", lambda table: shown.append(repr(table)))
-    tables.show(pd.DataFrame({"n": range(200)}))
-    assert len(shown[0].splitlines()) == 201
-    assert pd.get_option("display.max_rows") == 60
-
-
-# --- differences
 
 
 def test_differences_are_paired_by_seed_in_points():
@@ -211,20 +186,7 @@ def test_one_column_has_one_set_of_seeds_and_more_seeds_a_table_of_their_own():
     assert tables.results.more_seeds_table(records[:4]).empty
 
 
-def test_a_table_of_results_sorts_by_numbers_and_is_shown_as_text():
-    records = [*three_seeds("stamp", BETTER), *three_seeds()]
-    table = tables.results_table(records)
-    ordered = table["accuracy"].sort_values("mean")
-    assert ordered.index.get_level_values("method").tolist() == ["fedavg", "stamp"]
-    assert ordered["mean"].diff().iloc[1] == pytest.approx(10)
-    assert ordered["n"].tolist() == [3, 3]
-    shown = page.score_text(table)
-    assert "local accuracy" not in shown  # defined for none
-    row = ordered.iloc[0]
-    assert shown.accuracy[1] == f"{row['mean']:.1f} ± {row['std']:.1f}"
-
-
-def test_a_seed_on_which_a_method_diverged_counts_for_no_method_of_its_setting() -> None:
+def test_a_seed_on_which_a_method_diverged_counts_for_no_method_of_its_setting():
     left = three_seeds("replay", diverged={"1": "client 0"})
     records = [*three_seeds(), left[0], left[2], *three_seeds(setting="other")]
     kept = [record.run for record in frames.without_diverged(records)]

@@ -38,18 +38,18 @@ def write_pages(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("new") / "pages"
     write_pages(folder)
     return folder
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_a_page_is_as_stored(name: str, written: Path) -> None:
+def test_a_page_is_as_stored(name, written):
     assert (written / name).read_text("utf-8") == (PAGES / name).read_text("utf-8")
 
 
-def test_every_definition_stands_on_a_page_and_no_number_is_undefined(written: Path) -> None:
+def test_every_definition_stands_on_a_page_and_no_number_is_undefined(written):
     pages = "".join(path.read_text("utf-8") for path in written.glob("*.md"))
     lines = Path(page.__file__).with_name("definitions.md").read_text("utf-8").splitlines()
     for title in (line[2:] for line in lines if line.startswith("# ")):
@@ -65,9 +65,7 @@ def test_every_definition_stands_on_a_page_and_no_number_is_undefined(written: P
         ("coresets.md", "OCS | 3 | 70.0 ± 10.0 | 60.0 ± 15.0"),
         ("coresets.md", "OCS | 3 | **+10.0 (+10.0 to +10.0)** ‡ | +0.0 (-12.4 to +12.4)"),
         ("coresets.md", "OCS | 5 | 2 | 98 | 0.02 | 0.005 | odd (9)"),
-        ("normalisation.md", "replay | global | 3 | 70.0 ± 10.0 | 50.0 ± 10.0"),
         ("normalisation.md", "replay | 3 | **+20.0 (+20.0 to +20.0)** ‡"),
-        ("overlap.md", "3 | 50 | 31.0 ± 1.0 at 1.0 | 31.0 ± 1.0 at 2.0 | 3"),
         ("overlap.md", "stamp | 3 | **+5.0 (+5.0 to +5.0)** ‡ | +0.0 (+0.0 to +0.0)"),
         ("related.md", "toy | projection | update | 2 | 0.0 (n = 1) | 55.0 ± 7.1 | 30.0 ± 0.0"),
         ("related.md", "toy | pfeddil † (personal) | 3 | 50.0 ± 10.0 | 70.0 ± 10.0 | 90.0 ± 10.0"),
@@ -88,11 +86,11 @@ def test_every_definition_stands_on_a_page_and_no_number_is_undefined(written: P
         ("privacy.md", "replay | new | 2.00 (1.00 to 3.00) | 2.00 (1.00 to 3.00)"),
     ],
 )
-def test_a_page_has_the_numbers_worked_out_by_hand(name: str, row: str, written: Path) -> None:
+def test_a_page_has_the_numbers_worked_out_by_hand(name, row, written):
     assert f"| {row} |" in (written / name).read_text("utf-8").splitlines()
 
 
-def test_programs_read_the_same_numbers(written: Path) -> None:
+def test_programs_read_the_same_numbers(written):
     summary = json.loads((written / "summary.json").read_text("utf-8"))["toy"]["fedavg"]
     assert summary["accuracy"] == {"mean": 0.55, "std": 0.05, "n": 3}
     assert summary["personal_accuracy"] == {"mean": None, "std": None, "n": 0}
@@ -100,20 +98,13 @@ def test_programs_read_the_same_numbers(written: Path) -> None:
     assert first.startswith("setting,method,seed,experience,") and len(rows) == 2 * 21
 
 
-def test_matching_is_averaged_over_rounds_and_seeds() -> None:
+def test_matching_is_averaged_over_rounds_and_seeds():
     (row,) = tables.matching_table(made_records.compared()).to_dict("records")
     shown = [row[name] for name in ("rounds", "worst product, matched", "duality gap", "events")]
     assert shown == ["6", "1.50", "2e-02", "a gradient was dropped: 12"]
 
 
-def test_without_records_the_papers_page_has_its_numbers_alone(tmp_path: Path) -> None:
-    text = tables.write_paper([], tmp_path).read_text("utf-8")
-    assert "Settings without a printed table" not in text and "nan" not in text.lower()
-    row = ["fedavg", DASH, DASH, "31.7 ± 1.7", DASH, DASH, "25.2 ± 1.3", DASH, DASH, DASH]
-    assert f"| {' | '.join(row)} |" in text
-
-
-def test_a_row_says_of_how_many_seeds_its_numbers_are() -> None:
+def test_a_row_says_of_how_many_seeds_its_numbers_are():
     few, more = (0.5,), (0.5, 0.6, 0.7)
     rules = [*made_records.selected("uniform", 5, more), *made_records.selected("uniform", 2, few)]
     rows = frames.coreset_frame([*made_records.selected(None, 0, more), *rules])

@@ -11,7 +11,7 @@ ROW = re.compile(r"^\| \[(.+?)\]\(#\S+\) \|.*\| `(execution|by hand|reconstructi
 PRESETS = {"lga": "glfc"}  # methods that are presets of another one's file
 
 
-def test_every_method_has_the_mark_of_its_row() -> None:
+def test_every_method_has_the_mark_of_its_row():
     text = (ROOT / "docs/deviations.md").read_text("utf-8")
     rows = {
         re.sub(r"[^a-z0-9_]", "", name.lower()): mark

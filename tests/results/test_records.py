@@ -1,9 +1,6 @@
 """What a record says of itself."""
 
-from pathlib import Path
-
 import numpy as np
-import pytest
 import small
 
 from stamp_core import load_record, save_records
@@ -22,15 +19,7 @@ def made(personal: bool = False, **about: object) -> Record:
     return Record(whole, [{"loss": 0.5}] * 1000, scores, tests, {"w": np.zeros(10**5)})
 
 
-@pytest.mark.parametrize(("personal", "model"), [(False, "global"), (True, "personal")])
-def test_a_record_is_shown_in_one_line(personal: bool, model: str) -> None:
-    record = made(personal)
-    assert repr(record) == f"Record(digits stamp, seed 3: final accuracy 55.0%, {model} model)"
-    swept = made(personal, sweep=["kappa", 0.5])
-    assert repr(swept).startswith("Record(digits stamp kappa 0.5, seed 3: ")
-
-
-def test_accuracy_and_forgetting_of_each_task() -> None:
+def test_accuracy_and_forgetting_of_each_task():
     """Clients count by their test images; the last task cannot be forgotten yet."""
     record = made()
     np.testing.assert_allclose(record.task_accuracies(), [[0.8, 0.1], [0.4, 0.7]])
@@ -39,8 +28,7 @@ def test_accuracy_and_forgetting_of_each_task() -> None:
     np.testing.assert_allclose(made(personal=True).forgetting("personal"), [0.4])
 
 
-def test_the_mean_over_tasks_is_the_forgetting_of_the_tables(tmp_path: Path) -> None:
-    """Of the last cycle, where tasks return."""
+def test_the_mean_over_tasks_is_the_forgetting_of_the_tables(tmp_path):
     experiment = small.tiny(split={"cycles": 2})
     record = small.run(experiment)
     save_records({0: record}, tmp_path)
