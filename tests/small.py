@@ -1,7 +1,7 @@
 """Experiments that take a fraction of a second, and comparisons of their records."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -26,6 +26,7 @@ from stamp_core.data.plan import Plan
 from stamp_core.engine import experiment as experiments
 from stamp_core.engine import train as engine
 from stamp_core.engine.checkpoint import Checkpoint, checkpoint_folder
+from stamp_core.engine.executor import SerialExecutor
 from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.trees import flatten, read_tree
 from stamp_core.engine.worker import Worker
@@ -344,3 +345,18 @@ def long() -> Experiment:
     return tiny(
         "replay", split=split, training={"rounds": 20, "participation": 0.75}, memory=kept(3)
     )
+
+
+def lose(patch: pytest.MonkeyPatch, client: int, lost: Collection[tuple[int, int]]) -> None:
+    """Have a client not complete some rounds, by experience and round, of trainings in a process."""
+    mapped = SerialExecutor.map
+
+    def map_others(executor: SerialExecutor, work: Any, calls: Any) -> Any:
+        if work is Worker.train_client:
+            every = [(call, call[0]) for call in calls]
+            calls = [
+                c for c, i in every if i.client != client or (i.experience, i.round) not in lost
+            ]
+        return mapped(executor, work, calls)
+
+    patch.setattr(SerialExecutor, "map", map_others)

@@ -199,4 +199,4 @@ def test_masks_with_unknown_classes_are_refused(monkeypatch):
     made.x_test[0, 1, 0, 0] = 4
     monkeypatch.setattr(source, "make", lambda _: replace(made))
     with pytest.raises(ValueError, match=r"the masks in x_test must be in 0..3, the last one for"):
-        small.data.load_dataset({**SOURCE, "seed": 7})
+        small.data.load_dataset({**SOURCE, "train_per_class": 13})

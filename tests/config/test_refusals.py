@@ -202,16 +202,8 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [  # of sources, and the message aft
         ".test_per_class is 4; it must be at least 16, one per face, as face_domains is true",
     ),
     ({**IMAGENET, "test": "train"}, ".per_class_train is None; it must be a number, as test is"),
-    ({"source": "npz"}, ".file is None; it must be the name of an .npz file, or domain_files set"),
-    ({**NPZ, "domain_files": ["b.npz"]}, ".file is 'a.npz'; it must be absent where domain_files"),
-    (
-        {"source": "npz", "domain_files": ["x/../b.npz"]},
-        f".domain_files[0] is 'x/../b.npz'; {INSIDE}",
-    ),
-    (
-        {"source": "npz", "domain_files": ["a/x.npz", "b/x.npz"]},
-        ".domain_files is ['a/x.npz', 'b/x.npz']; it must be files of different names",
-    ),
+    ({"source": "npz"}, ".file is ''; it must be the name of an .npz file"),
+    ({"source": "npz", "file": "x/../b.npz"}, f".file is 'x/../b.npz'; {INSIDE}"),
     ({**DIGIT10, "sets": ["mnist", "uspa"]}, ".sets: 'uspa' is unknown; did you mean 'usps'?"),
     ({**DIGIT10, "sets": ["usps", "usps"]}, ".sets is ['usps', 'usps']; it must be at least one"),
 ]
@@ -292,7 +284,7 @@ def test_a_value_beyond_a_limit_is_refused(name, within, beyond, right):
     [
         (SETTING + ".split", {**SPLIT, "order": "mixed", "common_clients": 4}),
         (SETTING + ".data", {**FOLDER, "domains": ["photo/real"], "test_share": 0.5}),
-        (SETTING + ".data", {**NPZ, "file": None, "domain_files": ["/data/../a.npz", "b.npz"]}),
+        (SETTING + ".data", {**NPZ, "file": "/data/../a.npz"}),
         ("methods.target", {"images": 2560, "adversarial_weight": 0}),  # as published, no student
         ("methods.replay", {"memory": {"selection": "sre2l"}, "weight": 0.5}),
         ("methods.replay", {"memory": {"selection": "sre2l"}, "ratio": 0}),  # not mixed in

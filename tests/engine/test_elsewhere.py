@@ -33,16 +33,11 @@ def elsewhere(folder: Path) -> engine.Start:
 
 
 def test_a_client_round_that_is_not_finished_is_as_one_that_dropped_out(tmp_path, monkeypatch):
-    experiment, selected = whole("local"), engine.Run.select_clients
+    experiment = whole("local")
     found = engine.train(
         experiment, plans(experiment, 0), 1, "cpu", tmp_path / "run", elsewhere(tmp_path / "node")
     )
-
-    def without(run: engine.Run, experience: int, round_: int) -> tuple[list[int], list[int]]:
-        chosen, completing = selected(run, experience, round_)
-        return chosen, [client for client in completing if (client, experience) != LOST]
-
-    monkeypatch.setattr(engine.Run, "select_clients", without)
+    small.lose(monkeypatch, LOST[0], [(LOST[1], round_) for round_ in range(2)])
     small.assert_same(found[0], small.run(experiment))
     assert [row["completed"] for row in found[0].history] == [4, 4, 4, 4, 3, 3]
 

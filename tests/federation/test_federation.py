@@ -15,7 +15,6 @@ from loop import NODES, Federation, LoopGrid
 from small import whole
 
 from stamp_core.config.decode import ParameterError
-from stamp_core.engine import train as engine
 from stamp_core.engine.trees import Store, Tree
 from stamp_core.engine.worker import Worker
 from stamp_core.methods.base.registry import method_names
@@ -31,17 +30,6 @@ ROUNDS = [(experience, round_) for experience in range(3) for round_ in range(2)
 def address(message: Message) -> tuple[int, int]:
     _, _, experience, round_, _ = unpack(message.content)["calls"][0]["round_id"]
     return experience, round_
-
-
-def without(patch: pytest.MonkeyPatch, client: int, lost: list[tuple[int, int]]) -> None:
-    selected = engine.Run.select_clients
-
-    def select(run: engine.Run, experience: int, round_: int) -> tuple[list[int], list[int]]:
-        chosen, completing = selected(run, experience, round_)
-        left = client if (experience, round_) in lost else None
-        return chosen, [each for each in completing if each != left]
-
-    patch.setattr(engine.Run, "select_clients", select)
 
 
 # --- the same results
@@ -155,7 +143,7 @@ def test_a_node_that_leaves_has_dropped_out_and_comes_back_as_it_was(tmp_path, m
     assert [row["completed"] for row in found.history] == [4, 4, 3, 3, 4, 4]
     asked = [each.metadata.dst_node_id for each in grid.sent if each not in grid.trained()]
     assert sorted(asked) == [101, 102, 102, 103]
-    without(monkeypatch, 1, [(1, 0), (1, 1)])
+    small.lose(monkeypatch, 1, [(1, 0), (1, 1)])
     small.assert_same(found, federation.simulate()[0])
 
 

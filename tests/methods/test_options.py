@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 import small
 
-from stamp_core.config.decode import ParameterError
+from stamp_core.config.decode import ParameterError, build, to_plain
 from stamp_core.config.params import read_params
 from stamp_core.methods.base.method import DivergedError
 from stamp_core.methods.base.registry import read_preset, resolve_preset
@@ -84,7 +84,8 @@ def outcome(preset: str, configuration: str, path: tuple[str, ...], value: Any) 
     try:
         if name in SHORTER:
             params = replace(params, **small.PARTS[name])
-        params = changed(params, path, value) if path else params
+        if path:  # what the limits of its type refuse is not allowed
+            params = build(type(params), to_plain(changed(params, path, value)), "option")
         record = small.run(replace(experiment, params=params))
     except (ParameterError, DivergedError):
         return None

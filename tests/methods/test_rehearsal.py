@@ -61,7 +61,7 @@ def test_where_rounds_may_be_missed_a_memory_is_selected_in_the_first_and_in_the
     """So that a client that misses the others has one; herding selects others in the last round, by
     the trained encoder. Images are counted once."""
     memory = {"selection": "herding", "exemplars_per_class": 5}
-    experiment = tiny("stamp", training={"participation": 0.75}, memory=memory)
+    experiment = tiny("stamp", training={"participation": 0.75, "rounds": 3}, memory=memory)
     plan_ = plan(experiment)
     worker = small.worker(experiment, plan_)
     server, states, *_ = worker.initial_states(0)
