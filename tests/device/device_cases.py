@@ -36,7 +36,7 @@ from stamp_core.models.flat import weighted_average
 from stamp_core.results.records import Record
 from workbench import per_sample
 from workbench.methods import fedala, fedl2p, gradma
-from workbench.methods.base import projection
+from workbench.methods.base import gradient_projection
 from workbench.methods.base.distillation import masked_cross_entropy
 
 BY_POSITION: dict[str, small.Some] = {  # the parameters with which methods do so
@@ -178,7 +178,7 @@ def views_in_torch_order(vector: Tensor, tensors: Sequence[Tensor]) -> Iterator[
 
 
 MISREADINGS: dict[str, tuple[Any, str, Callable[..., Any]]] = {  # of channels last, by method
-    "agem": (projection, "flatten_like", in_torch_order),
+    "agem": (gradient_projection, "flatten_like", in_torch_order),
     "fedala": (fedala, "flatten_like", in_torch_order),
     "fedl2p": (fedl2p, "split_like", views_in_torch_order),
     "gradma": (gradma, "flatten_like", in_torch_order),

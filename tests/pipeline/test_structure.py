@@ -57,7 +57,7 @@ def test_whoever_imports_the_figures_depends_on_all_their_files():
     ("name", "places"),
     [("torchvision", ["vision.py"]), ("(stamp_core|workbench)", [])],  # the tops hand on all names
 )
-def test_where_a_package_is_imported(name: str, places: list[str]) -> None:
+def test_where_a_package_is_imported(name, places):
     importing = re.compile(rf"^\s*(import|from) {name}( |$)", re.M)
     assert [path.name for path in MODULES if importing.search(path.read_text())] == places
 
