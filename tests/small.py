@@ -348,15 +348,13 @@ def long() -> Experiment:
 
 
 def lose(patch: pytest.MonkeyPatch, client: int, lost: Collection[tuple[int, int]]) -> None:
-    """Have a client not complete some rounds, by experience and round, of trainings in a process."""
-    mapped = SerialExecutor.map
+    """Have a client not complete some rounds (experience, round) of trainings in this process."""
+    mapped, away = SerialExecutor.map, [(client, *each) for each in lost]
 
     def map_others(executor: SerialExecutor, work: Any, calls: Any) -> Any:
         if work is Worker.train_client:
-            every = [(call, call[0]) for call in calls]
-            calls = [
-                c for c, i in every if i.client != client or (i.experience, i.round) not in lost
-            ]
+            ids = [(call, call[0]) for call in calls]
+            calls = [call for call, i in ids if (i.client, i.experience, i.round) not in away]
         return mapped(executor, work, calls)
 
     patch.setattr(SerialExecutor, "map", map_others)

@@ -169,7 +169,7 @@ def test_a_client_that_has_not_replied_is_sent_the_mean_again():
 
 def test_a_run_with_renewed_means_is_resumed_bit_for_bit(tmp_path, monkeypatch):
     """Stopped after each of its rounds, with clients that miss the mean."""
-    training = {"participation": 0.5, "buffers": "local"}
+    training = {"participation": 0.75, "buffers": "local"}
     experiment = tiny("feddbe", network=BATCH_NORM, split=FEW, training=training, **BOTH)
     unbroken = run(experiment)
     sent = [row["bytes"]["down"] / 4 - BN_P * row["participants"] for row in unbroken.history]
