@@ -45,6 +45,7 @@ def project(tmp_path_factory):
     }.items():
         project.change("params.yaml", key, value)
     project.change(SETTINGS, "tiny.split.images_per_class", 5)
+    project.change(SETTINGS, "tiny_alpha.split.images_per_class", None)  # which extends tiny
     project.change(SETTINGS, "tiny.diagnostics.features", 3)
     project.commit()
     return project
@@ -163,7 +164,7 @@ def test_code_concerns_what_uses_it(project):
 def test_a_setting_concerns_what_is_trained_on_it(project):
     """Plans are not drawn again, and with the old code nothing above has to run."""
     project.change(SETTINGS, "tiny.training.lr", 0.2)
-    assert project.outdated() == {TRAIN, TOUR, "sweep@kappa", "sweep@exemplars_tiny"}
+    assert project.outdated() == {TRAIN, TOUR, *SWEEPS}  # tiny_alpha extends it
     project.restore()
 
 
