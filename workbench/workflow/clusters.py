@@ -129,14 +129,13 @@ class SlurmCluster:
         return max(1, (os.cpu_count() or 1) // job_workers()) if self.local else MOST
 
     def call(self, function: Function, *arguments: object) -> bytes:
-        """The result of a job; the error of one that was lost ends with what it has written."""
+        """The result of a job; the error of one that was lost says where its output is."""
         submitted: Any = self.executor.submit(function, *arguments)
         self.jobs.callback(submitted.cancel, check=False)
         try:
             answer: bytes = submitted.result()
         except RuntimeError as error:  # of submitit
-            said = f"{error} {submitted.stderr() or ''}"
-            raise ClusterError(" ".join(said.split())) from error
+            raise ClusterError(" ".join(str(error).split())) from error
         return answer
 
 
