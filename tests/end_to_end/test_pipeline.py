@@ -152,19 +152,19 @@ def test_a_methods_code_and_parameters_concern_that_method_alone(project):
 
 def test_code_concerns_what_uses_it(project):
     project.replace(STAMP, "\n\n\n", "\n\nEDITED = True\n\n\n")
-    assert project.outdated() == {TRAIN, TOUR, "sweep@kappa", "sweep@alpha_tiny"}
+    assert project.outdated() - PAGES == {TRAIN, TOUR, "sweep@kappa", "sweep@alpha_tiny"}
     output = project.run("dvc", "repro", "-s", TRAIN)
     assert trained(output) == {"tiny-replay-0to1", "tiny-stamp-0to1"}
     project.restore()
     project.replace(REHEARSAL, "\n\n\n", "\n\nEDITED = True\n\n\n")
-    assert project.outdated() == {TRAIN, TOUR, *SWEEPS}
+    assert project.outdated() - PAGES == {TRAIN, TOUR, *SWEEPS}
     project.restore()
 
 
 def test_a_setting_concerns_what_is_trained_on_it(project):
     """Plans are not drawn again, and with the old code nothing above has to run."""
     project.change(SETTINGS, "tiny.training.lr", 0.2)
-    assert project.outdated() == {TRAIN, TOUR, *SWEEPS}  # tiny_alpha extends it
+    assert project.outdated() - PAGES == {TRAIN, TOUR, *SWEEPS}  # tiny_alpha extends it
     project.restore()
 
 
