@@ -43,8 +43,7 @@ def follow_parent() -> None:
 
 def _wait_for_parent() -> None:
     """Wait until the parent has ended, then end this process at once."""
-    parent = multiprocessing.parent_process()
-    if parent:
+    if parent := multiprocessing.parent_process():
         parent.join()
         os._exit(1)
 

@@ -72,7 +72,8 @@ class FedSSI(Method):
         return FedSSIContext(state["omega"].to(device), anchor.to(device, copy=True))
 
     def log_start(self, client_round: ClientRound, state: State) -> None:
-        missed = client_round.experience - 1 - client_round.latest + (not state["measured"])
+        latest = max(state["experiences"], default=-1)
+        missed = client_round.experience - 1 - latest + (not state["measured"])
         client_round.log.events += [MISSED] * missed
         strength = self.runtime.lr * self.params.fedssi_alpha
         if "omega" in state and strength * state["omega"].max() > 1:

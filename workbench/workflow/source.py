@@ -22,6 +22,7 @@ from workbench.workflow.profiles import DEFAULT, OWN, PAPER, expand_grid, read_p
 from workbench.workflow.sweeps import read_sweep, sweep_experiments
 
 WORKBENCH = Path(__file__).parents[1]
+Codes = dict[tuple[Path, ...], str]  # fingerprints by the files that they begin with
 
 
 def write_source() -> None:
@@ -41,11 +42,12 @@ def write_source() -> None:
     for name in params.keys() - {"file", "settings", "methods", CHOSEN}:
         write_json(f"parameters/{name}", params[name])
     write_code()
-    write_experiments(params, "")
+    codes: Codes = {}
+    write_experiments(params, "", codes)
     for profile in (PAPER, *OWN):
         other = read_profile(profile)
         check_params(other)
-        write_experiments(other, f"{profile}-")
+        write_experiments(other, f"{profile}-", codes)
 
 
 def used_settings(params: Params) -> list[str]:
@@ -70,8 +72,11 @@ def write_code() -> None:
     write_json("code/attack_summaries", combined_fingerprint(attacks / "summaries.py"))
 
 
-def write_experiments(params: Params, prefix: str) -> None:
-    """What a profile's settings, tour and sweeps depend on, and what plans are drawn from."""
+def write_experiments(params: Params, prefix: str, codes: Codes) -> None:
+    """What a profile's settings, tour and sweeps depend on, and what plans are drawn from.
+
+    `codes` has the fingerprints that are known, which are added to.
+    """
     experiments = {run: load_experiment(*run[:2], params) for run in expand_grid("grid", params)}
     for setting in dict.fromkeys(setting for setting, _, _ in experiments):
         own = {run: each for run, each in experiments.items() if run[0] == setting}
@@ -79,18 +84,23 @@ def write_experiments(params: Params, prefix: str) -> None:
         resolved = next(iter(own.values())).resolved()["setting"]
         drawn = {"data": resolved["data"], "split": resolved["split"], "seeds": seeds}
         write_json(f"{prefix}splits/{setting}", drawn)
-        write_json(f"{prefix}trainings/{setting}", describe(own.values(), seeds))
+        write_json(f"{prefix}trainings/{setting}", describe(own.values(), seeds, codes))
     if "tour" in params:
         tour = [experiments[run] for run in expand_grid("tour", params)]
-        write_json(f"{prefix}trainings/tour", describe(tour, params["tour"]["seeds"]))
+        write_json(f"{prefix}trainings/tour", describe(tour, params["tour"]["seeds"], codes))
     for name in params["sweeps"]:
         swept = sweep_experiments(name, dict(params))
-        write_json(f"{prefix}sweeps/{name}", describe(swept, read_sweep(name, params).seeds))
+        write_json(f"{prefix}sweeps/{name}", describe(swept, read_sweep(name, params).seeds, codes))
 
 
-def describe(experiments: Iterable[Experiment], seeds: object) -> dict[str, object]:
+def describe(experiments: Iterable[Experiment], seeds: object, codes: Codes) -> dict[str, object]:
     """The code and the parameters of experiments by name, with their seeds."""
-    described = {each.name: {"code": each.code(), **each.resolved()} for each in experiments}
+    described = dict[str, object]()
+    for each in experiments:
+        files = tuple(each.files())
+        if files not in codes:
+            codes[files] = each.code()
+        described[each.name] = {"code": codes[files], **each.resolved()}
     return {"seeds": seeds, "experiments": described}
 
 

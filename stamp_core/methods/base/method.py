@@ -83,11 +83,6 @@ class ClientRound(RoundId):
         return self.experience not in self.state["experiences"]
 
     @property
-    def latest(self) -> int:
-        """The experience in which the client last completed a round; -1 before the first."""
-        return max(self.state["experiences"], default=-1)
-
-    @property
     def recorded(self) -> list[int]:
         return sorted({*self.state["experiences"], self.experience})
 

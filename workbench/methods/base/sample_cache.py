@@ -99,7 +99,8 @@ class SampleCache(Method):
         if not self.params.cache or not experience or not client_round.first:
             return cache
         # A client holds the images of a task until the next but one: those before are gone.
-        client_round.log.events += [LOST] * (experience - 1 - max(client_round.latest, 0))
+        latest = max(client_round.state["experiences"], default=0)
+        client_round.log.events += [LOST] * (experience - 1 - latest)
         previous = (experience - 1) % client_round.plan.tasks
         indices = self.train_indices(client_round.plan, client_round.client, previous)
         samples = self.local_set(indices, previous, cache)
