@@ -27,8 +27,6 @@ from workbench.workflow.profiles import (
     read_profile,
 )
 
-# ------------------------------------------------------------------------------------- the files
-
 
 @pytest.fixture
 def root(tmp_path):
@@ -140,9 +138,6 @@ def test_a_value_may_hold_in_one_setting(root):
     assert changed.memory.exemplars_per_class == 4 and changed.server_lr == 1.25
 
 
-# -------------------------------------------------------------------------- settings, seeds, grids
-
-
 def test_a_setting_overrides_the_one_it_extends():
     params = read_params()
     tiny, alpha = (read_setting(name, params) for name in ("tiny", "tiny_alpha"))
@@ -191,8 +186,6 @@ def test_more_seeds_follow_the_grid_on_every_page():
     assert runs["ablation"] == ["a n 0", "a v 0"]
     assert list(expand_grid("comparison.c", params)) == [("c", "n", "0")]
 
-
-# ------------------------------------------------------------------------------ presets of methods
 
 METHODS: dict[str, Any] = {
     "near": {

@@ -40,8 +40,6 @@ def state_after(rounds: int) -> Tree:
     }
 
 
-# --- what can be saved
-
 DTYPES = ("float32", "float64", "float16", "int64", "int32", "uint8", "bool")
 shapes = arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3)
 tensors = st.sampled_from(DTYPES).flatmap(lambda d: arrays.arrays(d, shapes)).map(torch.from_numpy)
@@ -191,9 +189,6 @@ def test_equal_states_are_one_file_and_a_store_knows_its_own(tmp_path):
         store.get("none")
 
 
-# --- what is refused
-
-
 def test_the_rest_of_a_run_killed_before_its_first_checkpoint_goes(tmp_path):
     one = mine(tmp_path)
     one.store.put({"a": 1})
@@ -272,9 +267,6 @@ def test_a_pickle_is_not_opened(folder, tmp_path, write):
             write(Trap(tmp_path / "sprung"), stream)
     assert refused(folder).startswith("is damaged (")
     assert not (tmp_path / "sprung").exists()
-
-
-# --- writes that fail
 
 
 def full(*_: object, **__: object) -> None:
@@ -370,9 +362,6 @@ def test_a_half_written_file_never_has_the_checkpoints_name(folder, monkeypatch)
     one.save(state_after(4))
     assert len(replaced) == 4 and replaced[-1] == "run.safetensors"
     assert loaded_next(folder) == 4
-
-
-# --- run records
 
 
 def some_record() -> Record:

@@ -32,9 +32,6 @@ FALLING = {"schedule": "exponential", "lr_end": 0.01, "rounds": 3}
 REPLAY = tiny("replay", training={"participation": 0.75})
 
 
-# ------------------------------------------------------------------ same results
-
-
 @pytest.mark.parametrize(
     ("experiment", "several"),
     [
@@ -83,9 +80,6 @@ def test_trees_come_through_to_another_process_unchanged():
     back = executor.pickle.loads(packed)
     small.assert_equal_trees(back, tree)
     back["part"] += 1  # a client may write into what it got
-
-
-# ------------------------------------------------------------------ failures
 
 
 def test_a_killed_worker_ends_the_run_with_a_reason(tmp_path, monkeypatch):

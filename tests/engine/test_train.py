@@ -50,9 +50,6 @@ def a_run(experiment: Experiment) -> engine.Run:
     return engine.Run(experiment, plan(experiment), worker, executor.SerialExecutor(worker), None)
 
 
-# ------------------------------------------------------------------ rounds and bytes
-
-
 @pytest.mark.parametrize(
     ("network", "each"), [(small.NETWORK, 4 * P), (BATCH_NORM, 4 * (BN_P + BN_B))]
 )
@@ -210,9 +207,6 @@ def test_a_full_disk_costs_the_checkpoint_only(tmp_path, monkeypatch):
         with pytest.warns(UserWarning, match="no checkpoint at .*No space left.*training goes on"):
             record = run(experiment, resume=tmp_path)
     small.assert_same(record, run(experiment))
-
-
-# ------------------------------------------------------------------ stopped and resumed
 
 
 RANDOM = {"participation": 0.75, "momentum": 0.5, "shift": 1, "schedule": "cosine", "lr_end": 0.02}

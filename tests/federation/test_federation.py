@@ -32,9 +32,6 @@ def address(message: Message) -> tuple[int, int]:
     return experience, round_
 
 
-# --- the same results
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_federation_has_the_results_of_the_simulation(kind, tmp_path):
     """Of two seeds; each node is asked once, and a round is one message to each."""
@@ -84,9 +81,6 @@ def test_local_buffers_are_evaluated_on_nodes_without_class_means(tmp_path):
     assert np.isnan(mine[place]).all() and not np.isnan(theirs[place]).all()
 
 
-# --- what travels and where states are
-
-
 def test_no_image_leaves_a_node(tmp_path, monkeypatch):
     """STAMP's memories hold images; all that nodes send are numbers in floating point."""
     replies: list[Tree] = []
@@ -120,9 +114,6 @@ def test_equal_tensors_are_sent_once_and_come_back_as_they_were():
     content = pack(tree, "a test")
     assert len(content.array_records["arrays"]) == 3
     small.assert_equal_trees(unpack(content), tree)
-
-
-# --- nodes that leave and come back
 
 
 def test_a_node_that_leaves_has_dropped_out_and_comes_back_as_it_was(tmp_path, monkeypatch):
@@ -181,9 +172,6 @@ def test_without_all_clients_nothing_starts(tmp_path):
     with pytest.raises(RuntimeError, match=r"no node has clients \[0, 2\]$"):
         federation.train()
     assert not federation.grid.trained()
-
-
-# --- what is refused
 
 
 def test_a_node_with_other_images_is_refused(tmp_path):

@@ -165,9 +165,6 @@ def test_one_gradient(seed, kappa, reference):
     assert result.weights.tolist() == [[1.0]] and result.value == pytest.approx(1 + kappa)
 
 
-# --- parameters
-
-
 @quick
 @given(instances, st.sampled_from(KAPPAS), st.sampled_from(["none", "mean", "current"]))
 def test_lengths_share_one_direction(instance, kappa, normalise):
@@ -217,9 +214,6 @@ def test_invalid_arguments_are_refused():
         match(g, MatchingParams(blocks="layers"))
     with pytest.raises(ParameterError, match="3 elements in all"):
         match(g, MatchingParams(blocks="layers"), sizes=[1, 1])
-
-
-# --- degenerate gradients, in the order in which they are decided
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e30])

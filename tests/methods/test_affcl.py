@@ -189,9 +189,6 @@ def test_whole_runs_are_those_of_the_reference(params, configuration):
     torch_reference.compare("affcl", configuration, AFFCLReference, **SMALL, **params)
 
 
-# --- the flow
-
-
 def strong_flow(features: int, scale: Scale) -> tuple[Flow, NaiveFlow]:
     """A flow with large weights, in float64, and the naive one with the same weights."""
     flow = Flow(features, 3, 4, 4, scale).double()
@@ -234,9 +231,6 @@ def test_every_feature_is_mapped_and_all_flows_permute_alike(layers):
 def test_a_flow_of_resnet18s_features_has_the_published_size():
     flow = Flow(512, 100, 512, 4, "default")
     assert sum(p.numel() for p in flow.parameters()) == 6_397_952
-
-
-# --- failures, statistics, and what is kept
 
 
 def after_first_task(**options: Any) -> tuple[Any, Any]:

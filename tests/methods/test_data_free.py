@@ -361,9 +361,6 @@ def test_sizes_are_those_published():
         assert sum(p.numel() for p in module.parameters()) == size and not list(module.buffers())
 
 
-# --- failures
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_generator_that_diverges_goes_back(kind, monkeypatch):
     """Its second round has no finite loss: it gives no images, the others do."""

@@ -99,9 +99,6 @@ def test_whole_runs_are_those_of_the_reference(params, configuration, tmp_path):
     states.assert_personal_scores(record, naive, logits)
 
 
-# --- a client
-
-
 def test_alignment_that_diverges_names_its_learning_rate_and_counts_as_diverged():
     where = r"client 0, experience 0, round 0: .* lower align_lr \(now 1e\+30\)"
     with pytest.raises(DivergedError, match=where):  # so that tuning goes on without the candidate

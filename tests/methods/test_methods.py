@@ -45,9 +45,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-# ------------------------------------------------------------------ what holds for all methods
-
-
 @cache
 def fedavg(setting: str) -> Record:
     return run(tiny(**SETTINGS[setting]))
@@ -264,9 +261,6 @@ def test_the_joint_learner_is_client_and_server_in_one():
         assert entry["bytes"] == {"down": 4 * P, "up": 4 * P}
     assert np.isnan(record.scores["personal"]).all() and np.isnan(record.scores["local"]).all()
     assert record.accuracy()[-1].mean() > 0.5
-
-
-# ------------------------------------------------------------------ batch normalisation
 
 
 BUFFERS = ("encoder.1.running_mean", "encoder.1.running_var")

@@ -34,9 +34,6 @@ WIDE = {"kind": "mlp", "features": 128}  # two layers of more than 1024 paramete
 MEMORY = kept(4)
 
 
-# ------------------------------------------------------------------ the references
-
-
 def best_direction(g: Array, g0: Array, radius: float) -> Array:
     """The d with |d - g0| <= radius |g0| and the largest min_i <g_i, d>, by a general solver.
 
@@ -327,9 +324,6 @@ def test_large_distances_do_not_overflow():
     loss = prototype_loss(features, torch.tensor([0, 0, 1, 1]))
     (gradient,) = torch.autograd.grad(loss, features)
     assert torch.isfinite(loss) and torch.isfinite(gradient).all()
-
-
-# ------------------------------------------------------------------ promises
 
 
 def test_without_past_tasks_temporal_matching_is_fedavg_bit_for_bit():

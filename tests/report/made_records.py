@@ -81,9 +81,6 @@ def swept(sweep: str, value: object, method: str, means: Sequence[float], **chan
     ]
 
 
-# --- the records of each page
-
-
 def compared() -> list[Record]:
     """Two settings; methods with global, personal and both models, and with a reconstruction."""
     numbers = {"gradient count": 4.0, "worst_product_reference": 0.5, "length": 1.0, "cosine": 0.9}
@@ -350,9 +347,6 @@ def candidates(methods: Sequence[str]) -> list[Record]:
             for value, mean in {"a 1": 0.2, "a 2": 0.4, "b 3": np.nan}.items():
                 records += swept(kind, value, method, (mean, mean + 0.1), setting=setting)
     return records
-
-
-# --- the records of each figure
 
 
 def with_features(
