@@ -6,6 +6,7 @@ Every node sees the project's folder, where a job finds its data and leaves chec
 import os
 import shlex
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from typing import Any, Protocol, Self
 
@@ -64,7 +65,7 @@ class RayCluster:
             raise ClusterError(f"RAY={address}: no cluster answers there; {error}") from error
         self.ray = ray
         self.gpus = int(ray.cluster_resources().get("GPU", 0) > 0)
-        self.tasks: list[Any] = []
+        self.tasks = dict[Any, Future[bytes]]()
 
     def __enter__(self) -> Self:
         return self
@@ -72,6 +73,7 @@ class RayCluster:
     def __exit__(self, *error: object) -> None:
         for task in self.tasks:
             self.ray.cancel(task, force=True)
+        wait(self.tasks.values())  # a shutdown under Ray's own waiting threads ends the process
         self.ray.shutdown()
 
     def room(self) -> int:
@@ -90,12 +92,11 @@ class RayCluster:
         """The result of a task; a node that is lost is replaced by another."""
         share = {"num_cpus": job_workers(), "num_gpus": self.gpus, "max_calls": 1}
         task = self.ray.remote(**share)(function).remote(*arguments)
-        self.tasks.append(task)
+        self.tasks[task] = task.future()
         try:
-            answer: bytes = self.ray.get(task)
+            return self.tasks[task].result()
         except self.ray.exceptions.RayError as error:
             raise ClusterError(" ".join(str(error).split())) from error
-        return answer
 
 
 class SlurmCluster:
