@@ -8,16 +8,20 @@ PYTHON ?= python3
 READY  := $(VENV)/.ready
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)# dvc -> papermill -> kernel all resolve here
 export STAMP_DATA ?= $(CURDIR)/data/raw
+$(foreach pin,$(shell $(PYTHON) stamp_core/core/arithmetic.py),$(eval export $(pin)))
 unexport PYTHONDONTWRITEBYTECODE  # with it every process compiles the package again: a second each
 
 .DEFAULT_GOAL := help
-.PHONY: tour repro paper cifar100 protocols privacy studies tune test test-device test-end-to-end test-cluster test-federation test-privacy federation estimate lab notebooks docs lint bench profile faults clean help
+.PHONY: tour repro verify paper cifar100 protocols privacy studies tune test test-device test-end-to-end test-cluster test-federation test-privacy federation estimate lab notebooks docs lint bench profile faults clean help
 
 tour: $(READY) .dvc/config.local  ## two minutes: a first table and figures, in figures/tour
 	dvc repro tour
 
 repro: $(READY) .dvc/config.local  ## regenerate what is out of date (RAY=address, SLURM=partition: on a cluster)
 	dvc repro
+
+verify: $(READY)  ## whether this machine gives the published bits: half a minute
+	STAMP_PROGRESS=none $(VENV)/bin/python -m workbench.workflow.same_bits
 
 tune: $(READY)  ## the candidates on choosing seeds, of all methods or METHOD='a b' (PROFILE=cifar100, SETTING=one)
 	STAMP_PROGRESS=none $(VENV)/bin/python -m workbench.workflow.tune $(METHOD) $(if $(PROFILE),--profile $(PROFILE)) $(if $(SETTING),--setting $(SETTING))

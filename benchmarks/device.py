@@ -17,7 +17,13 @@ from benchmarks import Row, bare, seconds, section, spread
 from benchmarks.run import transfers
 from stamp_core.client.runtime import ClientRuntime, RoundId
 from stamp_core.config.schema import Network, Setting, Split
-from stamp_core.core.devices import device_name, device_peak, reset_device_peak, resolve_device
+from stamp_core.core.devices import (
+    device_name,
+    device_peak,
+    has_own_memory,
+    reset_device_peak,
+    resolve_device,
+)
 from stamp_core.core.paths import ROOT
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.plan import Plan
@@ -170,9 +176,11 @@ def speeds(case: Case, device: str, sizes: Sizes) -> Row:
 
 def peak_of_round(client: Client) -> int:
     """The peak memory of a client round on the device, or of this process."""
-    reset_device_peak(client.runtime.device)
+    device = client.runtime.device
+    if has_own_memory(device):
+        reset_device_peak(device)
     client.round()
-    return device_peak(client.runtime.device) or peak_memory()
+    return device_peak(device) if has_own_memory(device) else peak_memory()
 
 
 def step_operations(module: torch.nn.Module, case: Case, device: torch.device) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import Row, seconds, section, spread
-from stamp_core.core.devices import device_peak, resolve_device
+from stamp_core.core.devices import resolve_device
 from stamp_core.core.paths import ROOT
 from stamp_core.matching.gram import Vectors, combine, gram
 from stamp_core.matching.match import MatchingParams, match, match_gram
@@ -118,7 +118,7 @@ def print_extra_memory() -> None:
 def peak_bytes() -> int:
     """Peak memory of the device with the gradients."""
     if DEVICE != "cpu":
-        return device_peak(torch.device(DEVICE))
+        return torch.cuda.max_memory_allocated(torch.device(DEVICE))
     status = Path("/proc/self/status").read_text()  # getrusage would begin at the parent's peak
     return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 

@@ -17,7 +17,6 @@ from benchmarks import (
     Row,
     bare,
     clients,
-    cluster,
     coresets,
     matching,
     networks,
@@ -143,12 +142,15 @@ def measurements() -> Iterator[Row]:
 
 def main() -> None:
     """Measure everything and write the page."""
+    from benchmarks import methods  # reads records, with all that makes pages
+
     machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, one thread"
     note = f"Measured on {machine} a process. A ratio is the median over paired repeats in one run."
     lines = section("# Speed and memory", note, measurements())[1:]
-    for module in (coresets, matching, steps, networks, clients, cluster):
+    for module in (coresets, matching, steps, networks, clients):
         lines += module.table()
     lines += transfers()
+    methods.write_seconds()
     Path(ROOT / "benchmarks" / "results.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 

@@ -3,8 +3,13 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from stamp_core.core.arithmetic import pin
+
 if TYPE_CHECKING:
     from stamp_core.api import *  # noqa: F403
+
+
+pin()  # before anything imports numpy or torch
 
 
 def __getattr__(name: str) -> Any:

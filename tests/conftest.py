@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import stamp_core  # noqa: F401  # pins the arithmetic before tests import numpy
+
 # `make test-cluster` and `make test-federation`
 NEEDED = {"cluster": "ray", "federation": "flwr"}
 collect_ignore = [folder for folder, package in NEEDED.items() if not find_spec(package)]

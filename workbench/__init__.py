@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import stamp_core  # noqa: F401  # pins the arithmetic, before numpy
+
 if TYPE_CHECKING:
     from workbench.api import *  # noqa: F403
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stamp_core.core.arithmetic import sqrt
 from stamp_core.models.flat import FlatModel
 
 EPSILON = 1e-8  # added to the root of the mean square
@@ -35,7 +36,7 @@ class Adam:
         self.steps += 1
         self.first.lerp_(gradient, 1 - beta1)
         self.second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        root = self.second.sqrt().div_(math.sqrt(1 - beta2**self.steps)).add_(EPSILON)
+        root = sqrt(self.second).div_(math.sqrt(1 - beta2**self.steps)).add_(EPSILON)
         self.x.addcdiv_(self.first, root, value=-lr / (1 - beta1**self.steps))
 
     def moments(self) -> dict[str, Any]:

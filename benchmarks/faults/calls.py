@@ -24,7 +24,7 @@ VOLATILE = ("seconds", "memory")  # of a history: they differ between two unbrok
 
 def record_digest(record: Record) -> str:
     """The sha256 of a record without seconds, memory and environment."""
-    about = {key: value for key, value in record.about.items() if key != "environment"}
+    about = dict(record.about)
     about["setup"] = {k: v for k, v in about["setup"].items() if k not in VOLATILE}
     history = [{k: v for k, v in row.items() if k not in VOLATILE} for row in record.history]
     total = hashlib.sha256(json.dumps([about, history], sort_keys=True).encode())

@@ -273,7 +273,7 @@ class Pipeline:
         """All results but what is measured: plans, records, tables and figures."""
         found = {}
         for path in sorted(path for name in KEPT for path in self.root.glob(f"{name}/**/*")):
-            if path.is_file() and path.name not in ("cost.png", "coresets_time.png"):
+            if path.is_file() and path.name != "measured.md":
                 content = without_measurements(path).encode("latin-1")
                 found[str(path.relative_to(self.root))] = hashlib.sha256(content).hexdigest()
         for name in ("runs", "sweeps"):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stamp_core.client.runtime import ClientRuntime, RoundId
+from stamp_core.core.arithmetic import sqrt
 from stamp_core.data.plan import Plan
 from stamp_core.matching.gram import Difference, gram
 
@@ -23,7 +24,7 @@ def spatial_angles(before: Tensor, after: Tensor, received: Sequence[Tensor]) ->
     """
     updates = [Difference(model, before) for model in (after, *received)]  # [1 + U, P]
     products = gram(updates)[0]
-    lengths = products.diagonal().sqrt()
+    lengths = sqrt(products.diagonal())
     return {
         "spatial update": float(cosines(products)[0, 1:].mean()),
         "spatial clients": mean_pair_cosine(products[1:, 1:]),
@@ -76,7 +77,7 @@ def _displacements(
 
 def cosines(products: Tensor) -> Tensor:
     """Cosines from a Gram matrix; NaN for a vector of zeros.  # [K, K]"""
-    lengths = products.diagonal().sqrt()
+    lengths = sqrt(products.diagonal())
     return products / torch.outer(lengths, lengths)
 
 

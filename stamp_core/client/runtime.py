@@ -1,5 +1,6 @@
 """What one process works with: the images, the live model, batches and steps, outputs."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -175,7 +176,7 @@ class ClientRuntime:
         self.sgd.restart()
         if self.graphs and graph_safe:
             step = partial(self.graphs.take, step)
-        return [step(batch, context) for batch in batches]
+        return list(map(step, batches, itertools.repeat(context)))
 
     def fit(self, batches: Iterable[Batch]) -> list[Tensor]:
         return self.run_steps(self.cross_entropy_step, batches, StepContext())

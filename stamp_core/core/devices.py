@@ -39,15 +39,19 @@ def storage_device(images: Tensor, device: torch.device) -> torch.device:
     return device if has_room(images.nbytes, device) else images.device
 
 
+def has_own_memory(device: torch.device) -> bool:
+    """Whether a device has memory beside the process's, whose peak is counted."""
+    return device.type == _GPU
+
+
 def reset_device_peak(device: torch.device) -> None:
     """Let `device_peak` count from now on."""
-    if device.type == _GPU:
-        torch.cuda.reset_peak_memory_stats(device)
+    torch.cuda.reset_peak_memory_stats(device)
 
 
 def device_peak(device: torch.device) -> int:
-    """The most bytes that were in use on a GPU at a time; 0 for a CPU."""
-    return torch.cuda.max_memory_allocated(device) if device.type == _GPU else 0
+    """The most bytes that were in use on a GPU at a time."""
+    return torch.cuda.max_memory_allocated(device)
 
 
 def weights_format(device: torch.device) -> torch.memory_format:

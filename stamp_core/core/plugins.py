@@ -10,7 +10,6 @@ from types import ModuleType
 METHODS = ("stamp_core.methods", "workbench.methods")
 SELECTION = ("stamp_core.coresets.selection", "workbench.selection")
 SOURCES = ("stamp_core.data.sources", "workbench.sources")
-EXECUTORS = ("workbench.workflow",)  # those that end in _executor
 
 
 def find_modules(packages: tuple[str, ...]) -> dict[str, str]:

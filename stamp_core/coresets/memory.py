@@ -9,6 +9,7 @@ import torch
 from torch import Generator, Tensor
 
 from stamp_core.config.limits import NonNegativeInt, Positive
+from stamp_core.core.arithmetic import sqrt
 from stamp_core.coresets.selection.base import Candidates, Proposal, choose_exemplars, rule_options
 
 EPSILON = 1e-6  # added to variances, as published: the deviation of a constant channel is not 0
@@ -202,7 +203,7 @@ def mix_statistics(content: Tensor, style: Tensor, weights: Tensor) -> Tensor:
 def _channel_statistics(images: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and deviation of each channel, defined for a single pixel.  # [n, C, 1, 1] each"""
     variance, mean = torch.var_mean(images, (2, 3), correction=0, keepdim=True)
-    return mean, (variance + EPSILON).sqrt()
+    return mean, sqrt(variance + EPSILON)
 
 
 def mixing_weights(count: int, generator: torch.Generator, alpha: float = 0.1) -> Tensor:

@@ -1,7 +1,6 @@
 """Where clients run: in this process or in worker processes of one thread each; same results."""
 
 import concurrent.futures
-import importlib
 import io
 import multiprocessing
 import os
@@ -9,14 +8,14 @@ import pickle
 import signal
 from collections.abc import Callable, Iterable
 from concurrent.futures.process import BrokenProcessPool
+from itertools import starmap
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 import torch
 from torch import Tensor
 
-from stamp_core.config.decode import invalid, unknown_name
-from stamp_core.core.plugins import EXECUTORS, find_modules, more_elsewhere
+from stamp_core.config.decode import invalid
 from stamp_core.core.processes import follow_parent
 from stamp_core.data.plan import Plans
 from stamp_core.engine.experiment import Experiment
@@ -50,7 +49,7 @@ class SerialExecutor:
 
     def map(self, work: Callable[[Worker, *_Args], _T], each: Iterable[tuple[*_Args]]) -> list[_T]:
         with explain_memory_errors(self.worker.runtime.setting):
-            return [work(self.worker, *arguments) for arguments in each]
+            return list(starmap(work, ((self.worker, *arguments) for arguments in each)))
 
     def close(self) -> None:
         """Do nothing: there are no worker processes."""
@@ -88,21 +87,11 @@ class ProcessExecutor:
 def start_executor(
     experiment: Experiment, plans: Plans, workers: int, device: str, resume: Path | None = None
 ) -> tuple[Worker, Executor]:
-    """This process's own worker and where clients run: $STAMP_EXECUTOR may name where else."""
+    """This process's own worker, and where clients run."""
     torch.set_num_threads(1)  # sums are split by threads: their number would change last digits
     of_worker = experiment, plans, device, resume
-    worker, name = Worker(*of_worker), os.environ.get("STAMP_EXECUTOR", "")
-    if name:  # by name: its code changes no result, so no run's identity depends on it
-        modules = find_modules(EXECUTORS).items()
-        known = {n.removesuffix("_executor"): m for n, m in modules if n.endswith("_executor")}
-        if name not in known:
-            raise unknown_name("$STAMP_EXECUTOR", name, known, more_elsewhere())
-        module = importlib.import_module(known[name])
-        elsewhere: Executor = module.start(workers, *of_worker)
-        return worker, elsewhere
-    if workers == 1:
-        return worker, SerialExecutor(worker)
-    return worker, ProcessExecutor(workers, *of_worker)
+    worker = Worker(*of_worker)
+    return worker, SerialExecutor(worker) if workers == 1 else ProcessExecutor(workers, *of_worker)
 
 
 def resolve_workers(workers: int, device: str) -> int:

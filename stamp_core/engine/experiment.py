@@ -22,6 +22,7 @@ from stamp_core.config.params import (
     read_setting,
 )
 from stamp_core.config.schema import Setting
+from stamp_core.core.arithmetic import arithmetic
 from stamp_core.core.devices import weights_format
 from stamp_core.core.fingerprint import combined_fingerprint
 from stamp_core.core.paths import PACKAGE
@@ -76,7 +77,7 @@ class Experiment:
         return {"setting": setting, "method": {"name": self.method, **params}}
 
     def identity(self, plan: Plan, device: str) -> dict[str, str]:
-        """What determines a run's results: parameters, data, plan, code, torch, device, files."""
+        """What determines a run's results: parameters, data, plan, code, arithmetic, files."""
         text = json.dumps(self.resolved(), sort_keys=True)
         weights = weights_digest(self.setting.network)
         return {
@@ -85,6 +86,7 @@ class Experiment:
             "plan": plan.hash,
             "code": self.code(),
             "torch": torch.__version__,
+            "arithmetic": arithmetic(),
             "device": f"{torch.device(device).type} {platform.machine()}",
             "layout": str(weights_format(torch.device(device))),  # of flat vectors
             **({} if weights is None else {"pretrained": weights}),

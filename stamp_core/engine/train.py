@@ -163,10 +163,11 @@ class Run:
         server, clients, down, up = initial
         if self.experiment.setting.privacy and up:
             raise refused(self.method, "uploads nothing before the first round, as privacy is set")
-        setup = {"down": down, "up": up, "seconds": time.perf_counter() - start}
+        seconds = time.perf_counter() - start
         scores = {model: self.evaluator.undefined() for model in ("global", "personal", "local")}
         scores["initial"] = self.evaluator.global_scores(0, server, here)
-        progress = {"next": 0, "history": [], "features": [], "memory": [], "setup": setup}
+        setup = {"setup": {"down": down, "up": up}, "setup_seconds": seconds}
+        progress = {"next": 0, "history": [], "features": [], "memory": [], **setup}
         return {"server": server, "clients": clients, "scores": scores, **progress}
 
     def finish(self, progress: Progress, loggers: Sequence[Logger]) -> Record | Exception:
@@ -287,14 +288,15 @@ class Run:
             "group": self.experiment.kind.group,
             "sweep": self.experiment.sweep,
             "seed": self.seed,
-            "setup": state["setup"],  # before the first round
+            "setup": state["setup"],  # bytes before the first round
             "identity": self.identity,
-            "environment": {
-                "python": platform.python_version(),
-                "device": device_name(runtime.device),
-                "steps": "graphs" if graphs else "eager",  # of local training, on whole batches
-                "cores": os.cpu_count(),
-            },
+        }
+        environment = {
+            "python": platform.python_version(),
+            "device": device_name(runtime.device),
+            "steps": "graphs" if graphs else "eager",  # of local training, on whole batches
+            "cores": os.cpu_count(),
+            "setup_seconds": state["setup_seconds"],
         }
         scores = {name: values.numpy() for name, values in state["scores"].items()}
         features = {}
@@ -306,7 +308,8 @@ class Run:
             for name in (state["memory"][0] if state["memory"] else ())
         }
         tests = self.evaluator.tests.numpy()
-        return Record(about, state["history"], scores, tests, self.weights(), features, memory)
+        arrays = (scores, tests, self.weights(), features, memory)
+        return Record(about, state["history"], *arrays, environment=environment)
 
     def weights(self) -> dict[str, Any]:
         """The final global model's tensors by name, if there is one; convolutions as O, I, H, W."""

@@ -16,7 +16,7 @@ from stamp_core.client.diagnostics import temporal_angles
 from stamp_core.client.runtime import ClientRuntime, RoundId
 from stamp_core.client.scoring import Part, count_correct, local_scores, mask_scores, score
 from stamp_core.config.schema import Setting
-from stamp_core.core.devices import device_peak, reset_device_peak
+from stamp_core.core.devices import device_peak, has_own_memory, reset_device_peak
 from stamp_core.data.plan import Plans
 from stamp_core.engine.checkpoint import FLUSH_AFTER, state_store
 from stamp_core.engine.experiment import Experiment
@@ -48,6 +48,7 @@ class Worker:
         self, experiment: Experiment, plans: Plans, device: str, resume: Path | None = None
     ) -> None:
         self.runtime = ClientRuntime(experiment.setting, experiment.dataset(), device)
+        self.own_memory = has_own_memory(self.runtime.device)
         self.method = experiment.kind(experiment.params, self.runtime)
         self.plans = plans
         self.stores = {seed: state_store(resume, experiment.name, seed) for seed in plans if resume}
@@ -75,7 +76,8 @@ class Worker:
         loaded = self.load_state(seed, state)
         client_round = self.method.client_round(round_id, self.plans[seed], loaded, message)
         self.runtime.start_round(round_id.round)
-        reset_device_peak(self.runtime.device)
+        if self.own_memory:
+            reset_device_peak(self.runtime.device)
         start = time.perf_counter()
         reply = self.method.train_client(client_round)
         for name, tensor in reply.message.items():
@@ -84,7 +86,7 @@ class Worker:
         if (privacy := self.runtime.setting.privacy) is not None:
             reply = protect_upload(self.method, privacy, client_round, reply)
         seconds = time.perf_counter() - start
-        peak = device_peak(self.runtime.device)
+        peak = device_peak(self.runtime.device) if self.own_memory else 0
         scores, angles = self.diagnose(round_id, reply.local) if reply.local else (None, {})
         kept = self.keep_state(seed, reply.state, seconds > FLUSH_AFTER)
         own = {} if isinstance(kept, Stored) else reply.state

@@ -1,7 +1,12 @@
-"""Run records: the results of one run (setting, method, seed), as files."""
+"""Run records: the results of one run (setting, method, seed), as files.
+
+What the machine was and how long it took are in a file of their own, MEASURED: without it a record
+is the same bytes wherever it is made, and its digest says so.
+"""
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import reduce
@@ -21,7 +26,9 @@ SCORINGS = ("all", "seen", "task", "nearest mean")
 # with masks: the same with intersection over union of the task's class, then pixel accuracy
 PIXEL_SCORINGS = (*SCORINGS, "pixels")
 ARRAYS = ("scores", "weights", "features", "memory")  # files of a record
-FORM = 2  # of records that this version writes and reads
+FORM = 3  # of records that this version writes and reads
+MEASURED = "measured.json"
+UNMEASURED = {"seconds": {"clients": math.nan}, "memory": {"process": math.nan, "gpu": math.nan}}
 
 
 class RecordFormError(RuntimeError):
@@ -41,6 +48,7 @@ class Record:
     weights: dict[str, np.ndarray]  # name of a parameter or buffer -> its final value
     features: dict[str, np.ndarray] = field(default_factory=dict)  # [E, n, D], labels [n]
     memory: dict[str, np.ndarray] = field(default_factory=dict)  # images, labels, experiences
+    environment: dict[str, Any] = field(default_factory=dict)  # the machine; {} if not known
 
     @property
     def run(self) -> tuple[str, str, int]:
@@ -89,8 +97,10 @@ class Record:
 
     def save(self, folder: Path) -> None:
         """Write run.json and the arrays into `folder`, which is there whole or not at all."""
-        run = {"form": FORM, "about": self.about, "history": self.history}
-        text = json.dumps(run, indent=1) + "\n"
+        history = [{k: v for k, v in row.items() if k not in UNMEASURED} for row in self.history]
+        text = json.dumps({"form": FORM, "about": self.about, "history": history}, indent=1) + "\n"
+        rounds = [{k: row.get(k, none) for k, none in UNMEASURED.items()} for row in self.history]
+        measured = json.dumps({"environment": self.environment, "history": rounds})
         arrays = ({**self.scores, "tests": self.tests}, self.weights, self.features, self.memory)
         # safetensors writes the memory of a transposed array without regard to its strides
         files = [
@@ -101,6 +111,7 @@ class Record:
             for name, content in zip(ARRAYS, files, strict=True):
                 (scratch / f"{name}.safetensors").write_bytes(content)
             (scratch / "run.json").write_text(text)
+            (scratch / MEASURED).write_text(measured)
             (scratch / "digest").write_text(_digest(text, files))
 
 
@@ -116,19 +127,29 @@ def load_record(folder: Path) -> Record:
         files = [(folder / f"{name}.safetensors").read_bytes() for name in ARRAYS]
         if _digest(text, files) != (folder / "digest").read_text():
             raise ValueError("its digest does not fit its content")
-        run, (scores, *others) = json.loads(text), map(from_bytes, files)
+        run = json.loads(text)
+        scores, weights, features, memory = map(from_bytes, files)
         if (form := run.get("form", 1)) != FORM:
             raise RecordFormError(
                 f"the record in {folder} is of form {form}, not {FORM}: another version wrote it; "
                 "train it again (make repro), or check out the version that wrote it"
             )
-        return Record(run["about"], run["history"], scores, scores.pop("tests"), *others)
+        environment, rounds = _read_measured(folder / MEASURED, len(run["history"]))
+        history = [row | more for row, more in zip(run["history"], rounds, strict=True)]
+        arrays = (scores, scores.pop("tests"), weights, features, memory)
+        return Record(run["about"], history, *arrays, environment)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(f"the record in {folder} is damaged ({error})") from error
 
 
+def _read_measured(path: Path, rounds: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The machine, and seconds and memory of each round: NaN in a copy without the file."""
+    measured = json.loads(path.read_text()) if path.exists() else {}
+    return measured.get("environment", {}), measured.get("history", [UNMEASURED] * rounds)
+
+
 def _digest(text: str, files: list[bytes]) -> str:
-    """The sha256 over the contents of all files of a record."""
+    """The sha256 over the contents of all files of a record but MEASURED."""
     total = hashlib.sha256(text.encode())
     for content in files:
         total.update(content)

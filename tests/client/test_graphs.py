@@ -103,4 +103,4 @@ def test_each_shape_and_number_of_exemplars_is_captured_once_after_its_first_ste
 
 def test_the_cpu_has_no_graphs_and_the_record_says_so(network):
     assert new_step_graphs(CPU, network) is None
-    assert run(tiny("fedavg")).about["environment"]["steps"] == "eager"
+    assert run(tiny("fedavg")).environment["steps"] == "eager"

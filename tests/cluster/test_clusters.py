@@ -129,7 +129,7 @@ def test_what_is_cancelled_ends_with_its_process(project):
         checkpoint = project / "data/resume/tiny-replay-0/run.safetensors"
         wait_until(lambda: checkpoint.exists() or ended, "a round")
         running = training_in(project)
-    assert running and not ended
+        assert running and not ended
     wait_until(lambda: all(map(gone, running)), "the end of what trains")
     waiting.join(60)
     assert [each.kind for each in ended if each] == ["ClusterError"]

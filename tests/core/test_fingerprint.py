@@ -135,7 +135,7 @@ def test_where_a_module_is_does_not_count(package, monkeypatch):
 
 
 def test_the_closure_in_the_real_package():
-    source = fingerprint.PACKAGES["stamp_core"] / "data" / "sources" / "glyphs.py"
+    source = fingerprint.PACKAGES["workbench"] / "sources" / "glyphs.py"
     names = fingerprint.fingerprint_files(source).keys()
     assert {"decode", "images", "cache"} <= names
     assert not {"digits", "stamp_core"} & names

@@ -18,7 +18,7 @@ from stamp_core.data.cache import ARRAYS
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.images import ImageArrays
 from stamp_core.data.loading import load_dataset
-from stamp_core.data.sources import glyphs
+from workbench.sources import glyphs
 
 SMALL = {"source": "glyphs", "classes": 5, "train_per_class": 6, "test_per_class": 4}
 OWN = {"source": "own"}

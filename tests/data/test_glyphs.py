@@ -7,7 +7,7 @@ import pytest
 from matplotlib import ft2font
 
 from stamp_core.data.loading import load_dataset
-from stamp_core.data.sources import glyphs
+from workbench.sources import glyphs
 
 SMALL = {"source": "glyphs", "classes": 5, "train_per_class": 6, "test_per_class": 4}
 OPTIONS = glyphs.Options(classes=5, train_per_class=6, test_per_class=4)

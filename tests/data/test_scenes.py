@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from stamp_core.data.loading import load_dataset
-from stamp_core.data.sources import glyphs
-from workbench.sources import scenes
+from workbench.sources import glyphs, scenes
 
 OPTIONS = scenes.Options(train_per_class=40, test_per_class=40)
 

@@ -71,8 +71,8 @@ def compare(experiment: Experiment) -> tuple[str, int, str]:
     try:
         small.assert_same(expected, found)
     except AssertionError as error:
-        return str(error) or "other numbers", replayed, found.about["environment"]["steps"]
-    return "", replayed, found.about["environment"]["steps"]
+        return str(error) or "other numbers", replayed, found.environment["steps"]
+    return "", replayed, found.environment["steps"]
 
 
 # --- mistakes: methods that say without reason that their steps can be captured

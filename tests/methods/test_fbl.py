@@ -20,7 +20,7 @@ from stamp_core.engine.experiment import Experiment
 from stamp_core.models.networks import build_network
 from stamp_core.results.records import Record
 
-ROUNDING = 1e-12  # a quantile may be a sample's own entropy, computed here in another batch
+ROUNDING = 1e-6  # a quantile may be a sample's own entropy, computed here in another batch
 MEMORY = {"selection": "uniform", "merge": "reservoir", "exemplars_per_class": 4}
 
 

@@ -1,6 +1,5 @@
 """Trainings of a grid: what is missing, several at a time; none takes another one with it."""
 
-import json
 import multiprocessing
 import os
 import signal
@@ -115,9 +114,8 @@ def test_an_interrupt_ends_what_trains(jobs, here, tmp_path):
 
 
 def test_the_longest_first_and_unknown_ones_before_them(jobs, trained, tmp_path):
-    rows = {name: {"client_seconds": {"mean": s}} for name, s in (("fedavg", 2.0), ("kept", 5.0))}
-    (tmp_path / "figures").mkdir()
-    (tmp_path / "figures/summary.json").write_text(json.dumps({training.REFERENCE: rows}))
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks/seconds.json").write_text('{"fedavg": 2.0, "kept": 5.0}')
     train_missing(jobs)
     assert trained == ["tiny-broken", "tiny-kept", "tiny-fedavg"]
 

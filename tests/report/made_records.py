@@ -56,7 +56,7 @@ def fake_record(
         },
         "method": {"name": method, "kind": method, **(params or {})},
         **{"seed": seed, "group": "federated"},
-        "setup": {"down": 300, "up": 200, "seconds": 2.0},
+        "setup": {"down": 300, "up": 200},
         **about,
     }
     tests = np.array([[10, 20], [30, 20]])  # [U, T]

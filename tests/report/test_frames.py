@@ -41,7 +41,6 @@ def test_run_frame_has_one_row_per_run_with_hand_computed_numbers():
         "gpu": 7,
         "disk": 500,
         "bytes_setup": 500,
-        "setup_seconds": 2.0,
     }
     assert rows.iloc[0][list(expected)].to_dict() == pytest.approx(expected)
     assert rows.model[0] == "global" and rows.filter(like="personal_").isna().all(axis=None)

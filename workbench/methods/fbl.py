@@ -25,6 +25,7 @@ SMALLEST_THRESHOLD = 0.001  # as published
 QUANTILE = 0.2  # of the entropies of a class, up to which pseudo labels are used
 QUANTILE_STEP = 0.1  # by which it grows in every local epoch of a task
 QUANTILE_LIMIT = 0.8
+ROUNDING = 1e-6  # a quantile may be a sample's own entropy, computed again in another batch
 JUMP = 0.6  # of the entropy, at which the published monitor reports a new task
 
 
@@ -268,7 +269,7 @@ def class_thresholds(entropy: Tensor, predicted: Tensor, share: float, classes: 
     found = torch.zeros(classes, device=entropy.device)
     for label in predicted.unique().tolist():
         found[label] = torch.quantile(entropy[predicted == label], share)
-    return found.clamp(min=SMALLEST_THRESHOLD)
+    return found.clamp(min=SMALLEST_THRESHOLD) + ROUNDING
 
 
 def relation_loss(p: Tensor, targets: Tensor, members: Tensor, weights: Tensor) -> Tensor:

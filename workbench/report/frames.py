@@ -68,6 +68,12 @@ def final_score(record: Record, model: str, scoring: str = "all") -> float:
     return final_accuracy(micro_average(a, record.tests))
 
 
+def machine(record: Record) -> str:
+    """The device that trained a run, and the machine's number of cores, where they are known."""
+    known = record.environment
+    return f"{known['device']}, {known['cores']} cores" if known else "unknown"
+
+
 # --- runs and their models
 
 
@@ -128,7 +134,7 @@ def _costs(record: Record) -> dict[str, float]:
         "gpu": max(row["memory"]["gpu"] for row in history),
         "disk": max(row["disk"] for row in history),
         "bytes_setup": setup["down"] + setup["up"],
-        "setup_seconds": setup["seconds"],
+        "setup_seconds": record.environment.get("setup_seconds", np.nan),
         # means over the rounds that recorded them; `inside` is the share of the global update
         # that lies in the subspaces which clients protect
         "update_length": metrics.summarise(lengths)["mean"],

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from stamp_core.config.decode import invalid
 from stamp_core.config.limits import NonNegative, PositiveInt
+from stamp_core.core.arithmetic import sqrt
 from stamp_core.coresets.selection.base import Proposal, TaskData
 from workbench.per_sample import head_gradient_factors, per_sample_gradients
 
@@ -114,7 +115,7 @@ def _batch_scores(left: Tensor, right: Tensor, past: Tensor | None, options: Opt
     weights = _in_batches(lengths.where(finite, 0), options.batch_size)  # [b, B]
     counts = _in_batches(finite.double(), options.batch_size).sum(1, keepdim=True)  # [b, 1]
     projections = (cosines * weights[:, None]).sum(2)  # [b, B] of the batch's sum on each gradient
-    norm = (projections * weights).sum(1, keepdim=True).clamp(min=0).sqrt()  # [b, 1] of the sum
+    norm = sqrt((projections * weights).sum(1, keepdim=True).clamp(min=0))  # [b, 1] of the sum
     affinity = projections / norm.where(norm > 0, torch.inf)
     scores = (affinity - cosines.sum(2) / counts.clamp(min=1)).flatten()[: len(lengths)]
     if past is not None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from stamp_core.config.limits import PositiveInt, between
 from stamp_core.data.cache import Bytes, Numbers
 from stamp_core.data.images import ImageArrays
-from stamp_core.data.sources.glyphs import (
+from workbench.sources.glyphs import (
     CHARACTERS,
     FACES,
     ONE,

@@ -1,7 +1,8 @@
 """Time, memory and disk of a setting on this machine, before its data are there.
 
 FedAvg's SGD steps are counted and one is timed, in a short training on synthetic images. What
-another method takes is FedAvg's time multiplied by the ratio of their seconds in figures/.
+another method takes is FedAvg's time multiplied by the ratio of their seconds in
+benchmarks/seconds.json.
 """
 
 import argparse
@@ -131,7 +132,9 @@ def format_methods(methods: Mapping[str, float | None]) -> str:
         lines.append(f"{name:{width}} {'?' if hours is None else in_digits(hours):>13}")
     lines.append(f"by each method's seconds on {REFERENCE}, relative to FedAvg's")
     if missing := [name for name, hours in methods.items() if hours is None]:
-        lines.append(f"?: no seconds of {', '.join(missing)} on {REFERENCE} (figures/summary.json)")
+        lines.append(
+            f"?: no seconds of {', '.join(missing)} on {REFERENCE} (benchmarks/seconds.json)"
+        )
     return "\n".join(lines)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from stamp_core.results.records import Record, load_record
-from workbench.report.frames import run_frame
+from workbench.report.frames import machine, run_frame
 from workbench.report.tables.page import markdown, write_parts
 from workbench.report.text import MB
 from workbench.workflow.verify import check_record
@@ -56,7 +56,7 @@ def leaderboard(records: Mapping[Path, Record]) -> pd.DataFrame:
         "seconds": rows.client_seconds.round(2),
         "MB up": (rows.bytes_up / MB).round(3),
         "MB down": (rows.bytes_down / MB).round(3),
-        "MB memory": (rows.memory / MB).round().astype(int),
+        "MB memory": (rows.memory / MB).round(),
         "MB disk": (rows.disk / MB).round(3),
     }
     origins = pd.DataFrame([_origin(folder, record) for folder, record in records.items()])
@@ -65,11 +65,11 @@ def leaderboard(records: Mapping[Path, Record]) -> pd.DataFrame:
 
 
 def _origin(folder: Path, record: Record) -> dict[str, str]:
-    identity, environment = record.about["identity"], record.about["environment"]
+    identity = record.about["identity"]
     written = datetime.fromtimestamp((folder / "run.json").stat().st_mtime, UTC)
     return {
         **{name: identity[name][:DIGITS] for name in ("code", "data", "plan", "parameters")},
-        "machine": f"{environment['device']}, {environment['cores']} cores",
+        "machine": machine(record),
         "date": written.date().isoformat(),
     }
 

@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 from stamp_core.config.params import CHOSEN, Params
+from stamp_core.core.arithmetic import arithmetic
 from stamp_core.core.atomic import atomic_write
 from stamp_core.core.fingerprint import combined_fingerprint
 from stamp_core.core.paths import PACKAGE, SOURCE
@@ -19,6 +20,7 @@ from stamp_core.engine.experiment import Experiment, load_experiment
 from workbench.workflow.checks import check_params, check_setting
 from workbench.workflow.notebooks import all_notebooks, strip_outputs
 from workbench.workflow.profiles import DEFAULT, OWN, PAPER, expand_grid, read_profile
+from workbench.workflow.same_bits import RUNS, SEED
 from workbench.workflow.sweeps import read_sweep, sweep_experiments
 
 WORKBENCH = Path(__file__).parents[1]
@@ -67,6 +69,9 @@ def write_code() -> None:
     texts = [*sorted((report / "tables").glob("*.csv")), report / "tables" / "definitions.md"]
     digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in texts}
     write_json("code/report", {"code": combined_fingerprint(*files), "texts": digests})
+    runs = [load_experiment(*run) for run in RUNS]
+    described = describe(runs, SEED, {})
+    write_json("code/bits", {"arithmetic": arithmetic(), **described})
     attacks = WORKBENCH / "studies/attacks"
     write_json("code/attack", combined_fingerprint(attacks / "study.py"))
     write_json("code/attack_summaries", combined_fingerprint(attacks / "summaries.py"))

@@ -292,10 +292,7 @@ def _accuracy(records: Sequence[Record]) -> str:
 
 
 def relative_seconds() -> dict[str, float]:
-    """Each method's seconds of clients relative to FedAvg's, of the committed results."""
-    summary = ROOT / "figures" / "summary.json"
-    if not summary.exists():
-        return {}
-    rows = json.loads(summary.read_text()).get(REFERENCE, {})
-    seconds = {method: row["client_seconds"]["mean"] for method, row in rows.items()}
+    """Each method's seconds of clients relative to FedAvg's, as `make bench` measured them."""
+    measured = ROOT / "benchmarks" / "seconds.json"
+    seconds = json.loads(measured.read_text()) if measured.exists() else {}
     return {method: value / seconds["fedavg"] for method, value in seconds.items()}

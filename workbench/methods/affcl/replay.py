@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stamp_core.client.runtime import ClientRuntime
+from stamp_core.core.arithmetic import sqrt
 from stamp_core.methods.base.method import Log
 from stamp_core.models.flat import FlatModel, FlatSGD
 from workbench.adam import FlatAdam
@@ -126,7 +127,7 @@ class FlowReplay:
         variances = shares @ (own - members @ means).square()
         variance = variances.clamp(min=MIN_VARIANCE)[drawn]  # [N, D]
         exponent = -(noise - means[drawn]).square() / (2 * variance)
-        plausible = (exponent.exp() / (2 * math.pi * variance).sqrt()).mean(1)
+        plausible = (exponent.exp() / sqrt(2 * math.pi * variance)).mean(1)
         return plausible.where(counts[drawn] > 0, density), density
 
     def finish(self, received: Tensor) -> None:

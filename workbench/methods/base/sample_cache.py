@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from stamp_core.client.batches import Batch, StepContext
 from stamp_core.config.decode import invalid
 from stamp_core.config.limits import NonNegativeInt, Positive, PositiveInt, Share
+from stamp_core.core.arithmetic import sqrt
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Group, Method, State
 from stamp_core.models.networks import Classifier
 from workbench.methods.base.exemplar_lists import ExemplarLists, empty_lists
@@ -152,7 +153,7 @@ class SampleCache(Method):
         if self.params.score == "full":
             size = max(1, min(size, GRADIENTS // len(self.model.parameters)))
         squares = [self.squared_norms(*part) for part in self.parts(samples, size)]
-        return torch.cat(squares).sqrt().cpu()
+        return sqrt(torch.cat(squares)).cpu()
 
     def squared_norms(self, images: Tensor, labels: Tensor) -> Tensor:
         network = self.classifier

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stamp_core.client.runtime import ClientRuntime
+from stamp_core.core.arithmetic import sqrt
 from stamp_core.core.seeding import generator
 from stamp_core.models.flat import split_like
 from workbench.methods.fedl2p.normalisation import Moments, all_but_channels, running_statistics
@@ -104,7 +105,7 @@ def layer_statistics(
         for batch in runtime.plain_batches(indices, runtime.chunk):
             module(batch.images)
     moments = [_moments(sums[layer].view(2, -1).mean(1)) for layer in layers]
-    inputs = [torch.stack([mean, (v + VARIANCE_EPSILON).sqrt()]) for mean, v in moments]
+    inputs = [torch.stack([mean, sqrt(v + VARIANCE_EPSILON)]) for mean, v in moments]
     pairs = zip(running_statistics(norms), norms, strict=True)
     divergences = [_divergence(net, _moments(sums[norm])) for net, norm in pairs]
     return LayerStatistics(torch.cat(inputs), torch.stack(divergences) if norms else torch.empty(0))

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stamp_core.core.arithmetic import sqrt
+
 Moments = tuple[Tensor, Tensor]  # mean and variance of each channel
 
 
@@ -36,7 +38,7 @@ def _normalise(net: Moments, beta: Tensor, norm: Any, args: tuple[Tensor], _: Te
         own = mean, variance
     shape = (-1, *[1] * (x.dim() - 2))
     mean, variance = (torch.lerp(*pair, beta).view(shape) for pair in zip(net, own, strict=True))
-    scaled = (x - mean) / (variance + norm.eps).sqrt() * norm.weight.view(shape)
+    scaled = (x - mean) / sqrt(variance + norm.eps) * norm.weight.view(shape)
     result: Tensor = scaled + norm.bias.view(shape)
     return result.to(args[0])
 

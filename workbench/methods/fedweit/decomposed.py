@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from stamp_core.core.arithmetic import sqrt
 from stamp_core.models.flat import FlatModel
 from workbench.methods.base.task_server import pack_bits, unpack_bits
 
@@ -57,7 +58,7 @@ class Channels:
         """Normal numbers of variance 1 / width for the channels of each tensor.  # [C]"""
         widths = torch.tensor(self.widths, dtype=torch.int64)
         numbers = torch.randn(self.count, generator=generator)
-        return numbers / widths.repeat_interleave(widths).sqrt()
+        return numbers / sqrt(widths.repeat_interleave(widths))
 
     def largest(self, values: Tensor, sparsity: float) -> Tensor:
         """The channels whose value is above that of a share of their tensor's.  # bool [C]"""

@@ -13,6 +13,7 @@ from stamp_core.client.by_class import class_means, first_per_class
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid
 from stamp_core.config.limits import NonNegative, NonNegativeInt, Positive
+from stamp_core.core.arithmetic import distances
 from stamp_core.coresets.selection.base import Candidates
 from stamp_core.coresets.selection.herding import choose
 from stamp_core.methods.base.method import ClientRound, Message, State
@@ -278,8 +279,8 @@ class GLFC(ProxyServer):
         labels = data.y_train[client_round.indices]
         features = self.normalised_features(images)
         means, classes = class_means(features, labels)
-        distances = torch.cdist(means, features)  # [classes, n]
-        nearest = distances.masked_fill(classes[:, None] != labels, torch.inf).argmin(1)
+        apart = distances(means, features)  # [classes, n]
+        nearest = apart.masked_fill(classes[:, None] != labels, torch.inf).argmin(1)
         pixels = images[nearest].to(self.runtime.device) / 255
         classes = classes.to(self.runtime.device)
         targets = self.one_hot[classes][:, columns]

@@ -27,12 +27,4 @@ with without_garbage_collection():
         training,
     )
     from .style import save
-    from .sweeps import (
-        coreset_times,
-        coresets,
-        heterogeneity,
-        overlap,
-        protection,
-        returning,
-        sensitivity,
-    )
+    from .sweeps import coresets, heterogeneity, overlap, protection, returning, sensitivity

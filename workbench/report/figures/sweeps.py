@@ -68,23 +68,6 @@ def _draw_rules(
     style.set_rows(axis, rules)
 
 
-def coreset_times(records: Sequence[Record]) -> Figure:
-    """Final accuracy against the time that selection takes a client for one task."""
-    rows = _percent(frames.limited_memory(frames.coreset_frame(records)))
-    times = rows.groupby(["setting", "selection", "exemplars"]).selection_ms.transform("mean")
-    rows = rows.assign(time=times)
-    figure, panels = style.setting_panels(rows, 3.4, xlabel="selection time, ms")
-    for axis, _, part in panels:
-        style.draw_lines(axis, part, "time", "accuracy", "selection")
-        axis.axvline(part.training_ms.mean(), color="0.4", linewidth=1, linestyle="--")
-        style.set_log_scale(axis)
-    caption = "points: seeds, lines: means by exemplars per class, dashed: training of the task"
-    caption = f"{style.seed_caption(rows, 'exemplars')}; {caption}"
-    title = "Final accuracy by selection time of a client for a task"
-    style.add_caption(figure, title, caption, True)
-    return figure
-
-
 def heterogeneity(records: Sequence[Record]) -> Figure:
     """Final accuracy by α on a logarithmic axis: a line per method, a panel per setting."""
     rows = _percent(frames.run_frame(records))

@@ -14,7 +14,15 @@ from .paper import (
     write_paper,
 )
 from .privacy import noise_differences, write_privacy
-from .results import cost_table, differences, findings, matching_table, results_table, write_results
+from .results import (
+    cost_table,
+    differences,
+    findings,
+    matching_table,
+    measured_table,
+    results_table,
+    write_results,
+)
 from .sweeps import (
     CORESETS,
     HETEROGENEITY,

@@ -29,7 +29,6 @@ _CELLS: dict[str, page.Cell] = {
     "learning accuracy": page.percent("main_learning_accuracy"),
     "update length": page.average("relative_length"),
     "1000 images": page.average("images", 1000),
-    "s / round": page.average("client_seconds", figures=2),
     "paper (CIFAR-100)": lambda runs: printed.scores(runs.method.iloc[0], *printed.COMPONENTS),
 }
 

@@ -295,15 +295,28 @@ def definitions(title: str) -> str:
 
 
 def describe_runs(records: Sequence[Record]) -> str:
-    """The numbers of runs and methods, the settings, n, the seeds, and which runs diverged."""
+    """The numbers of runs and methods, settings, n, seeds, arithmetic, and which runs diverged."""
     settings, methods, seeds = (list(dict.fromkeys(r.run[k] for r in records)) for k in range(3))
     n = count_range(Counter(record.name for record in records).values())
     return (
         f"{len(records)} runs: {len(methods)} method{'s' * (len(methods) > 1)}; "
         f"setting{'s' * (len(settings) > 1)} {', '.join(map(str, settings))}; "
-        f"n = {n} seeds for each ({', '.join(map(str, sorted(seeds)))})."
+        f"n = {n} seeds for each ({', '.join(map(str, sorted(seeds)))}). "
+        f"Arithmetic: {common_arithmetic(records)}."
         + "".join(f" Diverged, so without a score: {run}." for run in diverged_runs(records))
     )
+
+
+def common_arithmetic(records: Iterable[Record]) -> str:
+    """The arithmetic of records, "pinned" or "machine"; an error names two that differ."""
+    first: dict[str, str] = {}
+    for record in records:
+        found = record.about.get("identity", {}).get("arithmetic", "machine")
+        first.setdefault(found, f"{record.name}, seed {record.run[2]}")
+    if len(first) > 1:
+        each = "; ".join(f"{name} with {kind}" for kind, name in first.items())
+        raise ValueError(f"no page mixes kinds of arithmetic: {each}; train one again (make repro)")
+    return next(iter(first), "none")
 
 
 def diverged_runs(records: Iterable[Record]) -> list[str]:

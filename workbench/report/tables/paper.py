@@ -33,6 +33,8 @@ _COSTS = {  # our headings and the columns of paper.csv
     "disk MB": "disk_mb",
 }
 
+_MEASURED = ("s / round", "GPU GB")  # differ with every training: not on a page
+
 OURS = {  # the paper's attributes and the fields of a setting behind them
     "Task number": "split.tasks",
     "Batch Size": "training.batch_size",
@@ -213,7 +215,8 @@ def write_paper(records: Sequence[Record], folder: Path) -> Path:
         parts.append(f"## {title} ({label})")
         tables = {"": compare_with_paper(label, records)}
         if label != printed.COMPONENTS[0]:  # the paper prints no costs of components
-            tables["Costs:"] = compare_costs_with_paper(label, records)
+            costs = compare_costs_with_paper(label, records)
+            tables["Costs:"] = costs.drop(columns=[f"{name}, ours" for name in _MEASURED])
         for data, setting in printed.settings(label).items():
             settings.add(setting)
             parts.append(f"### {data}, setting `{setting}`")

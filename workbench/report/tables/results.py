@@ -15,7 +15,9 @@ from workbench.report.frames import (
     EXPERIMENT,
     GROUPS,
     UNIT,
+    coreset_frame,
     experience_frame,
+    machine,
     model_frame,
     relative_costs,
     run_frame,
@@ -36,7 +38,7 @@ _MEASURES = {
 }
 _SUMMARY = """accuracy nearest_mean personal_accuracy local_accuracy
 main_average_incremental_accuracy main_learning_accuracy main_forgetting main_forgetting_diagonal
-main_worst_client gap images update_length client_seconds bytes_up bytes_down disk"""
+main_worst_client gap images update_length bytes_up bytes_down disk"""
 
 _SCORES = {  # and the columns of `run_frame` behind them
     "accuracy": "accuracy",
@@ -55,12 +57,16 @@ _SCORES = {  # and the columns of `run_frame` behind them
 _COSTS: dict[str, page.Cell] = {
     "1000 images": page.average("images", 1000),
     "update length": page.average("update_length"),
-    "s / round": page.average("client_seconds", figures=2),
     "MB up / round": page.average("bytes_up", MB),
     "MB down / round": page.average("bytes_down", MB),
     "MB setup": page.average("bytes_setup", MB),
-    "s setup": page.average("setup_seconds", figures=2),
     "disk MB": page.peak("disk"),
+}
+_MEASURED: dict[str, page.Cell] = {
+    "s / round": page.average("client_seconds", figures=2),
+    "s setup": page.average("setup_seconds", figures=2),
+    "selection, ms": page.average("selection_ms", figures=2),
+    "training, ms": page.average("training_ms", figures=2),
     "memory MB": page.peak("memory"),
     "GPU MB": page.peak("gpu"),
 }
@@ -99,9 +105,15 @@ def results_text(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def cost_table(records: Sequence[Record]) -> pd.DataFrame:
-    """One row an experiment as text: seconds and bytes of a mean round, peaks of memory, disk."""
+    """One row an experiment as text: images of a run, bytes of a mean round, peak of the disk."""
     rows = run_frame(_ordered(shared_seeds(records)))
     return page.group_table(rows, ["setting", "group", "method"], _COSTS)
+
+
+def measured_table(records: Sequence[Record]) -> pd.DataFrame:
+    """One row an experiment as text: its time and memory on the machine that trained it."""
+    rows = coreset_frame(_ordered(records))
+    return page.group_table(rows, ["setting", "method", "value"], _MEASURED)
 
 
 def _score_table(records: Sequence[Record]) -> pd.DataFrame:
@@ -182,13 +194,25 @@ def accuracy_csv(records: Sequence[Record]) -> str:
 
 
 def write_results(records: Sequence[Record], folder: Path) -> list[Path]:
-    """The files written: results.md to read, accuracy.csv and summary.json for programs."""
+    """The files written: results.md to read, accuracy.csv and summary.json for programs.
+
+    Beside them measured.md, which no other file depends on: it differs with every training.
+    """
     summary = json.dumps(result_summary(records), indent=1, allow_nan=False)
     return [
         page.write_page(folder / "results.md", "Results", records, _section),
         page.write_parts(folder / "accuracy.csv", [accuracy_csv(records)]),
         page.write_parts(folder / "summary.json", [summary]),
+        write_measured(records, folder),
     ]
+
+
+def write_measured(records: Sequence[Record], folder: Path) -> Path:
+    """Write measured.md: which machines trained these records, how long it took, in what memory."""
+    machines = Counter(machine(record) for record in records)
+    which = "; ".join(f"{name}: {count} runs" for name, count in machines.items())
+    table = page.markdown(measured_table(records))
+    return page.write_parts(folder / "measured.md", ["# Seconds and memory", which, table])
 
 
 def _section(records: Sequence[Record]) -> list[str]:

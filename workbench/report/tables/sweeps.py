@@ -20,7 +20,7 @@ from workbench.report.frames import (
 )
 from workbench.report.tables import page
 from workbench.report.tables.page import Comparison, Page
-from workbench.report.text import DASH, MB, count_range, marked, mean_std, significant
+from workbench.report.text import DASH, MB, count_range, marked, mean_std
 
 _BASES = ("fedavg", "replay")  # that pages compare methods with, where they were run
 _CONTROLS = (*_BASES, "stamp_mean")
@@ -73,13 +73,7 @@ def coreset_costs(rows: pd.DataFrame) -> pd.DataFrame:
         counts = events[runs.selection.iloc[0]]
         return "; ".join(f"{event} ({n})" for event, n in counts.items()) or DASH
 
-    cells: dict[str, page.Cell] = {
-        "selection, ms": page.average("selection_ms", figures=2),
-        "training, ms": page.average("training_ms", figures=2),
-        "share": lambda runs: significant(runs.selection_ms.mean() / runs.training_ms.mean(), 2),
-        "MB": page.peak("disk", 2),
-        "events": event_counts,
-    }
+    cells: dict[str, page.Cell] = {"MB": page.peak("disk", 2), "events": event_counts}
     most = limited[limited.exemplars == limited.exemplars.max()]
     return page.group_table(most, ["selection", "exemplars"], cells).drop(columns="n")
 
@@ -209,7 +203,6 @@ def masks_table(rows: pd.DataFrame) -> pd.DataFrame:
         "learning IoU": page.percent("main_learning_accuracy"),
         "forgetting": page.percent("main_forgetting"),
         "pixel accuracy": page.percent("pixels"),
-        "s / round": page.average("client_seconds", figures=2),
         "MB up / round": page.average("bytes_up", MB),
     }
     return page.group_table(rows, ["method"], cells)

@@ -18,6 +18,7 @@ from scipy.optimize import linear_sum_assignment, nnls
 from torch import Tensor
 
 from stamp_core.client.runtime import ClientRuntime
+from stamp_core.core.arithmetic import distances
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.models.flat import split_like
 from workbench.studies.attacks.capture import Images, Upload
@@ -51,7 +52,7 @@ def ssim(one: Tensor, other: Tensor) -> Tensor:
 
 def pair(found: Tensor, labels: Tensor, images: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:
     """Places of reconstructions and of their images, of one label if possible.  # [n], [n]"""
-    errors = torch.cdist(found.flatten(1), images.flatten(1)).square() / images[0].numel()
+    errors = distances(found.flatten(1), images.flatten(1)).square() / images[0].numel()
     costs = errors + _OTHER_CLASS * (labels[:, None] != true)
     rows, columns = linear_sum_assignment(costs.numpy())
     return torch.from_numpy(rows), torch.from_numpy(columns)
