@@ -7,6 +7,7 @@ the training and test images of its clients in the plans of all seeds. The serve
 images, and the training images (up to 100 of a class) for scores by the nearest class mean.
 """
 
+import hashlib
 import json
 import sys
 from collections import Counter
@@ -122,6 +123,11 @@ def write_share(folder: Path, share: Tree) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     write_tree(folder / FILE, share, {})
     return read_tree(folder / FILE)[1]["digest"]
+
+
+def digest_of(digest: str) -> str:
+    """What all nodes may know of a share's digest, which proves to the server whose share it is."""
+    return hashlib.sha256(digest.encode()).hexdigest()
 
 
 def read_share(folder: Path) -> Share:
