@@ -29,19 +29,17 @@ def make_certificate(folder: Path, *hosts: str, replace: bool = False) -> None:
     for extension in extensions:
         builder = builder.add_extension(extension, critical=False)
     certificate = builder.sign(key, hashes.SHA384()).public_bytes(to.Encoding.PEM)
-    files = folder / "server.key", folder / "server.pem"
-    if replace:
-        for file in files:
-            file.unlink(missing_ok=True)
-    write_pair(*files, key, to.PrivateFormat.PKCS8, certificate)
+    private = key.private_bytes(to.Encoding.PEM, to.PrivateFormat.PKCS8, to.NoEncryption())
+    write_pair(folder / "server.key", private, folder / "server.pem", certificate, replace)
 
 
 def make_node_key(path: Path) -> Path:
     """Write a node's private key and, beside it, the public one, which is registered: its path."""
     key = ec.generate_private_key(ec.SECP384R1())
-    public = path.with_name(f"{path.name.removesuffix('.key')}.pub")
+    private = key.private_bytes(to.Encoding.PEM, to.PrivateFormat.OpenSSH, to.NoEncryption())
     content = key.public_key().public_bytes(to.Encoding.OpenSSH, to.PublicFormat.OpenSSH)
-    write_pair(path, public, key, to.PrivateFormat.OpenSSH, content)
+    public = path.with_name(f"{path.name.removesuffix('.key')}.pub")
+    write_pair(path, private, public, content)
     return public
 
 
@@ -54,44 +52,39 @@ def general_name(host: str) -> x509.GeneralName:
 
 
 def write_pair(
-    private: Path,
-    public: Path,
-    key: ec.EllipticCurvePrivateKey,
-    form: to.PrivateFormat,
-    content: bytes,
+    private: Path, secret: bytes, public: Path, content: bytes, replace: bool = False
 ) -> None:
-    """Write a private key that its owner alone can read, and a public file; no file is replaced."""
+    """Write a private key that its owner alone can read, and a public file."""
     for path in (private, public):
-        if os.path.lexists(path):
-            raise FileExistsError(f"{path} is there already and is not replaced")
+        if replace:
+            path.unlink(missing_ok=True)
+        elif os.path.lexists(path):
+            raise FileExistsError(f"{path} exists: only `server --replace` replaces its files")
     with os.fdopen(os.open(private, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        os.fchmod(file.fileno(), 0o600)
-        file.write(key.private_bytes(to.Encoding.PEM, form, to.NoEncryption()))
+        os.fchmod(file.fileno(), 0o600)  # whatever the mask of this process
+        file.write(secret)
     with public.open("xb") as file:
         file.write(content)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Make what the command line asks for; an error is one line."""
-    parser = argparse.ArgumentParser("keys", description="Make a certificate or a node's key.")
+    parser = argparse.ArgumentParser("keys", description="Make a certificate, or a node's key.")
     kinds = parser.add_subparsers(dest="kind", metavar="server|node", required=True)
     server = kinds.add_parser("server", help="write server.key and server.pem in FOLDER")
-    server.add_argument("--replace", action="store_true", help="those that are there")
-    server.add_argument("folder", metavar="FOLDER", type=Path)
+    server.add_argument("--replace", action="store_true", help="replace those that are there")
+    server.add_argument("path", metavar="FOLDER", type=Path)
     server.add_argument("hosts", metavar="HOST", nargs="+", help="a name or address of the server")
-    node = kinds.add_parser("node", help="write the private key FILE and a public one, .pub")
-    node.add_argument("file", metavar="FILE", type=Path)
+    node = kinds.add_parser("node", help="write a private key and, beside it, a public one, .pub")
+    node.add_argument("path", metavar="FILE", type=Path)
     given = parser.parse_args(arguments)
     try:
         if given.kind == "server":
-            make_certificate(given.folder, *given.hosts, replace=given.replace)
+            make_certificate(given.path, *given.hosts, replace=given.replace)
         else:
-            make_node_key(given.file)
+            make_node_key(given.path)
     except (OSError, ValueError) as error:
-        hint = "; --replace replaces it" * (
-            given.kind == "server" and isinstance(error, FileExistsError)
-        )
-        raise SystemExit(f"{error}{hint}") from None
+        raise SystemExit(str(error)) from None
 
 
 if __name__ == "__main__":

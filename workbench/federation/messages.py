@@ -1,6 +1,7 @@
 """Messages between server and nodes: trees as JSON and named arrays, never pickled."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
@@ -47,4 +48,5 @@ def result_to_tree(result: ClientResult) -> Tree:
 def tree_to_result(tree: Tree) -> ClientResult:
     """The inverse of `result_to_tree`."""
     reply = Reply(**{**tree["reply"], "state": {}, "log": Log(**tree["reply"]["log"])})
+    reply = replace(reply, local=None)  # it stays on the node
     return ClientResult(**{**tree, "reply": reply, "state": Stored(**tree["state"])})

@@ -28,7 +28,7 @@ from stamp_core.engine.worker import Worker
 from stamp_core.methods.base.method import State
 from stamp_core.methods.base.registry import get_method
 from workbench.federation.messages import pack, result_to_tree, unpack
-from workbench.federation.shares import digest_of, own_experiment, own_plan, read_share
+from workbench.federation.shares import own_experiment, own_plan, read_share
 
 MAY_DIFFER = "device"  # part of an identity: then results differ in their last digits
 
@@ -45,7 +45,7 @@ class Node:
         self.clients = [int(client) for client in str(config["clients"]).split()]
         folder, device = Path(str(config["data"])), str(config.get("device", "cpu"))
         share = read_share(folder)
-        if set(header["shares"].get(digest_of(share.digest), ())) != set(share.clients):
+        if set(header["shares"].get(tree_digest(share.digest, {}), ())) != set(share.clients):
             raise RefusedError(f"its share {share.digest[:12]} is none of the plan's")
         if others := sorted({*self.clients} - {*share.clients}):
             raise RefusedError(f"its share has no images of clients {others}")

@@ -1,11 +1,9 @@
 """What a node may reply, checked before any of it is used; an error names the key in one line."""
 
-import math
 import re
 import reprlib
 from collections.abc import Callable
 from dataclasses import is_dataclass
-from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from torch import Tensor
@@ -16,11 +14,12 @@ from stamp_core.engine.trees import Stored
 from stamp_core.engine.worker import ClientResult, Worker
 from stamp_core.methods.base.method import Message, Method
 from workbench.federation.messages import tree_to_result
+from workbench.federation.shares import OwnPlan
 
 LARGEST = 1e100  # of a number: sums of such numbers are finite
-LONGEST = 300  # characters of a text
+LONGEST = 300  # characters of a line
 
-# What a field of a type holds, and how an error says it.
+# What a field of a type may hold, and how an error says it. Other types are not read.
 VALID: dict[Any, tuple[Callable[[Any], bool], str]] = {
     int: (lambda v: type(v) is int and 0 <= v < 2**53, "a whole number that is not negative"),
     float: (lambda v: type(v) in (int, float) and not abs(v) > LARGEST, "a finite number"),
@@ -32,54 +31,45 @@ VALID: dict[Any, tuple[Callable[[Any], bool], str]] = {
 def require(valid: bool, key: str, value: object, right: str) -> None:
     """Refuse a reply in which `key` is `value`, unless that is `valid`."""
     if not valid:
-        raise ValueError(f"{key} is {in_short(value)}; it must be {right}")
+        short = describe(value) if isinstance(value, Tensor) else reprlib.repr(value)
+        raise ValueError(f"{key} is {short}; it must be {right}")
 
 
-def in_short(value: object) -> str:
-    """A value in an error: of a tensor its type and shape."""
-    if isinstance(value, Tensor):
-        return f"{value.dtype} {list(value.shape)}".removeprefix("torch.")
-    return reprlib.repr(value)
+def describe(tensor: Tensor) -> str:
+    """The type and the shape of a tensor."""
+    return f"{tensor.dtype} {list(tensor.shape)}".removeprefix("torch.")
 
 
 def conform(value: Any, hint: Any, key: str) -> None:
     """Refuse a value of another type than that of a field; numbers may be NaN, tensors not."""
-    of = get_args(hint)
+    kind = get_origin(hint)
     if isinstance(hint, type) and is_dataclass(hint):
         hints = get_type_hints(hint)
         same = isinstance(value, dict) and value.keys() == hints.keys()
         require(same, key, value, f"a block of {', '.join(hints)}")
         for name, each in hints.items():
             conform(value[name], each, f"{key}.{name}")
-    elif get_origin(hint) in (dict, list):
-        require(isinstance(value, get_origin(hint)), key, value, f"a {get_origin(hint).__name__}")
-        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
-            conform(str(name), str, f"a key of {key}")
-            conform(item, of[-1], f"{key}.{name}")
-    elif get_origin(hint) is UnionType:
-        if value is not None:
-            conform(value, of[0], key)
-    elif hint is not Any:
-        valid, right = VALID.get(hint, (lambda v: False, "absent"))
-        require(valid(value), key, value, right)
+    elif kind in (dict, list):
+        require(isinstance(value, kind), key, value, f"a {kind.__name__}")
+        for place in value if kind is dict else range(len(value)):
+            conform(value[place], get_args(hint)[-1], f"{key}.{place}")
+    elif hint in VALID:
+        require(VALID[hint][0](value), key, value, VALID[hint][1])
 
 
 def read_result(tree: Any, worker: Worker, round_id: RoundId, sent: Message) -> ClientResult:
     """The result of a client round in a reply; `sent` is the message that the client had."""
-    reply, state, scores = tree["reply"], tree["state"], tree["scores"]
-    conform({**tree, "state": None, "scores": None}, ClientResult, "result")
-    conform(state, Stored, "state")
-    name = state["digest"]
-    require(re.fullmatch("[0-9a-f]{64}", name) is not None, "state.digest", name, "a sha256")
-    require(reply["client"] == round_id.client, "client", reply["client"], f"{round_id.client}")
-    least, most = sample_limits(worker.plans[round_id.seed], round_id, worker)
-    samples, steps = reply["samples"], reply["sgd_steps"]
-    require(least <= samples <= most, "samples", samples, f"{least} to {most}, by the plan")
-    require(not (steps and math.isnan(reply["loss"])), "loss", reply["loss"], "a finite number")
-    for spent in (tree["seconds"], *reply["log"]["seconds"].values()):
-        require(spent >= 0, "seconds", spent, "at least 0")
-    check_message(reply["message"], sent, worker.method, samples)
-    if scores is not None:
+    conform(tree, ClientResult, "result")
+    conform(tree["state"], Stored, "state")
+    reply, digest = tree["reply"], tree["state"]["digest"]
+    require(bool(re.fullmatch("[0-9a-f]{64}", digest)), "state.digest", digest, "a sha256")
+    require(reply["client"] == round_id.client, "client", reply["client"], str(round_id.client))
+    check_samples(reply["samples"], worker.plans[round_id.seed], round_id)
+    require(not reply["sgd_steps"] or reply["loss"] > -LARGEST, "loss", reply["loss"], "finite")
+    for seconds in (tree["seconds"], *reply["log"]["seconds"].values()):
+        require(seconds >= 0, "seconds", seconds, "at least 0")
+    check_message(reply["message"], sent, worker.method, reply["samples"])
+    if tree["scores"] is not None:
         read_scores(tree, worker, round_id, sent)
     return tree_to_result(tree)
 
@@ -94,13 +84,13 @@ def read_scores(tree: Any, worker: Worker, round_id: RoundId, sent: Message) -> 
     return scores
 
 
-def sample_limits(plan: Plan, round_id: RoundId, worker: Worker) -> tuple[int, int]:
-    """The fewest and the most images that a client may say it has trained on."""
-    every = len(worker.runtime.dataset.y_train)  # of tasks whose images the plan does not list
-    tasks = plan.clients[round_id.client]
-    counts = [every * bool(t.classes) if t.train is None else len(t.train) for t in tasks]
-    own = tasks[round_id.experience % plan.tasks]
-    return int(bool(own.classes and own.train)), sum(counts)
+def check_samples(samples: int, plan: Plan, round_id: RoundId) -> None:
+    """Refuse another number than the plan's, or more exemplars than it gives images."""
+    assert isinstance(plan, OwnPlan)
+    counts = plan.counts[round_id.client]
+    own = counts[round_id.experience % len(counts)]
+    most = own or sum(counts)  # without images of the task some methods train on exemplars
+    require(own <= samples <= most, "samples", samples, f"{own} to {most}, by the plan")
 
 
 def check_message(message: Message, sent: Message, method: Method, samples: int) -> None:
@@ -109,15 +99,14 @@ def check_message(message: Message, sent: Message, method: Method, samples: int)
     Clients of a method without a global model may send parts of them.
     """
     whole = "global" in method.models
-    names = (*method.shared_vectors(), *method.averaged_vectors(), *method.extra_networks)
-    own = [name for name in dict.fromkeys(names) if name in sent]
-    for name in own if whole and samples else ():
-        require(name in message, f"message.{name}", None, in_short(sent[name]))
-    for name in message.keys() - own if type(method).upload is Method.upload else ():
-        require(False, f"message.{name}", message[name], "left out")
+    own = {*method.shared_vectors(), *method.averaged_vectors(), *method.extra_networks}
+    if whole and samples:
+        missing = sorted(own & sent.keys() - message.keys())
+        require(not missing, "message", sorted(message), f"with {missing}")
+    if type(method).upload is Method.upload:
+        require(message.keys() <= own, "message", sorted(message), f"of {sorted(own)}")
     for name in message.keys() & sent.keys():
         found, right = message[name], sent[name]
         same = found.dtype == right.dtype and found.ndim == right.ndim
-        if whole and name in own:
-            same = same and found.shape == right.shape
-        require(same, f"message.{name}", found, in_short(right))
+        same &= found.shape == right.shape or not (whole and name in own)
+        require(same, f"message.{name}", found, describe(right))

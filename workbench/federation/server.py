@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,15 +32,12 @@ from stamp_core.results.records import Record, tree_bytes
 from workbench.federation.messages import pack, unpack
 from workbench.federation.node import identity
 from workbench.federation.replies import LONGEST, read_result, read_scores, require
-from workbench.federation.shares import digest_of, own_experiment, own_plan, read_share
+from workbench.federation.shares import own_experiment, own_plan, read_share
 
 Aggregate = Callable[[State, list[Reply], Log], State]
 
 # What nodes do, and how the replies are read; all other work is done at the server.
-REMOTE: dict[Callable[..., Any], Callable[..., Any]] = {
-    Worker.train_client: read_result,
-    Worker.evaluate_client: read_scores,
-}
+REMOTE: dict[Any, Any] = {Worker.train_client: read_result, Worker.evaluate_client: read_scores}
 FAILURES = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 POLL = 1.0  # seconds between two looks at which nodes are there
 
@@ -59,27 +56,22 @@ class Names(Store):
         """Do nothing."""
 
 
+@dataclass
 class FederationExecutor:
-    """Sends client rounds to the nodes; clients of one that does not answer drop out."""
+    """Sends client rounds to the nodes; clients of one that does not answer well drop out."""
 
-    def __init__(
-        self,
-        grid: Grid,
-        worker: Worker,
-        headers: Mapping[int, Tree],
-        shares: Mapping[str, list[int]],
-        timeout: float,
-        minimum: int,
-    ) -> None:
-        self.grid, self.worker, self.headers = grid, worker, headers
-        self.shares, self.timeout, self.minimum = shares, timeout, minimum
-        self.workers = 1  # for what is done at the server
-        self.nodes: dict[int, list[int]] = {}  # the clients of each node that is there
-        self.sources: dict[int, int] = {}  # the node that has answered for a client
-        self.lock = threading.Lock()  # seeds take turns
-        self.refusals: list[str] = []
-        self.bad: list[str] = []  # of the refusals those of the last replies, for the history
-        self.events: dict[int, list[str]] = {}  # of each seed's round
+    grid: Grid
+    worker: Worker
+    headers: Mapping[int, Tree]
+    shares: Mapping[str, list[int]]  # the clients by digest
+    timeout: float
+    minimum: int  # good results, or all those asked for, without which a round ends the training
+    workers = 1  # for what is done at the server
+    lock: threading.Lock = field(default_factory=threading.Lock)  # seeds take turns
+    nodes: dict[int, list[int]] = field(default_factory=dict)  # the clients of each that is there
+    sources: dict[int, int] = field(default_factory=dict)  # the node that has answered for a client
+    refusals: list[str] = field(default_factory=list)
+    events: dict[int, list[str]] = field(default_factory=dict)  # of each seed's round
 
     def map(self, work: Callable[..., Any], each: Iterable[tuple[Any, ...]]) -> list[Any]:
         """The results for each of the arguments, in order; of client rounds those finished."""
@@ -87,24 +79,24 @@ class FederationExecutor:
         if not calls or work not in REMOTE:
             with self.worker.lock:
                 return SerialExecutor(self.worker).map(work, calls)
-        seed = calls[0][0].seed
         with self.lock:
-            self.bad, before = [], len(self.refusals)
-            results, bad = self.ask(work, calls), self.bad
-        if len(results) < (least := min(self.minimum, len(calls))):
-            why = "; ".join(self.refusals[before:]) or "no node is there"
+            before = len(self.refusals)
+            results = self.ask(work, calls)
+            refusals = self.refusals[before:]
+        if len(results) < (least := max(1, min(self.minimum, len(calls)))):
+            why = "; ".join(refusals) or "no node is there"
             text = f"{len(results)} of {len(calls)} clients have answered, {least} must: {why}"
             raise RuntimeError(f"{text}; finished rounds are kept: start again later")
-        clients = [round_id.client for round_id, *_ in calls]
+        seed, clients = calls[0][0].seed, [round_id.client for round_id, *_ in calls]
         if work is Worker.train_client:
             found = [results[client] for client in clients if client in results]
             self.events[seed] = found[0].reply.log.events
-        self.events[seed] += bad
-        if work is Worker.train_client:
-            return found
-        tasks = self.worker.plans[seed].tasks
-        unknown = torch.full((len(self.worker.runtime.scorings), 1, tasks), torch.nan)
-        return [results.get(client, unknown) for client in clients]
+        else:
+            shape = len(self.worker.runtime.scorings), 1, self.worker.plans[seed].tasks
+            unknown = torch.full(shape, torch.nan)
+            found = [results.get(client, unknown) for client in clients]
+        self.events[seed] += refusals  # in the round's history
+        return found
 
     def ask(self, work: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> dict[int, Any]:
         """The good results by client."""
@@ -120,9 +112,11 @@ class FederationExecutor:
         for node, tree in self.exchange(messages, "train").items():
             for client in asked[node]:
                 with self.refusing(node, f"client {client}: "):
-                    if (part := tree.get("results", {}).get(str(client))) is not None:
-                        round_id, _, sent, *_ = by_client[client]
-                        results[client] = REMOTE[work](part, self.worker, round_id, sent)
+                    found, (round_id, _, sent, *_) = tree.get("results", {}), by_client[client]
+                    require(isinstance(found, dict), "results", found, "a block by client")
+                    if str(client) in found:
+                        given = found[str(client)], self.worker, round_id, sent
+                        results[client] = REMOTE[work](*given)
                         self.sources[client] = node
         return results
 
@@ -137,17 +131,14 @@ class FederationExecutor:
         for node, tree in sorted(self.exchange(dict.fromkeys(new, question), "query").items()):
             self.nodes[node] = []
             with self.refusing(node):
-                self.nodes[node] = self.read_clients(tree) if tree else []
+                own = sorted(self.shares.get(tree["share"], [])) if tree else []
+                clients = [client for client in own if client in tree["clients"]]
+                said = sorted(tree.get("clients", []))
+                require(said == clients, "clients", said, f"of its share's, {own}")
+                both = sorted(set().union(*self.nodes.values()).intersection(clients))
+                require(not both, "clients", clients, f"others: {both} are on another node too")
+                self.nodes[node] = clients
         return self.nodes
-
-    def read_clients(self, tree: Tree) -> list[int]:
-        """The clients that a node says it has, if they are its share's and nobody else's."""
-        own = sorted(self.shares.get(tree["share"], []))
-        clients = [client for client in own if client in tree["clients"]]
-        require(clients == sorted(tree["clients"]), "clients", tree["clients"], f"of {own}")
-        both = sorted(set().union(*self.nodes.values()).intersection(clients))
-        require(not both, "clients", clients, f"others: {both} are on another node too")
-        return clients
 
     def exchange(self, contents: Mapping[int, RecordDict], kind: str) -> dict[int, Tree]:
         """The replies by node; names nodes that do not answer or refuse."""
@@ -166,20 +157,24 @@ class FederationExecutor:
                 with self.refusing(node):
                     tree = unpack(reply.content)
                     if refused := tree.pop("refused", ()):
-                        self.bad.append(self.refuse(node, "; ".join(map(str, refused))))
+                        self.refuse(node, "; ".join(map(str, refused)))
                     replies[node] = tree
         for node in sorted(silent):
             self.refuse(node, "; ".join(reasons) or "no answer")
         return replies
 
     @contextmanager
-    def refusing(self, node: int, what: str = "") -> Iterator[None]:
+    def refusing(
+        self, node: int, what: str = "", events: list[str] | None = None
+    ) -> Iterator[None]:
         """A context that reads what a node has sent; an error leaves it out."""
         try:
             yield
         except Exception as error:  # whatever the bytes of a stranger make a reader raise
             kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-            self.bad.append(self.refuse(node, f"{what}{kind}{error}"))
+            text = self.refuse(node, f"{what}{kind}{error}")
+            if events is not None:
+                events.append(text)
 
     def refuse(self, node: int, reason: str) -> str:
         """Say in one line that a node is left out, and why."""
@@ -195,24 +190,22 @@ class FederationExecutor:
 
         def attempt(given: list[Reply], log: Log) -> State:
             state = aggregate(server, given, log)
-            for name, array in flatten(state)[1].items():
-                if not np.isfinite(array).all():
-                    raise DivergedError(f"the server's {name} is no longer finite")
+            if not all(np.isfinite(array).all() for array in flatten(state)[1].values()):
+                raise DivergedError("the server's state is no longer finite")
             return state
 
         try:
             return attempt(replies, log)
         except FAILURES:
-            bad = dict[int, str]()
+            good = list[Reply]()
             for reply in replies:
-                try:
+                node, what = self.sources[reply.client], f"client {reply.client}: "
+                with self.refusing(node, what, log.events):
                     attempt([reply], Log())
-                except FAILURES as error:
-                    bad[reply.client] = f"client {reply.client}: {type(error).__name__}: {error}"
-            if not 0 < len(bad) < len(replies):
+                    good.append(reply)
+            if not max(1, self.minimum) <= len(good) < len(replies):
                 raise
-        log.events += [self.refuse(self.sources[client], why) for client, why in bad.items()]
-        return attempt([reply for reply in replies if reply.client not in bad], log)
+        return attempt(good, log)
 
     def wait_for(self, clients: Iterable[int], seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -251,10 +244,7 @@ def train_federation(
     timeout: float = 3600,
     minimum: int = 1,
 ) -> dict[int, Record]:
-    """The records of an experiment that nodes train; `wait` and `timeout` are in seconds.
-
-    A round with fewer good replies than `minimum`, where so many clients are asked, ends it.
-    """
+    """The records of an experiment that nodes train; `wait` and `timeout` are in seconds."""
 
     def start(
         experiment: Experiment, plans: Mapping[int, Plan], _: int, device: str, resume: Path | None
@@ -273,9 +263,11 @@ def train_federation(
     if experiment.setting.training.secure_sums:
         right = "false in a federation, whose nodes send single uploads"
         raise invalid("training.secure_sums", True, right)
-    if minimum < 1:
-        raise invalid("minimum", minimum, "at least 1")
-    plans = {seed: own_plan(Plan.load(data / f"plan-{seed}.json"), ()) for seed in seeds}
+    counts = json.loads((data / "counts.json").read_text())
+    plans = {
+        seed: own_plan(Plan.load(data / f"plan-{seed}.json"), (), counts[str(seed)])
+        for seed in seeds
+    }
     shares = json.loads((data / "nodes.json").read_text())
     mine = own_experiment(federated(experiment), read_share(data).images)
     with only_server(resume) as token:
@@ -289,7 +281,8 @@ def header(experiment: Experiment, plan: Plan, device: str, shares: Tree, token:
         "experiment": experiment.resolved(),
         "plan": to_plain(plan),
         "identity": identity(experiment, plan, device),
-        "shares": {digest_of(share): clients for share, clients in shares.items()},
+        # Of the digest, by which a node proves to have a share, the others know the digest only.
+        "shares": {tree_digest(share, {}): clients for share, clients in shares.items()},
         "key": hashlib.sha256(run.encode()).hexdigest()[:16],  # names the states on the nodes
     }
 
