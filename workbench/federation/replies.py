@@ -21,10 +21,10 @@ LONGEST = 300  # characters of a line
 
 # What a field of a type may hold, and how an error says it. Other types are not read.
 VALID: dict[Any, tuple[Callable[[Any], bool], str]] = {
-    int: (lambda v: type(v) is int and 0 <= v < 2**53, "a whole number that is not negative"),
+    int: (lambda v: type(v) is int and 0 <= v < 2**53, "a whole number from 0 to 2**53"),
     float: (lambda v: type(v) in (int, float) and not abs(v) > LARGEST, "a finite number"),
     str: (lambda v: isinstance(v, str) and v.isprintable() and len(v) <= LONGEST, "a short line"),
-    Tensor: (lambda v: isinstance(v, Tensor) and bool(v.isfinite().all()), "finite values"),
+    Tensor: (lambda v: isinstance(v, Tensor) and bool(v.isfinite().all()), "of finite values"),
 }
 
 
@@ -90,7 +90,8 @@ def check_samples(samples: int, plan: Plan, round_id: RoundId) -> None:
     counts = plan.counts[round_id.client]
     own = counts[round_id.experience % len(counts)]
     most = own or sum(counts)  # without images of the task some methods train on exemplars
-    require(own <= samples <= most, "samples", samples, f"{own} to {most}, by the plan")
+    right = f"{own}" if own else f"at most {most}"
+    require(own <= samples <= most, "samples", samples, f"{right}, by the plan")
 
 
 def check_message(message: Message, sent: Message, method: Method, samples: int) -> None:
