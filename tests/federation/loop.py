@@ -34,6 +34,7 @@ class LoopGrid(Grid):
         self.sent: list[Message] = []
         self.away: set[int] = set()
         self.before: Callable[[Message], None] = lambda message: None
+        self.altered: Callable[[Message, Message], Message] = lambda message, reply: reply
 
     def get_node_ids(self) -> list[int]:
         return [node for node in self.configs if node not in self.away]
@@ -49,7 +50,7 @@ class LoopGrid(Grid):
         receiver = message.metadata.dst_node_id
         self.before(message)
         context = Context(0, receiver, self.configs[receiver], RecordDict(), {})
-        reply = node.app(message, context)
+        reply = self.altered(message, node.app(message, context))
         if receiver in self.away:  # what it has done is on its disk
             reply = Message(Error(5, "the node is unavailable"), reply_to=message)
         return [reply]
@@ -64,20 +65,27 @@ class LoopGrid(Grid):
 
 
 class Federation:
-    def __init__(self, folder: Path, experiment: Experiment, *seeds: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        experiment: Experiment,
+        *seeds: int,
+        nodes: Sequence[Sequence[int]] = NODES,
+    ) -> None:
         self.folder, self.experiment, self.seeds = folder, experiment, seeds or (0,)
         self.plans = small.plans(experiment, *self.seeds)
-        write_shares(experiment.dataset(), self.plans, NODES, folder)
-        self.grid = LoopGrid(folder)
+        write_shares(experiment.dataset(), self.plans, nodes, folder)
+        self.grid = LoopGrid(folder, nodes)
 
-    def train(self, resume: str = "resume", wait: float = 0) -> dict[int, Record]:
+    def train(self, resume: str = "resume", minimum: int = 1) -> dict[int, Record]:
         return train_federation(
             self.grid,
             self.experiment,
             self.seeds,
             self.folder / "server",
             self.folder / resume,
-            wait,
+            wait=0,
+            minimum=minimum,
         )
 
     def simulate(self) -> dict[int, Record]:

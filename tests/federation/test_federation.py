@@ -134,6 +134,9 @@ def test_a_node_that_leaves_has_dropped_out_and_comes_back_as_it_was(tmp_path, m
     assert [row["completed"] for row in found.history] == [4, 4, 3, 3, 4, 4]
     asked = [each.metadata.dst_node_id for each in grid.sent if each not in grid.trained()]
     assert sorted(asked) == [101, 102, 102, 103]
+    events = [row["events"] for row in found.history]
+    assert events[2] == {"node 102 is left out: the node is unavailable": 1}
+    events[2].clear()
     small.lose(monkeypatch, 1, [(1, 0), (1, 1)])
     small.assert_same(found, federation.simulate()[0])
 
@@ -159,7 +162,9 @@ def test_a_round_that_nobody_answers_ends_the_run_which_goes_on_later(tmp_path):
             federation.grid.away.update(federation.grid.configs)
 
     federation.grid.before = leave
-    with pytest.raises(RuntimeError, match="no node has answered; finished rounds are kept"):
+    with pytest.raises(
+        RuntimeError, match=r"0 of 4 clients have answered, 1 must: .*; finished rounds are kept"
+    ):
         federation.train()
     federation.grid = LoopGrid(tmp_path)
     small.assert_same(federation.train()[0], federation.simulate()[0])
@@ -266,7 +271,7 @@ def test_methods_that_need_the_images_of_all_clients_say_so(kind, params, tmp_pa
 def test_an_error_on_a_node_ends_the_run(tmp_path):
     federation = Federation(tmp_path, small.tiny(training={"lr": 1e38}))
     with pytest.raises(
-        RuntimeError, match=r"node 10.: DivergedError: client ., .* no longer finite"
+        RuntimeError, match=r"node 10. is left out: DivergedError: client ., .* no longer finite"
     ):
         federation.train()
 

@@ -1,5 +1,7 @@
 """A SuperLink and three SuperNodes with TLS and keys, on the loopback: the slow test."""
 
+import os
+import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,7 @@ from processes import wait_until
 from stamp_core import load_experiment
 from stamp_core.engine.trees import read_tree
 from workbench.federation.keys import make_certificate, make_node_key
-from workbench.federation.local import LocalFederation
+from workbench.federation.local import PROGRAMS, QUIET, LocalFederation
 
 
 def says(folder: Path, name: str, text: str) -> Callable[[], bool]:
@@ -25,6 +27,13 @@ def kill_server(folder: Path, superlink: Popen[bytes]) -> None:
     programs = psutil.Process(superlink.pid).children(recursive=True)
     (server,) = (each for each in programs if any("serverapp" in part for part in each.cmdline()))
     server.kill()
+
+
+def test_a_superlink_without_certificates_does_not_start(tmp_path):
+    environment = {**os.environ, **QUIET, "FLWR_HOME": str(tmp_path)}
+    command, options = PROGRAMS / "flower-superlink", {"capture_output": True, "text": True}
+    done = subprocess.run([command], env=environment, timeout=120, **options)
+    assert done.returncode and "Certificates are required" in done.stdout + done.stderr
 
 
 def test_real_processes_have_the_results_of_the_simulation(tmp_path):

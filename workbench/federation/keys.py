@@ -1,12 +1,9 @@
-"""The server's certificate and the nodes' keys.
+"""The server's certificate and the nodes' keys: `python -m workbench.federation.keys --help`."""
 
-python -m workbench.federation.keys server FOLDER HOST ...
-python -m workbench.federation.keys node FILE
-"""
-
+import argparse
 import datetime
 import ipaddress
-import sys
+import os
 from pathlib import Path
 
 from cryptography import x509
@@ -18,7 +15,7 @@ from cryptography.x509.oid import NameOID
 DAYS = datetime.timedelta(days=365)
 
 
-def make_certificate(folder: Path, *hosts: str) -> None:
+def make_certificate(folder: Path, *hosts: str, replace: bool = False) -> None:
     """Write server.key and server.pem, signed by itself: machines that have the file trust it."""
     key = ec.generate_private_key(ec.SECP384R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0])])
@@ -32,16 +29,18 @@ def make_certificate(folder: Path, *hosts: str) -> None:
     for extension in extensions:
         builder = builder.add_extension(extension, critical=False)
     certificate = builder.sign(key, hashes.SHA384()).public_bytes(to.Encoding.PEM)
-    write_private(folder / "server.key", key, to.PrivateFormat.PKCS8)
-    (folder / "server.pem").write_bytes(certificate)
+    private = key.private_bytes(to.Encoding.PEM, to.PrivateFormat.PKCS8, to.NoEncryption())
+    write_pair(folder / "server.key", private, folder / "server.pem", certificate, replace)
 
 
-def make_node_key(path: Path) -> None:
-    """Write a node's private key, and beside it the public one, which is registered."""
+def make_node_key(path: Path) -> Path:
+    """Write a node's private key and, beside it, the public one, which is registered: its path."""
     key = ec.generate_private_key(ec.SECP384R1())
-    write_private(path, key, to.PrivateFormat.OpenSSH)
-    public = key.public_key().public_bytes(to.Encoding.OpenSSH, to.PublicFormat.OpenSSH)
-    path.with_suffix(".pub").write_bytes(public)
+    private = key.private_bytes(to.Encoding.PEM, to.PrivateFormat.OpenSSH, to.NoEncryption())
+    content = key.public_key().public_bytes(to.Encoding.OpenSSH, to.PublicFormat.OpenSSH)
+    public = path.with_name(f"{path.name.removesuffix('.key')}.pub")
+    write_pair(path, private, public, content)
+    return public
 
 
 def general_name(host: str) -> x509.GeneralName:
@@ -52,15 +51,41 @@ def general_name(host: str) -> x509.GeneralName:
         return x509.DNSName(host)
 
 
-def write_private(path: Path, key: ec.EllipticCurvePrivateKey, form: to.PrivateFormat) -> None:
-    """Write a private key that its owner alone can read."""
-    path.touch(mode=0o600)
-    path.write_bytes(key.private_bytes(to.Encoding.PEM, form, to.NoEncryption()))
+def write_pair(
+    private: Path, secret: bytes, public: Path, content: bytes, replace: bool = False
+) -> None:
+    """Write a private key that its owner alone can read, and a public file."""
+    for path in (private, public):
+        if replace:
+            path.unlink(missing_ok=True)
+        elif os.path.lexists(path):
+            raise FileExistsError(f"{path} exists: only `server --replace` replaces its files")
+    with os.fdopen(os.open(private, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        os.fchmod(file.fileno(), 0o600)  # whatever the mask of this process
+        file.write(secret)
+    with public.open("xb") as file:
+        file.write(content)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Make what the command line asks for; an error is one line."""
+    parser = argparse.ArgumentParser("keys", description="Make a certificate, or a node's key.")
+    kinds = parser.add_subparsers(dest="kind", metavar="server|node", required=True)
+    server = kinds.add_parser("server", help="write server.key and server.pem in FOLDER")
+    server.add_argument("--replace", action="store_true", help="replace those that are there")
+    server.add_argument("path", metavar="FOLDER", type=Path)
+    server.add_argument("hosts", metavar="HOST", nargs="+", help="a name or address of the server")
+    node = kinds.add_parser("node", help="write a private key and, beside it, a public one, .pub")
+    node.add_argument("path", metavar="FILE", type=Path)
+    given = parser.parse_args(arguments)
+    try:
+        if given.kind == "server":
+            make_certificate(given.path, *given.hosts, replace=given.replace)
+        else:
+            make_node_key(given.path)
+    except (OSError, ValueError) as error:
+        raise SystemExit(str(error)) from None
 
 
 if __name__ == "__main__":
-    kind, file, *names = sys.argv[1:]
-    if kind == "server":
-        make_certificate(Path(file), *names)
-    else:
-        make_node_key(Path(file))
+    main()

@@ -63,8 +63,7 @@ class LocalFederation(ExitStack):
         """Start the SuperNode of a number from 1; its key is made and registered the first time."""
         data, key = self.folder / f"node{number}", self.folder / f"node{number}.key"
         if not key.exists():
-            make_node_key(key)
-            self.flwr("supernode", "register", key.with_suffix(".pub"), "local")
+            self.flwr("supernode", "register", make_node_key(key), "local")
         clients = " ".join(map(str, self.clients[number - 1]))
         options: list[str | Path] = ["--root-certificates", self.folder / certificate]
         options += ["--superlink", self.address]

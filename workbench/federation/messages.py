@@ -1,7 +1,7 @@
 """Messages between server and nodes: trees as JSON and named arrays, never pickled."""
 
 import json
-from dataclasses import astuple
+from dataclasses import replace
 from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
@@ -42,10 +42,11 @@ def result_to_tree(result: ClientResult) -> Tree:
     """The result of a client round as a tree; its state is named only."""
     assert isinstance(result.state, Stored)
     reply = {**vars(result.reply), "state": {}, "log": vars(result.reply.log)}
-    return {**vars(result), "reply": reply, "state": list(astuple(result.state))}
+    return {**vars(result), "reply": reply, "state": vars(result.state)}
 
 
 def tree_to_result(tree: Tree) -> ClientResult:
     """The inverse of `result_to_tree`."""
-    reply = Reply(**{**tree["reply"], "log": Log(**tree["reply"]["log"])})
-    return ClientResult(**{**tree, "reply": reply, "state": Stored(*tree["state"])})
+    reply = Reply(**{**tree["reply"], "state": {}, "log": Log(**tree["reply"]["log"])})
+    reply = replace(reply, local=None)  # it stays on the node
+    return ClientResult(**{**tree, "reply": reply, "state": Stored(**tree["state"])})

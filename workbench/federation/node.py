@@ -45,14 +45,14 @@ class Node:
         self.clients = [int(client) for client in str(config["clients"]).split()]
         folder, device = Path(str(config["data"])), str(config.get("device", "cpu"))
         share = read_share(folder)
-        if set(header["shares"].get(share.digest, ())) != set(share.clients):
+        if set(header["shares"].get(tree_digest(share.digest, {}), ())) != set(share.clients):
             raise RefusedError(f"its share {share.digest[:12]} is none of the plan's")
         if others := sorted({*self.clients} - {*share.clients}):
             raise RefusedError(f"its share has no images of clients {others}")
         if not re.fullmatch("[0-9a-f]{16}", header["key"]):
             raise RefusedError(f"the run has the key {header['key']!r}")
         plan = build(Plan, header["plan"], "the plan in a message")
-        self.plan = own_plan(plan, self.clients)
+        self.plan, self.share = own_plan(plan, self.clients), share.digest
         if self.plan.data_digest != share.images.digest:
             raise RefusedError(f"its images are of the data set {share.images.digest[:12]}")
         experiment = own_experiment(read_experiment(header["experiment"]), share.images)
@@ -64,7 +64,7 @@ class Node:
     def answer(self, tree: Tree) -> Tree:
         """The results of calls by client, and what is refused; without calls, the clients."""
         if "calls" not in tree:
-            return {"clients": self.clients}
+            return {"clients": self.clients, "share": self.share}
         results: Tree = {}
         refused: list[str] = []
         for call in tree["calls"]:
@@ -145,15 +145,14 @@ def require_identity(mine: Mapping[str, str], servers: Mapping[str, str]) -> Non
 
 
 def answer(message: Message, context: Context) -> Message:
-    """The reply to any message; an error before the work begins is a refusal, else it ends all."""
-    node = None
+    """The reply to any message; after an error the node's clients are left out."""
     try:
         tree = unpack(message.content)
-        node = Node(tree["header"], context.node_config)
-        content = pack(node.answer(tree), "the reply of a node")
+        content = pack(
+            Node(tree["header"], context.node_config).answer(tree), "the reply of a node"
+        )
     except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        content = pack({"error": text} if node else {"refused": [text]}, "an error")
+        content = pack({"refused": [f"{type(error).__name__}: {error}"]}, "an error")
     return Message(content, reply_to=message)
 
 

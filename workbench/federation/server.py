@@ -8,10 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid, ServerApp
@@ -25,12 +27,18 @@ from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.engine.train import save_records, train
 from stamp_core.engine.trees import Store, Stored, Tree, flatten, tree_digest
 from stamp_core.engine.worker import Worker
+from stamp_core.methods.base.method import DivergedError, Log, Reply, State
 from stamp_core.results.records import Record, tree_bytes
-from workbench.federation.messages import pack, tree_to_result, unpack
+from workbench.federation.messages import pack, unpack
 from workbench.federation.node import identity
+from workbench.federation.replies import LONGEST, read_result, read_scores, require
 from workbench.federation.shares import own_experiment, own_plan, read_share
 
-REMOTE = {Worker.train_client, Worker.evaluate_client}  # all other work is done at the server
+Aggregate = Callable[[State, list[Reply], Log], State]
+
+# What nodes do, and how the replies are read; all other work is done at the server.
+REMOTE: dict[Any, Any] = {Worker.train_client: read_result, Worker.evaluate_client: read_scores}
+FAILURES = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 POLL = 1.0  # seconds between two looks at which nodes are there
 
 
@@ -48,17 +56,22 @@ class Names(Store):
         """Do nothing."""
 
 
+@dataclass
 class FederationExecutor:
-    """Sends client rounds to the nodes; clients of one that does not answer drop out."""
+    """Sends client rounds to the nodes; clients of one that does not answer well drop out."""
 
-    def __init__(
-        self, grid: Grid, worker: Worker, headers: Mapping[int, Tree], timeout: float
-    ) -> None:
-        self.grid, self.worker, self.headers, self.timeout = grid, worker, headers, timeout
-        self.workers = 1  # for what is done at the server
-        self.nodes: dict[int, list[int]] = {}  # the clients of each node that is there
-        self.lock = threading.Lock()  # seeds take turns
-        self.refusals: list[str] = []
+    grid: Grid
+    worker: Worker
+    headers: Mapping[int, Tree]
+    shares: Mapping[str, list[int]]  # the clients by digest
+    timeout: float
+    minimum: int  # good results, or all those asked for, without which a round ends the training
+    workers = 1  # for what is done at the server
+    lock: threading.Lock = field(default_factory=threading.Lock)  # seeds take turns
+    nodes: dict[int, list[int]] = field(default_factory=dict)  # the clients of each that is there
+    sources: dict[int, int] = field(default_factory=dict)  # the node that has answered for a client
+    refusals: list[str] = field(default_factory=list)
+    events: dict[int, list[str]] = field(default_factory=dict)  # of each seed's round
 
     def map(self, work: Callable[..., Any], each: Iterable[tuple[Any, ...]]) -> list[Any]:
         """The results for each of the arguments, in order; of client rounds those finished."""
@@ -67,28 +80,44 @@ class FederationExecutor:
             with self.worker.lock:
                 return SerialExecutor(self.worker).map(work, calls)
         with self.lock:
-            results = self.ask(work.__name__, calls)
-        if not results:
-            raise RuntimeError("no node has answered; finished rounds are kept: start again later")
-        clients = [round_id.client for round_id, *_ in calls]
+            before = len(self.refusals)
+            results = self.ask(work, calls)
+            refusals = self.refusals[before:]
+        if len(results) < (least := max(1, min(self.minimum, len(calls)))):
+            why = "; ".join(refusals) or "no node is there"
+            text = f"{len(results)} of {len(calls)} clients have answered, {least} must: {why}"
+            raise RuntimeError(f"{text}; finished rounds are kept: start again later")
+        seed, clients = calls[0][0].seed, [round_id.client for round_id, *_ in calls]
         if work is Worker.train_client:
-            return [tree_to_result(results[client]) for client in clients if client in results]
-        tasks = self.worker.plans[calls[0][0].seed].tasks
-        unknown = {"scores": torch.full((len(self.worker.runtime.scorings), 1, tasks), torch.nan)}
-        return [results.get(client, unknown)["scores"] for client in clients]
+            found = [results[client] for client in clients if client in results]
+            self.events[seed] = found[0].reply.log.events
+        else:
+            shape = len(self.worker.runtime.scorings), 1, self.worker.plans[seed].tasks
+            unknown = torch.full(shape, torch.nan)
+            found = [results.get(client, unknown) for client in clients]
+        self.events[seed] += refusals  # in the round's history
+        return found
 
-    def ask(self, name: str, calls: Sequence[tuple[Any, ...]]) -> dict[int, Tree]:
-        by_client = {call[0].client: call_tree(name, *call) for call in calls}
+    def ask(self, work: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> dict[int, Any]:
+        """The good results by client."""
+        by_client = {call[0].client: call for call in calls}
         seed, messages = calls[0][0].seed, {}
-        for node, clients in self.find_nodes().items():
-            own = [by_client[client] for client in clients if client in by_client]
-            if own:
+        asked = {n: [u for u in own if u in by_client] for n, own in self.find_nodes().items()}
+        for node, clients in asked.items():
+            if clients:
+                own = [call_tree(work.__name__, *by_client[client]) for client in clients]
                 what = f"the message to the node of clients {clients}"
                 messages[node] = pack({"header": self.headers[seed], "calls": own}, what)
-        results: dict[int, Tree] = {}
+        results: dict[int, Any] = {}
         for node, tree in self.exchange(messages, "train").items():
-            found = tree.get("results", {})
-            results |= {c: found[str(c)] for c in self.nodes[node] if str(c) in found}
+            for client in asked[node]:
+                with self.refusing(node, f"client {client}: "):
+                    found, (round_id, _, sent, *_) = tree.get("results", {}), by_client[client]
+                    require(isinstance(found, dict), "results", found, "a block by client")
+                    if str(client) in found:
+                        given = found[str(client)], self.worker, round_id, sent
+                        results[client] = REMOTE[work](*given)
+                        self.sources[client] = node
         return results
 
     def find_nodes(self) -> dict[int, list[int]]:
@@ -100,37 +129,83 @@ class FederationExecutor:
         header = next(iter(self.headers.values()))
         question = pack({"header": header}, "the question for a node's clients")
         for node, tree in sorted(self.exchange(dict.fromkeys(new, question), "query").items()):
-            clients = tree.get("clients", [])
-            if both := set().union(*self.nodes.values()).intersection(clients):
-                self.refuse(node, f"clients {sorted(both)} are on another node too")
-                clients = []
-            self.nodes[node] = clients
+            self.nodes[node] = []
+            with self.refusing(node):
+                own = sorted(self.shares.get(tree["share"], [])) if tree else []
+                clients = [client for client in own if client in tree["clients"]]
+                said = sorted(tree.get("clients", []))
+                require(said == clients, "clients", said, f"of its share's, {own}")
+                both = sorted(set().union(*self.nodes.values()).intersection(clients))
+                require(not both, "clients", clients, f"others: {both} are on another node too")
+                self.nodes[node] = clients
         return self.nodes
 
     def exchange(self, contents: Mapping[int, RecordDict], kind: str) -> dict[int, Tree]:
-        """The replies by node; names nodes that do not answer or refuse, raises their errors."""
+        """The replies by node; names nodes that do not answer or refuse."""
         if not contents:
             return {}
         given = contents.items()
         messages = [Message(content, node, kind, ttl=self.timeout) for node, content in given]
-        replies, reasons = {}, set[str]()
+        replies, silent, reasons = dict[int, Tree](), set(contents), set[str]()
         for reply in self.grid.send_and_receive(messages, timeout=self.timeout):
+            node = reply.metadata.src_node_id
             if reply.has_error():
                 reasons.add(reply.error.reason)
-            else:
-                replies[reply.metadata.src_node_id] = unpack(reply.content)
-        silent = ["; ".join(reasons) or "no answer"]
-        for node in contents:
-            tree = replies.get(node, {"refused": silent})
-            if "error" in tree:
-                raise RuntimeError(f"node {node}: {tree['error']}")
-            for reason in tree.get("refused", ()):
-                self.refuse(node, reason)
+            elif node in silent:
+                silent.remove(node)
+                replies[node] = {}
+                with self.refusing(node):
+                    tree = unpack(reply.content)
+                    if refused := tree.pop("refused", ()):
+                        self.refuse(node, "; ".join(map(str, refused)))
+                    replies[node] = tree
+        for node in sorted(silent):
+            self.refuse(node, "; ".join(reasons) or "no answer")
         return replies
 
-    def refuse(self, node: int, reason: str) -> None:
-        self.refusals.append(f"node {node} is left out: {reason}")
+    @contextmanager
+    def refusing(
+        self, node: int, what: str = "", events: list[str] | None = None
+    ) -> Iterator[None]:
+        """A context that reads what a node has sent; an error leaves it out."""
+        try:
+            yield
+        except Exception as error:  # whatever the bytes of a stranger make a reader raise
+            kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+            text = self.refuse(node, f"{what}{kind}{error}")
+            if events is not None:
+                events.append(text)
+
+    def refuse(self, node: int, reason: str) -> str:
+        """Say in one line that a node is left out, and why."""
+        text = "".join(each if each.isprintable() else " " for each in reason)[:LONGEST]
+        self.refusals.append(f"node {node} is left out: {text}")
         print(self.refusals[-1], flush=True)
+        return self.refusals[-1]
+
+    def aggregate(
+        self, aggregate: Aggregate, server: State, replies: list[Reply], log: Log
+    ) -> State:
+        """The server's next state, without replies from which alone no finite one follows."""
+
+        def attempt(given: list[Reply], log: Log) -> State:
+            state = aggregate(server, given, log)
+            if not all(np.isfinite(array).all() for array in flatten(state)[1].values()):
+                raise DivergedError("the server's state is no longer finite")
+            return state
+
+        try:
+            return attempt(replies, log)
+        except FAILURES:
+            good = list[Reply]()
+            for reply in replies:
+                node, what = self.sources[reply.client], f"client {reply.client}: "
+                with self.refusing(node, what, log.events):
+                    attempt([reply], Log())
+                    good.append(reply)
+            if not max(1, self.minimum) <= len(good) < len(replies):
+                raise
+        return attempt(good, log)
 
     def wait_for(self, clients: Iterable[int], seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -167,6 +242,7 @@ def train_federation(
     resume: Path,
     wait: float = 600,
     timeout: float = 3600,
+    minimum: int = 1,
 ) -> dict[int, Record]:
     """The records of an experiment that nodes train; `wait` and `timeout` are in seconds."""
 
@@ -179,14 +255,19 @@ def train_federation(
         headers = {
             seed: header(experiment, plan, device, shares, token) for seed, plan in plans.items()
         }
-        executor = FederationExecutor(grid, worker, headers, timeout)
+        executor = FederationExecutor(grid, worker, headers, shares, timeout, minimum)
+        vars(worker.method)["aggregate"] = partial(executor.aggregate, worker.method.aggregate)
         executor.wait_for(range(experiment.setting.split.clients), wait)
         return worker, executor
 
     if experiment.setting.training.secure_sums:
         right = "false in a federation, whose nodes send single uploads"
         raise invalid("training.secure_sums", True, right)
-    plans = {seed: own_plan(Plan.load(data / f"plan-{seed}.json"), ()) for seed in seeds}
+    counts = json.loads((data / "counts.json").read_text())
+    plans = {
+        seed: own_plan(Plan.load(data / f"plan-{seed}.json"), (), counts[str(seed)])
+        for seed in seeds
+    }
     shares = json.loads((data / "nodes.json").read_text())
     mine = own_experiment(federated(experiment), read_share(data).images)
     with only_server(resume) as token:
@@ -200,7 +281,8 @@ def header(experiment: Experiment, plan: Plan, device: str, shares: Tree, token:
         "experiment": experiment.resolved(),
         "plan": to_plain(plan),
         "identity": identity(experiment, plan, device),
-        "shares": shares,  # the clients by digest
+        # Of the digest, by which a node proves to have a share, the others know the digest only.
+        "shares": {tree_digest(share, {}): clients for share, clients in shares.items()},
         "key": hashlib.sha256(run.encode()).hexdigest()[:16],  # names the states on the nodes
     }
 
@@ -229,7 +311,8 @@ def main(grid: Grid, context: Context) -> None:
     experiment = load_experiment(config["setting"], config["method"])
     resume, seeds = Path(config["resume"]), parse_seeds(config["seeds"])
     limits = float(config["wait"]), float(config["timeout"])
-    records = train_federation(grid, experiment, seeds, Path(config["data"]), resume, *limits)
+    where = Path(config["data"]), resume
+    records = train_federation(grid, experiment, seeds, *where, *limits, int(config["minimum"]))
     save_records(records, Path(config["out"]), resume)
 
 

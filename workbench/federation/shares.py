@@ -37,6 +37,7 @@ class OwnPlan(Plan):
     """A plan on a machine that has the training images of some clients only."""
 
     own: frozenset[int] = frozenset()
+    counts: Sequence[Sequence[int]] = ()  # [U][T], training images, where the server knows them
 
     def train_indices(self, dataset: ImageDataset, client: int, task: int) -> Tensor:
         """The indices of a client's images; refused for a client of another machine."""
@@ -67,10 +68,10 @@ class Share:
     digest: str
 
 
-def own_plan(plan: Plan, clients: Iterable[int]) -> OwnPlan:
+def own_plan(plan: Plan, clients: Iterable[int], counts: Sequence[Sequence[int]] = ()) -> OwnPlan:
     """The plan for a machine with these clients; its hash is that of `plan`."""
     own = OwnPlan(**values_of(plan))
-    vars(own)["own"] = frozenset(clients)  # not a field, or the hash would change
+    vars(own).update(own=frozenset(clients), counts=counts)  # no fields, or the hash would change
     return own
 
 
@@ -93,8 +94,15 @@ def write_shares(
     share = take_share(dataset, reference, tests, ())
     share["train"] |= {"count": len(reference), "places": torch.arange(len(reference))}
     write_share(folder / "server", share)
+    counts = {}
     for seed, plan in plans.items():
         plan.save(folder / "server" / f"plan-{seed}.json")
+        every = range(plan.tasks)
+        counts[seed] = [
+            [len(plan.train_indices(dataset, u, t)) for t in every]
+            for u in range(len(plan.clients))
+        ]
+    (folder / "server" / "counts.json").write_text(json.dumps(counts))
     digests = {}
     for number, clients in enumerate(nodes, start=1):
         own = [(p, u, t) for p in plans.values() for u in clients for t in range(p.tasks)]
