@@ -1,6 +1,7 @@
 """The records of a setting in one small file: all but weights, features and exemplars."""
 
 import argparse
+import lzma
 import tarfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,6 +37,9 @@ def unpack(path: Path, runs: Path) -> tuple[int, int]:
     """Write the records in `path` below `runs`: how many were new, and how many there before."""
     new, kept = 0, 0
     with tarfile.open(path) as tar, TemporaryDirectory() as scratch:
+        for member in tar:  # Python 3.11.7 follows a chain of links out of the folder
+            if not (member.isreg() or member.isdir()):
+                raise ValueError(f"{path}: {member.name!r} must be a plain file or a folder")
         tar.extractall(scratch, filter="data")
         for digest in sorted(Path(scratch).glob("*/*/digest")):
             folder = runs / digest.parent.relative_to(scratch)
@@ -59,7 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if chosen.command == "unpack":
         if not path.exists():
             parser.error(f"{path} is not there: records of {chosen.setting} are not published")
-        new, kept = unpack(path, runs)
+        try:
+            new, kept = unpack(path, runs)
+        except (ValueError, EOFError, lzma.LZMAError, tarfile.TarError) as error:
+            parser.error(f"{path} must be replaced by a whole archive of records: {error}")
         print(f"{runs}: {new} records from {path.name}, {kept} were there")
         return
     folders = sorted(runs.glob("*"))
