@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from stamp_core.config.decode import build, invalid, unknown_name
+from stamp_core.config.decode import build, convert, invalid, unknown_name
+from stamp_core.config.limits import NonNegativeInt
 from stamp_core.config.schema import Split
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.plan import Plan, Task, check_hash, read_json
@@ -25,7 +26,7 @@ class PlanFile:
 
     clients: tuple[tuple[Task, ...], ...]
     split: Split | None = None
-    seed: int | None = None
+    seed: NonNegativeInt | None = None
     data_digest: str | None = None
     classes: int | None = None
     hash: str | None = None
@@ -43,6 +44,7 @@ def import_plan(path: str | Path, dataset: ImageDataset, seed: int | None = None
     if plan.data_digest != dataset.digest:
         right = f"that of the data, {dataset.digest}"
         raise invalid(f"{path}: plan.data_digest", plan.data_digest, right)
+    convert(seed, NonNegativeInt | None, "seed")
     check_plan(f"{path}: plan", plan, dataset)
     if plan.split.alpha is not None:  # the clients share a task's images among them
         parts = [[i for task in tasks for i in task.train or ()] for tasks in plan.clients]
