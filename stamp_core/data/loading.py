@@ -24,8 +24,8 @@ from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.images import ImageArrays, array_error
 
 
-def load_dataset(spec: Mapping[str, Any]) -> ImageDataset:
-    """The data set of a block `data`, mapped from the cache; made again if missing or damaged."""
+def load_dataset(spec: Mapping[str, Any], make: bool = True) -> ImageDataset:
+    """The data set of a block `data`, mapped from the cache; made if missing, with `make` alone."""
     source, options = find_source(spec)
     name = str(spec["source"])
     listing = source.listing(options) if hasattr(source, "listing") else None
@@ -37,6 +37,8 @@ def load_dataset(spec: Mapping[str, Any]) -> ImageDataset:
         except cache.READ_ERRORS as error:
             warnings.warn(f"{folder} is damaged and is made again: {error}", stacklevel=2)
             shutil.rmtree(folder, ignore_errors=True)
+    if not make:
+        raise FileNotFoundError(f"{name} must be in {paths.CACHE}: train with these data first")
     if listing:
         cache.create(folder, partial(decoding.write_listing, listing))
     else:

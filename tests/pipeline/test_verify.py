@@ -1,5 +1,9 @@
 """`stamp verify`: a record that says something wrong of itself is named."""
 
+import hashlib
+import json
+import re
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +13,14 @@ import numpy as np
 import pytest
 
 from stamp_core import Record, load_experiment, train
+from stamp_core.core import vision
 from workbench import import_plan, load_plans
 from workbench.report.frames import final_score
 from workbench.workflow import command
-from workbench.workflow.verify import verify_record
+from workbench.workflow.leaderboard import verify_all, write_leaderboard
+from workbench.workflow.verify import experiment_of, verify_record
 
+Change = Callable[[Record], Record]
 NAMES = ("fedavg", "stamp", "fedala", "local", "joint")
 
 
@@ -35,7 +42,7 @@ def failing(record: Record, folder: Path) -> list[str]:
 def test_what_was_trained_here_is_verified(name, records, tmp_path):
     records[name].save(tmp_path / "0")
     checks = {check.name: check.found for check in verify_record(tmp_path / "0")}
-    assert [*checks] == ["digest", "parameters", "data", "plan", "code", "accuracy"]
+    assert [*checks] == ["digest", "parameters", "code", "data", "plan", "accuracy"]
     assert failing(records[name], tmp_path / "0") == []
     exact = "there is no global model" if name == "local" else "at most 0.0% from the record"
     assert exact in checks["accuracy"]
@@ -97,3 +104,91 @@ def test_a_forged_record_is_named_and_kept_out_of_the_leaderboard(records, tmp_p
     assert reasons == {"better": "accuracy", "in_plan": "plan", "in_code": "code", "changed": "the"}
     assert command.main(["leaderboard", str(tmp_path / "in_code"), "--page", str(page)]) == 1
     assert command.main(["leaderboard", str(tmp_path / "nowhere"), "--page", str(page)]) == 1
+
+
+def stated(*path: str, value: Any) -> Change:
+    """What sets a value that a record says of itself, with the digest of parameters that fits."""
+
+    def change(record: Record) -> Record:
+        block = about = deepcopy(record.about)
+        for key in path[:-1]:
+            block = block[key]
+        block[path[-1]] = value
+        changed = replace(record, about=about)
+        if path[0] in ("setting", "method"):
+            text = json.dumps(experiment_of(changed).resolved(), sort_keys=True)
+            about["identity"]["parameters"] = hashlib.sha256(text.encode()).hexdigest()
+        return changed
+
+    return change
+
+
+def scored(by: float, experiences: slice, **more: Any) -> Change:
+    """What changes every global accuracy of some experiences."""
+
+    def change(record: Record) -> Record:
+        scores = {name: array.copy() for name, array in record.scores.items()}
+        scores["global"][:, experiences] += np.float32(by)
+        return replace(record, scores=scores, **more)
+
+    return change
+
+
+def reshaped(record: Record) -> Record:
+    return replace(record, weights={k: v[None] for k, v in record.weights.items()})
+
+
+CLIENTS = ("setting", "split", "clients")
+MARKUP = "x|<script>alert(1)</script> [a](javascript:b)\n| forged | http://a.b"
+FORGED: dict[str, tuple[Change, str]] = {  # and why it is refused; "": shown as it is computed
+    "no weights, all right": (scored(1, slice(None), weights={}), "weights of the global model"),
+    "0.99 points more": (scored(0.0099, slice(-1, None)), ""),
+    "no forgetting": (scored(-1, slice(-1)), ""),
+    "costs": (lambda r: replace(r, history=[{**h, "images": 0} for h in r.history]), ""),
+    "device": (stated("environment", "device", value=MARKUP), ""),
+    "weights of another method": (stated("method", "name", value="mine"), "has the weights of"),
+    "sweep with markup": (stated("sweep", value=["a", MARKUP]), "the name of a record is"),
+    "a copy": (lambda r: r, "seed 0 is in "),
+    "weights of another shape": (reshaped, "size mismatch"),
+    "scores of another shape": (lambda r: replace(r, tests=r.tests[:1]), "the shape of"),
+    "a seed of text": (stated("seed", value="0"), "seed is '0'"),
+    "no setting": (lambda r: replace(r, about={"seed": 0}), "malformed: KeyError"),
+    "a list": (lambda r: replace(r, about=["seed"]), "malformed: TypeError"),
+    "a history of text": (lambda r: replace(r, history=["x"]), "malformed: "),
+    "a download": (stated("setting", "data", value={"source": "cifar100"}), "cifar100 must be in"),
+    "many clients": (stated(*CLIENTS, value=99_999), "the shape of the global scores"),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forgery_costs_its_own_row_or_shows_what_is_computed(
+    name, records, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(vision, "load_torchvision", lambda: pytest.fail("a download"))
+    change, why = FORGED[name]
+    honest, forged, other = (tmp_path / each / "0" for each in ("honest", "forged", "other"))
+    records["fedavg"].save(other)
+    records["stamp"].save(honest)
+    change(records["stamp"]).save(forged)
+    twin = name in ("a copy", "weights of another method")
+    table, refused = verify_all([honest, forged, other] if twin else [forged, other])
+    if why:
+        assert why in refused[forged] and "\n" not in refused[forged]
+        assert sorted(table.method) == ["fedavg", "stamp"][: 1 + (name == "a copy")]
+        return
+    claimed = ["machine", "images"]
+    expected = verify_all([honest, other])[0]
+    assert table.drop(columns=claimed).equals(expected.drop(columns=claimed)) and not refused
+    page = write_leaderboard(table, tmp_path / "page.md").read_text()
+    assert page.count("\n") == 8 and not re.search(r"<|\[|://|forgetting", page)
+
+
+def test_training_again_compares_bits(records, tmp_path, capsys):
+    record = records["fedavg"]
+    almost = {name: value * np.float32(1 + 1e-6) for name, value in record.weights.items()}
+    record.save(tmp_path / "sound")
+    replace(record, weights=almost).save(tmp_path / "almost")
+    words = ["verify", "--train", str(tmp_path / "sound"), str(tmp_path / "almost")]
+    assert command.main(words) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if "  training  " in line]
+    assert [line.split()[2] for line in lines] == ["ok", "NO"]

@@ -109,13 +109,17 @@ def show(arguments: argparse.Namespace) -> None:
 
 def verify(arguments: argparse.Namespace) -> None:
     """Print a line for each check of each record; ValueError if one does not hold."""
-    from workbench.workflow.verify import verify_record
+    from workbench.workflow.verify import MALFORMED, Check, one_line, verify_record
 
     failed = []
     for folder in arguments.folder:
-        for check in verify_record(folder, arguments.plan):
+        try:
+            checks = verify_record(folder, arguments.plan, arguments.train)
+        except MALFORMED as error:
+            checks = [Check("record", False, one_line(error))]
+        for check in checks:
             print(f"{folder}  {check.name:10}  {'ok' if check.holds else 'NO'}  {check.found}")
-            failed += [] if check.holds else [f"{folder}: {check.name}"]
+            failed += [] if check.holds else [f"{folder}: {check.name} {check.found}"]
     if failed:
         raise ValueError(f"not verified: {'; '.join(failed)}")
 
@@ -124,12 +128,12 @@ def leaderboard(arguments: argparse.Namespace) -> None:
     """Write the page of all records that verify, and name the others; ValueError if none does."""
     from workbench.workflow.leaderboard import find_records, verify_all, write_leaderboard
 
-    sound, refused = verify_all(find_records(arguments.folder))
+    table, refused = verify_all(find_records(arguments.folder))
     for folder, why in refused.items():
         print(f"not verified, left out: {folder}: {why}", file=sys.stderr)
-    if not sound:
+    if table.empty:
         raise ValueError(f"none of {len(refused)} records verifies with the code that is here")
-    print(f"{write_leaderboard(sound, arguments.page)}: {len(sound)} records")
+    print(f"{write_leaderboard(table, arguments.page)}: {len(table)} records")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -154,6 +158,7 @@ def parser() -> argparse.ArgumentParser:
     )
     drawn = "the plan, where it was not drawn here"
     check.add_argument("--plan", type=Path, metavar="FILE", help=drawn)
+    check.add_argument("--train", action="store_true", help="train it again, and compare bits")
     check.set_defaults(call=verify)
     board = commands.add_parser("leaderboard", help="a page of all records that verify")
     board.add_argument("folder", nargs="+", type=Path, help="records are looked for below it")
