@@ -26,8 +26,7 @@ from stamp_core.data.images import ImageArrays, array_error
 
 def load_dataset(spec: Mapping[str, Any], make: bool = True) -> ImageDataset:
     """The data set of a block `data`, mapped from the cache; made if missing, with `make` alone."""
-    source, options = find_source(spec)
-    name = str(spec["source"])
+    (source, options), name = find_source(spec), str(spec["source"])
     listing = source.listing(options) if hasattr(source, "listing") else None
     key = decoding.listing_key(listing) if listing else _make_key(source, options)
     folder = paths.CACHE / f"{name}-{key[:12]}"
@@ -61,11 +60,6 @@ def find_source(spec: Mapping[str, Any], where: str = "params.yaml: data") -> tu
         source = source.SETS[name]
     rest = {key: value for key, value in spec.items() if key != "source"}
     return source, build(source.Options, rest, where)
-
-
-def source_options(spec: Mapping[str, Any], where: str = "params.yaml: data") -> object:
-    """The checked options of the source that `spec` names."""
-    return find_source(spec, where)[1]
 
 
 def _make_key(source: Any, options: object) -> str:

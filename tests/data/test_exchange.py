@@ -127,7 +127,7 @@ ALTERED["clients"][1][0]["train"][:] = ALTERED["clients"][0][0]["train"]
 BAD_JSON = [
     ("{", " is damaged: "),
     ("[]", ": plan is []; it must be a block of keys"),
-    ('{"clients": []}', ": plan.clients is 0; it must be at least 1"),
+    ('{"clients": []}', ": plan.clients is 0; it must be between 1"),
     (elsewhere(OTHER), ": plan.clients[1] is a list of 1; it must be of 2"),
     (elsewhere(OTHER, {"class": [3]}), ": plan.clients[1][1]: 'class' is unknown; did you mean"),
     (

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from stamp_core.config.decode import build, convert, invalid, unknown_name
+from stamp_core.config.decode import ParameterError, build, convert, invalid, unknown_name
 from stamp_core.config.limits import NonNegativeInt
 from stamp_core.config.schema import Split
 from stamp_core.data.dataset import ImageDataset
@@ -39,6 +39,8 @@ def import_plan(path: str | Path, dataset: ImageDataset, seed: int | None = None
     """
     path = Path(path)
     read, _ = _form_of(path)
+    if not path.is_file():  # a pipe would wait
+        raise ParameterError(f"{path} must be a file")
     values = read(path, dataset)
     plan = _complete_plan(path, build(PlanFile, values, f"{path}: plan"), dataset)
     if plan.data_digest != dataset.digest:

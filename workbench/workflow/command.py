@@ -14,7 +14,7 @@ from stamp_core.config.params import parse_seeds, read_params
 from stamp_core.core.processes import without_garbage_collection
 from workbench.workflow.profiles import DEFAULT
 
-ERRORS = (ParameterError, OSError, ValueError, ArithmeticError)
+ERRORS = (OSError, ValueError, ArithmeticError, MemoryError)
 
 
 def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
@@ -24,11 +24,13 @@ def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
         key, equals, text = pair.partition("=")
         if not (key and equals):
             raise ParameterError(f"--set {pair}: it must be key=value, as spatial.kappa=0.9")
+        if key in values:
+            raise ParameterError(f"--set {key}: it must be there once")
         try:
             values[key] = YAML(typ="safe").load(text)
-        except YAMLError as error:
+        except (YAMLError, ValueError) as error:  # or a number of thousands of digits
             why = " ".join(str(error).split())
-            raise ParameterError(f"--set {pair}: the value must be YAML: {why}") from None
+            raise ParameterError(f"--set {key}: the value must be YAML: {why}") from None
     return values
 
 
@@ -48,6 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
     with without_garbage_collection():
         from stamp_core.engine.experiment import load_experiment
         from stamp_core.engine.train import train
+        from stamp_core.engine.worker import explain_memory_errors
 
     params = read_params()
     chosen = parse_overrides(arguments.set)
@@ -55,13 +58,14 @@ def run(arguments: argparse.Namespace) -> None:
         if arguments.plan is not None and key.startswith("setting.split"):
             raise ParameterError(f"--set {key}: --plan {arguments.plan} has a split of its own")
     tried = [load_experiment(arguments.setting, arguments.method, params, chosen)]
-    if arguments.compare:
+    if arguments.compare is not None:
         shared = {key: value for key, value in chosen.items() if key.startswith("setting.")}
         tried.append(load_experiment(arguments.setting, arguments.compare, params, shared))
     found = []
     for experiment in tried:
         plans = read_plans(experiment, arguments.seeds, arguments.plan)
-        found.append([*train(experiment, plans, arguments.workers).values()])
+        with explain_memory_errors(experiment.setting):
+            found.append([*train(experiment, plans, arguments.workers).values()])
     labels = [" ".join([arguments.method, *arguments.set]), arguments.compare]
     print_comparison(labels[: len(found)], found)
 
@@ -143,7 +147,8 @@ def parser() -> argparse.ArgumentParser:
     one = commands.add_parser("run", help="train one experiment, and print its accuracy")
     one.add_argument("setting")
     one.add_argument("method")
-    one.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="other values")
+    pairs = one.add_argument("--set", action="extend", nargs="+", metavar="KEY=VALUE")
+    pairs.help, pairs.default = "other values", []
     one.add_argument("--seeds", default="0to1", help="a range such as 0to5 (default: 0to1)")
     one.add_argument("--plan", metavar="FILE", help="who learns what when: a .json or .csv file")
     one.add_argument("--workers", type=int, default=1, help="processes; 0: one per core")
@@ -183,6 +188,9 @@ def main(words: Sequence[str] | None = None) -> int:
     except ERRORS as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -46,7 +46,8 @@ class Check(NamedTuple):
 
 def one_line(error: BaseException) -> str:
     """An error of `MALFORMED` in one line."""
-    kind = "" if isinstance(error, ValueError) else f"it is malformed: {type(error).__name__}: "
+    named = isinstance(error, ValueError | OSError)
+    kind = "" if named else f"it is malformed: {type(error).__name__}: "
     return (kind + " ".join(str(error).split()))[:500]
 
 
