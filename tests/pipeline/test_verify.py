@@ -60,52 +60,6 @@ def test_a_record_of_an_imported_plan_is_verified_with_its_file(tmp_path, capsys
     assert "split.kind is 'file'" in capsys.readouterr().err
 
 
-def in_setting(about: dict[str, Any]) -> None:
-    about["setting"]["training"]["lr"] = 0.05
-
-
-def in_plan(about: dict[str, Any]) -> None:
-    about["seed"] = 1
-
-
-def in_code(about: dict[str, Any]) -> None:
-    about["identity"]["code"] = "0" * 64
-
-
-@pytest.mark.parametrize(
-    ("change", "name"), [(in_setting, "parameters"), (in_plan, "plan"), (in_code, "code")]
-)
-def test_another_statement_is_named(change, name, records, tmp_path):
-    about = deepcopy(records["stamp"].about)
-    change(about)
-    assert failing(replace(records["stamp"], about=about), tmp_path / "0") == [name]
-
-
-def test_a_forged_record_is_named_and_kept_out_of_the_leaderboard(records, tmp_path, capsys):
-    """Another accuracy, plan and code, each with a digest that fits, and a changed file."""
-    scores = {name: array.copy() for name, array in records["stamp"].scores.items()}
-    scores["global"][0, -1, 0, 0] += np.float32(0.1)
-    replace(records["stamp"], scores=scores).save(tmp_path / "better/0")
-    for change in (in_plan, in_code):
-        about = deepcopy(records["stamp"].about)
-        change(about)
-        replace(records["stamp"], about=about).save(tmp_path / change.__name__ / "0")
-    records["fedavg"].save(tmp_path / "changed/0")
-    (tmp_path / "changed/0/run.json").open("a").write(" ")
-    for name in ("fedavg", "stamp"):
-        records[name].save(tmp_path / "runs" / name / "0")
-    page = tmp_path / "page.md"
-    assert command.main(["leaderboard", str(tmp_path), "--page", str(page)]) == 0
-    rows = [line.split(" | ") for line in page.read_text().splitlines() if "| tiny |" in line]
-    best = sorted(("fedavg", "stamp"), key=lambda name: -final_score(records[name], "global"))
-    assert [row[1].rstrip("‡† ") for row in rows] == best
-    named = [line.split(": ")[1:3] for line in capsys.readouterr().err.splitlines()]
-    reasons = {Path(folder).parent.name: why.split()[0] for folder, why in named}
-    assert reasons == {"better": "accuracy", "in_plan": "plan", "in_code": "code", "changed": "the"}
-    assert command.main(["leaderboard", str(tmp_path / "in_code"), "--page", str(page)]) == 1
-    assert command.main(["leaderboard", str(tmp_path / "nowhere"), "--page", str(page)]) == 1
-
-
 def stated(*path: str, value: Any) -> Change:
     """What sets a value that a record says of itself, with the digest of parameters that fits."""
 
@@ -134,6 +88,12 @@ def scored(by: float, experiences: slice, **more: Any) -> Change:
     return change
 
 
+def replaced_rate(record: Record) -> Record:
+    about = deepcopy(record.about)
+    about["setting"]["training"]["lr"] = 0.05
+    return replace(record, about=about)
+
+
 def reshaped(record: Record) -> Record:
     return replace(record, weights={k: v[None] for k, v in record.weights.items()})
 
@@ -142,6 +102,10 @@ CLIENTS = ("setting", "split", "clients")
 MARKUP = "x|<script>alert(1)</script> [a](javascript:b)\n| forged | http://a.b"
 FORGED: dict[str, tuple[Change, str]] = {  # and why it is refused; "": shown as it is computed
     "no weights, all right": (scored(1, slice(None), weights={}), "weights of the global model"),
+    "10 points more": (scored(0.1, slice(-1, None)), "accuracy "),
+    "another seed": (stated("seed", value=1), "plan "),
+    "another code": (stated("identity", "code", value="0" * 64), "code "),
+    "another rate": (replaced_rate, "parameters "),
     "0.99 points more": (scored(0.0099, slice(-1, None)), ""),
     "no forgetting": (scored(-1, slice(-1)), ""),
     "costs": (lambda r: replace(r, history=[{**h, "images": 0} for h in r.history]), ""),
@@ -181,6 +145,20 @@ def test_a_forgery_costs_its_own_row_or_shows_what_is_computed(
     assert table.drop(columns=claimed).equals(expected.drop(columns=claimed)) and not refused
     page = write_leaderboard(table, tmp_path / "page.md").read_text()
     assert page.count("\n") == 8 and not re.search(r"<|\[|://|forgetting", page)
+
+
+def test_the_page_has_what_verifies_and_the_rest_is_named(records, tmp_path, capsys):
+    for name in ("fedavg", "stamp", "changed"):
+        records["fedavg" if name == "changed" else name].save(tmp_path / name / "0")
+    (tmp_path / "changed/0/run.json").open("a").write(" ")
+    page = tmp_path / "page.md"
+    assert command.main(["leaderboard", str(tmp_path), "--page", str(page)]) == 0
+    rows = [line.split(" | ") for line in page.read_text().splitlines() if "| tiny |" in line]
+    best = sorted(("fedavg", "stamp"), key=lambda name: -final_score(records[name], "global"))
+    assert [row[1].rstrip("‡† ") for row in rows] == best
+    assert f"{tmp_path}/changed/0: the record in" in capsys.readouterr().err
+    for folder in ("changed", "nowhere"):
+        assert command.main(["leaderboard", str(tmp_path / folder), "--page", str(page)]) == 1
 
 
 def test_training_again_compares_bits(records, tmp_path, capsys):
