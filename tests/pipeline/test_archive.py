@@ -90,7 +90,7 @@ def test_an_archive_writes_nothing_outside(members, tmp_path, monkeypatch):
         for each in members:
             tar.addfile(each, io.BytesIO())
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises((ValueError, tarfile.FilterError)) as error:
+    with pytest.raises(ValueError) as error:
         archive.unpack(tmp_path / "a.tar.xz", tmp_path / "runs")
     assert sorted(tmp_path.rglob("*")) == before
     first = next(m for m in members if not m.isdir() or ".." in m.name)

@@ -9,6 +9,10 @@ from numpy.typing import NDArray
 
 OPCODES = 1000  # NumPy writes a hundred: memory and time stay bounded
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_VALUES = (
+    *("BININT", "BININT1", "BININT2", "BINUNICODE", "SHORT_BINUNICODE", "GLOBAL"),
+    *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
+)
 _KINDS = ("f2", "f4", "f8", *(f"{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8)))
 
 
@@ -30,7 +34,7 @@ def _to_array(name: str, part: object) -> NDArray[Any]:
 
 
 def _parse(content: bytes) -> list[Any]:
-    """The stack of a pickle: a call is [function's name, arguments, state], a dictionary a list."""
+    """The stack of a pickle: a call is [function, arguments, state], a dictionary a list."""
     stack, marks, memo = list[Any](), list[int](), dict[object, Any]()
     for opcode, value, _ in islice(pickletools.genops(content), OPCODES):
         match opcode.name:
@@ -40,33 +44,23 @@ def _parse(content: bytes) -> list[Any]:
                 stack.append([])
             case "MARK":
                 marks.append(len(stack))
-            case "TUPLE":
-                start = marks.pop()
-                stack[start:] = [tuple(stack[start:])]
-            case "TUPLE1" | "TUPLE2" | "TUPLE3":
-                start = len(stack) - int(opcode.name[-1])
+            case "TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3" as name:
+                start = marks.pop() if name == "TUPLE" else len(stack) - int(name[-1])
                 stack[start:] = [tuple(stack[start:])]
             case "MEMOIZE" | "BINPUT" | "LONG_BINPUT":
                 memo[len(memo) if value is None else value] = stack[-1]
             case "BINGET" | "LONG_BINGET":
                 stack.append(memo[value])
-            case "STACK_GLOBAL":
-                stack[-2:] = [" ".join(stack[-2:])]
-            case "REDUCE":
+            case "STACK_GLOBAL" | "REDUCE":
                 stack[-2:] = [stack[-2:]]
-            case "APPEND" | "BUILD":
-                item = stack.pop()
-                stack[-1].append(item)
-            case "SETITEMS":
-                start = marks.pop()
+            case "APPEND" | "BUILD" | "SETITEMS" as name:
+                start = marks.pop() if name == "SETITEMS" else -1
                 items = stack[start:]
                 del stack[start:]
                 stack[-1].extend(items)
             case name if name in _CONSTANTS:
                 stack.append(_CONSTANTS[name])
-            case name if name == "GLOBAL" or name.endswith(("BYTES", "BYTES8", "UNICODE", "INT1")):
-                stack.append(value)
-            case "BININT" | "BININT2":
+            case name if name in _VALUES:
                 stack.append(value)
             case name:
                 raise ValueError(f"{name} is no part of an array")

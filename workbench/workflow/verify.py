@@ -139,10 +139,9 @@ def _accuracy_check(record: Record, experiment: Experiment, plan: Plan) -> Check
     again = score(worker.runtime, plan, clients, plan.experiences - 1, True).double().numpy()
     stored = record.scores["global"][: len(again), -1]
     tests = count_tests(worker.runtime, plan, clients).numpy()
-    undefined = np.isnan(again)
     off = float(np.nanmax(np.abs(again - stored), initial=0.0))
-    holds = bool((undefined == np.isnan(stored)).all()) and off <= ROUNDING
-    holds = holds and np.array_equal(tests, record.tests)
+    holds = off <= ROUNDING and np.array_equal(tests, record.tests)
+    holds &= np.array_equal(np.isnan(again), np.isnan(stored))
     mean = final_accuracy(micro_average(again[:1], tests))
     found = f"{mean:.1%} again, at most {off:.1%} from the record in a task"
     return Check("accuracy", holds, found, mean)
@@ -151,13 +150,9 @@ def _accuracy_check(record: Record, experiment: Experiment, plan: Plan) -> Check
 def _training_check(record: Record, experiment: Experiment, plan: Plan) -> Check:
     """Whether training again gives the same weights and scores, bit for bit."""
     again = train(experiment, {plan.seed: plan})[plan.seed]
-    parts = [(record.weights, again.weights), (record.scores, again.scores)]
-    same = [
-        one.keys() == other.keys()
-        and all(np.array_equal(one[k], other[k], equal_nan=True) for k in one)
-        for one, other in parts
-    ]
+    stated, found = ({**each.weights, **each.scores} for each in (record, again))
+    same = stated.keys() == found.keys()
+    same &= all(np.array_equal(stated[k], found[k], equal_nan=True) for k in found if same)
     made = plain(record.about["identity"]["torch"])
     others = f"other weights or scores; it was made with torch {made}, here is {torch.__version__}"
-    found = "weights and scores again, bit for bit" if all(same) else others
-    return Check("training", all(same), found)
+    return Check("training", same, "weights and scores again, bit for bit" if same else others)
