@@ -2,7 +2,9 @@
 
 import dataclasses
 import hashlib
+import io
 import json
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,15 @@ import numpy as np
 
 from stamp_core import load_experiment, read_params, train
 from stamp_core.client.runtime import ClientRuntime
+from stamp_core.config.decode import ParameterError
 from stamp_core.config.params import parse_seeds
 from stamp_core.data.loading import load_dataset
 from stamp_core.results.records import Record, load_record
-from workbench import load_plans, run_folder
+from workbench import import_pfllib, load_plans, run_folder
+from workbench.workflow import archive
+from workbench.workflow.command import main
 from workbench.workflow.grid import load_records, save_plans, train_and_save
+from workbench.workflow.leaderboard import find_records, verify_all
 from workbench.workflow.profiles import QUICK, read_profile
 from workbench.workflow.source import write_source
 from workbench.workflow.sweeps import sweep_experiments
@@ -100,3 +106,27 @@ def load_pretrained(file: str) -> None:
     setting = load_experiment("tiny", "fedavg").setting
     network = dataclasses.replace(setting.network, pretrained=file)
     ClientRuntime(dataclasses.replace(setting, network=network), load_dataset(setting.data))
+
+
+def unpack_records(path: str, runs: str) -> tuple[int, int]:
+    """How many records an archive holds."""
+    return archive.unpack(Path(path), Path(runs))
+
+
+def import_client(folder: str) -> None:
+    """The plan of a folder of PFLlib with images of the setting `tiny`."""
+    import_pfllib(folder, load_experiment("tiny", "fedavg").dataset(), 1)
+
+
+def board(folder: str) -> list[list[object]]:
+    """What the leaderboard computes of the records below a folder."""
+    table, _ = verify_all(find_records([Path(folder)]))
+    return [list(row) for row in table.iloc[:, :5].itertuples(index=False)] if len(table) else []
+
+
+def command(words: list[str]) -> None:
+    """One call of the command `stamp`; its refusal is an error."""
+    with redirect_stderr(io.StringIO()) as said:
+        status = main(words)
+    if status:
+        raise ParameterError(said.getvalue().strip())

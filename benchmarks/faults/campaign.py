@@ -14,6 +14,7 @@ from benchmarks.faults import (
     Outcome,
     damage,
     disk,
+    forged,
     hostile,
     kills,
     pipeline,
@@ -29,6 +30,7 @@ KINDS: dict[str, Kind] = {
     **damage.KINDS,
     **slips.KINDS,
     **hostile.KINDS,
+    **forged.KINDS,
 }
 Found = tuple[str, int, Outcome]  # kind, case
 SHOWN = 120  # failures with a line of their own

@@ -45,9 +45,8 @@ def build(cls: type[_T], values: object, where: str) -> _T:
         raise invalid(where, values, "a block of keys")
     assert is_dataclass(cls)
     known = {each.name: each for each in fields(cls)}
-    for key in values:
-        if key not in known:
-            raise unknown_name(f"{where}:", key, known)
+    for key in (key for key in values if key not in known):
+        raise unknown_name(f"{where}:", key, known)
     for name, each in known.items():
         if name not in values and each.default is each.default_factory is MISSING:
             raise ParameterError(f"{where}.{name} is missing")
@@ -62,6 +61,8 @@ def build(cls: type[_T], values: object, where: str) -> _T:
 def convert(value: object, hint: Any, where: str) -> object:
     """`value` as the type `hint`; text is never converted to a number, nor "yes" to a bool."""
     options = get_args(hint)
+    if type(value) is int and abs(value) >= 2**63:  # Python may not even print it
+        raise ParameterError(f"{where} must be a number of at most 18 digits")
     if hint is Any:
         return value
     if get_origin(hint) is Annotated:

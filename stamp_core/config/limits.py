@@ -28,6 +28,7 @@ def between(low: float, high: float) -> Limit:
     return Limit(f"between {low} and {high}", lambda value: low <= value <= high)
 
 
+Count = Annotated[int, between(1, 100_000)]  # of what is in memory at a time
 PositiveInt = Annotated[int, at_least(1)]
 NonNegativeInt = Annotated[int, at_least(0)]
 Positive = Annotated[float, above(0)]

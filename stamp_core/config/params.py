@@ -16,6 +16,7 @@ from stamp_core.core.paths import PACKAGED, PARAMS
 
 Params = Mapping[str, Any]
 FILES = {"settings": "params/settings.yaml", "methods": "params/methods.yaml"}
+SEEDS = 1000  # of a range, at most
 CHOSEN = "chosen"  # values of presets that hold in one setting alone: setting -> preset -> key
 
 
@@ -42,13 +43,11 @@ def require_name(where: str, name: object) -> None:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """A YAML file as plain values, read by the parser that DVC uses (YAML 1.2)."""
+    if not path.is_file():  # a pipe would wait
+        raise ParameterError(f"{path} is no file or does not exist; every parameter file is needed")
     try:
         values = copy.deepcopy(_parse(path.read_bytes()))
-    except FileNotFoundError:
-        raise ParameterError(f"{path} does not exist; every parameter file is needed") from None
-    except OSError as error:
-        raise ParameterError(f"{path} must be a readable file: {error}") from None
-    except YAMLError as error:
+    except (OSError, YAMLError, ValueError) as error:
         raise ParameterError(f"{path} must be YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise ParameterError(f"{path} must hold a block of keys, not {values!r}")
@@ -131,7 +130,8 @@ def read_setting(name: str, params: Params | None = None) -> Setting:
 
 def parse_seeds(text: str) -> list[int]:
     """The seeds of a range: '3' is [3], '0to2' is [0, 1, 2]."""
-    bounds = re.fullmatch("([0-9]+)(?:to([0-9]+))?", str(text))
-    if not bounds or int(bounds[2] or bounds[1]) < int(bounds[1]):
-        raise invalid("seeds", text, "a number such as '3' or a rising range such as '0to2'")
+    bounds = re.fullmatch("([0-9]{1,9})(?:to([0-9]{1,9}))?", str(text))
+    if not bounds or not 0 <= int(bounds[2] or bounds[1]) - int(bounds[1]) < SEEDS:
+        right = f"a number such as '3' or a rising range such as '0to2', of at most {SEEDS}"
+        raise invalid("seeds", text, right)
     return list(range(int(bounds[1]), int(bounds[2] or bounds[1]) + 1))

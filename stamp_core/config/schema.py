@@ -3,16 +3,18 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from stamp_core.config.decode import require
 from stamp_core.config.limits import (
+    Count,
     Fraction,
     NonNegative,
     NonNegativeInt,
     Positive,
     PositiveInt,
     Share,
+    between,
 )
 
 
@@ -21,10 +23,10 @@ class Split:
     """Which client learns which classes when. A field with a default is off unless set."""
 
     kind: Literal["classes", "domains", "file"]  # file: tasks of any size, not drawn here
-    clients: PositiveInt  # of the federation, at its end
-    tasks: PositiveInt  # of each client
+    clients: Count  # of the federation, at its end
+    tasks: Count  # of each client
     classes_per_task: PositiveInt | None = None  # kind "classes" only
-    cycles: PositiveInt = 1  # passes over the task sequence
+    cycles: Count = 1  # passes over the task sequence
     # of each client's tasks: drawn for each, one drawn for all, as listed, some clients in common
     order: Literal["independent", "common", "given", "mixed"] = "independent"
     common_clients: NonNegativeInt = 0  # order "mixed": clients that follow one common order
@@ -37,12 +39,11 @@ class Split:
     classes_per_client: PositiveInt | None = None  # of a task, drawn for each; None: all of them
 
     def __post_init__(self) -> None:
+        given, right = self.classes_per_task is not None, f"absent, as kind is {self.kind!r}"
         if self.kind == "classes":
-            right = "a number of classes, as kind is 'classes'"
-            require(self, "classes_per_task", self.classes_per_task is not None, right)
+            require(self, "classes_per_task", given, "a number of classes, as kind is 'classes'")
         else:
-            right = f"absent, as kind is {self.kind!r}"
-            require(self, "classes_per_task", self.classes_per_task is None, right)
+            require(self, "classes_per_task", not given, right)
         if self.kind == "file":  # nothing of such a plan is drawn
             require(self, "order", self.order == "independent", right)
             drawn = ("alpha", "images_per_class", "joining", "old_share", "classes_per_client")
@@ -75,9 +76,9 @@ class Network:
     """An encoder and a linear head over all classes of the data."""
 
     kind: Literal["mlp", "cnn", "lenet", "resnet18", "swin_t", "fcn"]  # fcn: a class per pixel
-    features: PositiveInt = 64  # width of the last hidden layer (mlp, cnn, fcn)
+    features: Count = 64  # width of the last hidden layer (mlp, cnn, fcn)
     # cnn: one 5 x 5 convolution with pooling each; fcn: at the full and at half the size
-    channels: tuple[PositiveInt, ...] = (16, 32)
+    channels: tuple[Count, ...] = (16, 32)
     norm: Literal["none", "batch", "group"] = "none"  # normalisation (cnn, resnet18)
     stem: Literal["published", "small"] = "published"  # resnet18: 7 x 7 / 2 and pooling, or 3 x 3
     pretrained: str | None = None  # a file of weights, in the folder of downloads or absolute
@@ -107,7 +108,7 @@ class Training:
     schedule: Literal["constant", "cosine", "exponential"] = "constant"  # of lr in an experience
     lr_end: Positive | None = None  # what lr falls to, reached after the experience's last round
     buffers: Literal["shared", "local", "frozen"] = "shared"  # of batch normalisation
-    shift: NonNegativeInt = 0  # augmentation: random translation in pixels
+    shift: Annotated[int, between(0, 100)] = 0  # augmentation: random translation in pixels
     flip: bool = False  # augmentation: random mirroring
     secure_sums: bool = False  # the server is handed sums of uploads, no single one
 
@@ -149,8 +150,9 @@ class Diagnostics:
 class Privacy:
     """Differential privacy of clients: their updates are clipped, and noise is added."""
 
-    clip: Positive  # largest L2 norm of an update, the uploaded parameters minus the received ones
-    noise_multiplier: NonNegative  # the noise's standard deviation over clip; 0: clipping only
+    clip: Annotated[Positive, between(0, 1e6)]  # largest L2 norm of an uploaded update
+    # the noise's standard deviation over clip; 0: clipping only
+    noise_multiplier: Annotated[NonNegative, between(0, 1e6)]
     noise: Literal["local", "central"]  # on each client's update, or by the server on their sum
 
     @property

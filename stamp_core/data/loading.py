@@ -24,10 +24,9 @@ from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.images import ImageArrays, array_error
 
 
-def load_dataset(spec: Mapping[str, Any]) -> ImageDataset:
-    """The data set of a block `data`, mapped from the cache; made again if missing or damaged."""
-    source, options = find_source(spec)
-    name = str(spec["source"])
+def load_dataset(spec: Mapping[str, Any], make: bool = True) -> ImageDataset:
+    """The data set of a block `data`, mapped from the cache; made if missing, with `make` alone."""
+    (source, options), name = find_source(spec), str(spec["source"])
     listing = source.listing(options) if hasattr(source, "listing") else None
     key = decoding.listing_key(listing) if listing else _make_key(source, options)
     folder = paths.CACHE / f"{name}-{key[:12]}"
@@ -37,6 +36,8 @@ def load_dataset(spec: Mapping[str, Any]) -> ImageDataset:
         except cache.READ_ERRORS as error:
             warnings.warn(f"{folder} is damaged and is made again: {error}", stacklevel=2)
             shutil.rmtree(folder, ignore_errors=True)
+    if not make:
+        raise FileNotFoundError(f"{name} must be in {paths.CACHE}: train with these data first")
     if listing:
         cache.create(folder, partial(decoding.write_listing, listing))
     else:
@@ -59,11 +60,6 @@ def find_source(spec: Mapping[str, Any], where: str = "params.yaml: data") -> tu
         source = source.SETS[name]
     rest = {key: value for key, value in spec.items() if key != "source"}
     return source, build(source.Options, rest, where)
-
-
-def source_options(spec: Mapping[str, Any], where: str = "params.yaml: data") -> object:
-    """The checked options of the source that `spec` names."""
-    return find_source(spec, where)[1]
 
 
 def _make_key(source: Any, options: object) -> str:

@@ -28,7 +28,7 @@ from stamp_core.core.fingerprint import combined_fingerprint
 from stamp_core.core.paths import PACKAGE
 from stamp_core.coresets.selection.base import load_rule
 from stamp_core.data.dataset import ImageDataset
-from stamp_core.data.loading import load_dataset, source_options
+from stamp_core.data.loading import find_source, load_dataset
 from stamp_core.data.plan import Plan, Plans
 from stamp_core.data.split import make_plan
 from stamp_core.methods.base.method import Method
@@ -68,8 +68,8 @@ class Experiment:
         return {seed: make_plan(self.setting.split, dataset, seed) for seed in parse_seeds(seeds)}
 
     def resolved(self) -> dict[str, Any]:
-        options = to_plain(source_options(self.setting.data))
-        source = {"source": self.setting.data["source"], **options}
+        spec = self.setting.data
+        source = {"source": spec["source"], **to_plain(find_source(spec)[1])}
         params = {"kind": self.kind.__module__.rpartition(".")[2], **to_plain(self.params)}
         setting = {**to_plain(self.setting), "data": source}
         if self.setting.privacy is None:  # then identities are those of before there was privacy
@@ -129,7 +129,7 @@ def load_experiment(
     if overrides:
         params = override(params, method, overrides, setting)
     checked = read_setting(setting, params)
-    source_options(checked.data, f"{FILES['settings']}: {setting}.data")
+    find_source(checked.data, f"{FILES['settings']}: {setting}.data")
     kind, values = resolve_preset(method, params)
     training = kind.adapt(checked.training, values)
     sweep = None

@@ -64,7 +64,7 @@ def test_the_file_is_read_as_it_is_now(root):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "{path} does not exist; every parameter file is needed"),
+        (None, "{path} is no file or does not exist; every parameter file is needed"),
         (b"", "{path} must hold a block of keys, not None"),
         (b"grid:\n  - a\n b: 1", "{path} must be YAML: "),
         (b"rate: \xff", "{path} must be YAML: "),

@@ -155,7 +155,7 @@ COMBINATIONS: list[Row] = [
         for value in (None, 0.2)
     ),
     ("network.channels", [], ".network.channels is []; it must be at least one num"),
-    ("network.channels", [4, 0], ".network.channels[1] is 0; it must be at least 1"),
+    ("network.channels", [4, 0], ".network.channels[1] is 0; it must be between 1"),
     ("network", {"kind": "mlp", "norm": "batch"}, ".network.norm is 'batch'; it must be 'none'"),
     ("network.stem", "small", ".network.stem is 'small'; it must be absent, as ki"),
 ]

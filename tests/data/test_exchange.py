@@ -57,6 +57,13 @@ def test_a_class_without_images_is_kept_in_a_table():
     assert any(own < set(task.classes) for own, task in zip(held, tasks, strict=True))
 
 
+@pytest.mark.parametrize("seed", [-5, 1.5, float("nan")])
+def test_a_seed_is_a_whole_number(seed, tmp_path):
+    export_plan(make_plan(OWN, TEN, 0), TEN, tmp_path / "plan.json")
+    with pytest.raises(ParameterError, match="seed is"):
+        import_plan(tmp_path / "plan.json", TEN, seed)
+
+
 def test_cycles_leave_in_json_only(tmp_path):
     plan = make_plan(replace(OWN, cycles=2), TEN, 0)
     export_plan(plan, TEN, tmp_path / "plan.json")
@@ -120,7 +127,7 @@ ALTERED["clients"][1][0]["train"][:] = ALTERED["clients"][0][0]["train"]
 BAD_JSON = [
     ("{", " is damaged: "),
     ("[]", ": plan is []; it must be a block of keys"),
-    ('{"clients": []}', ": plan.clients is 0; it must be at least 1"),
+    ('{"clients": []}', ": plan.clients is 0; it must be between 1"),
     (elsewhere(OTHER), ": plan.clients[1] is a list of 1; it must be of 2"),
     (elsewhere(OTHER, {"class": [3]}), ": plan.clients[1][1]: 'class' is unknown; did you mean"),
     (
@@ -138,6 +145,7 @@ BAD_JSON = [
 BAD_TABLES = [
     ("", ": the first line is []; it must be client, task and class, image or both"),
     ("client,task,clas\n0,0,0", ": column 'clas' is unknown; did you mean 'class'?"),
+    ("client,task,class,class\n0,0,0,1", ": column 'class' must be there once"),
     ("client,task,class\n0,0,0\n0,1", ", line 3: the number of cells is 2; it must be 3"),
     ("client,task,class\n0,0,", ", line 2 has neither class nor image"),
     ("client,task,class\n0,0,0\n2,0,1", ": client 1 is missing; the last one is 2"),

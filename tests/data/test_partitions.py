@@ -1,6 +1,9 @@
 """Partitions of PFLlib and Flower Datasets against a search through all images."""
 
+import io
 import json
+import pickle
+import zipfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +18,7 @@ from stamp_core.config.decode import ParameterError
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.plan import Plan
 from workbench.exchange.partitions import find_images, import_flwr, import_pfllib
+from workbench.exchange.pickled import read_arrays
 
 
 def drawn(channels: int) -> ImageDataset:
@@ -85,6 +89,58 @@ def test_equal_images_are_different_ones():
     assert sorted(found) == [0, 2, 4, 7, 9] and found[1:3] == [7, 0]
 
 
+def write_pickled(path: Path, content: bytes) -> None:
+    """A client's file whose array of objects is a pickle of any content."""
+    stream = io.BytesIO()
+    header = {"descr": "|O", "fortran_order": False, "shape": ()}
+    np.lib.format.write_array_header_1_0(stream, header)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("data.npy", stream.getvalue() + content)
+
+
+def pickled(x: Any, protocol: int = 4) -> bytes:
+    return pickle.dumps(np.array({"x": x, "y": np.zeros(4, np.int64)}, object), protocol)
+
+
+GOOD = client(GREY, PARTS[0])
+EIGHT = np.arange(4)
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "objects over bytes": (pickled(EIGHT + 0.5).replace(b"f8", b"O8"), "x is no array of numbers"),
+    "a pointer": (
+        pickle.dumps(np.array(1.5)).replace(b"f8", b"O8"),
+        "more or less than two arrays",
+    ),
+    "objects": (pickled(np.array([EIGHT, None], object)), "APPENDS is no part of an array"),
+    "records": (pickled(np.zeros(3, "u1,O")), ""),
+    "fewer bytes": (pickled(EIGHT + 0.5).replace(b"f8", b"f4"), "cannot reshape"),
+    "no array": (pickled({}), "x is no array of numbers"),
+    "a large place in the memo": (b"\x80\x04}r\xff\xff\xff\x7f.", "more or less than two arrays"),
+    "a long array of bytes": (b"\x80\x05\x96" + b"\xff" * 7 + b"\x00.", "only 1 remain"),
+    "a key of 2^300 parts": (b"\x80\x04}(N" + b"2\x86" * 300 + b"Nu.", "DUP"),
+    "many values": (b"\x80\x04" + b"N" * 60_000 + b".", "more or less than two arrays"),
+    "a zip bomb": (pickled(np.zeros(5_000_000, np.uint8)), "it unpacks to 5,000,"),
+    "cut": (pickled(EIGHT)[:-60], "exhausted"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_pickle_is_refused(name, tmp_path):
+    content, message = HOSTILE[name]
+    folder = write_folder(tmp_path / "Set", [GOOD])
+    write_pickled(folder / "train/0.npz", content)
+    with pytest.raises(ParameterError, match=rf"0\.npz is not .* of PFLlib: .*{message}") as error:
+        import_pfllib(folder, GREY, 1)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("protocol", [3, 4])
+def test_pickles_of_all_versions_of_numpy_are_read(protocol, tmp_path):
+    for kind in ("u1", "<f4", ">i8", "f2"):
+        x = np.asfortranarray(np.arange(12).reshape(3, 4).astype(kind))
+        found = read_arrays(pickled(x, protocol))[0]
+        assert found.dtype == x.dtype and np.array_equal(found, x)
+
+
 class Program:
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -96,12 +152,29 @@ class Program:
 def test_a_file_cannot_run_code(tmp_path):
     data = {**client(GREY, [0]), "more": Program(tmp_path / "ran")}
     folder = write_folder(tmp_path / "Set", [data])
-    with pytest.raises(ParameterError, match=r"0.npz is not .* of PFLlib: it holds pathlib"):
+    with pytest.raises(ParameterError, match=r"0.npz is not .* of PFLlib: it holds more or"):
         import_pfllib(folder, GREY, 1)
     assert not (tmp_path / "ran").exists()
 
 
-GOOD = client(GREY, PARTS[0])
+@pytest.mark.parametrize("count", [10**12, 0, -1, 1.5, None])
+def test_a_number_of_clients_is_refused_before_they_are_listed(count, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"num_clients": count}))
+    with pytest.raises(ParameterError, match=r"config\.json: num_clients is "):
+        import_pfllib(tmp_path, GREY, 1)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"seed": -5}, {"seed": 1.5}, {"tasks": 1.5}, {"tasks": np.nan}]
+    + [{"rows": rows} for rows in ([0, 0, 2], [0, 1, 30], [0, 0.5, 1], [[0, 1, 2]], [-1, 0, 1])],
+)
+def test_values_of_an_import_are_checked(values, tmp_path):
+    path = rows_file(tmp_path / "parts.json", [[0, 1], [2]])
+    with pytest.raises(ValueError, match=r"seed is|tasks is|rows is|for client 0 and then"):
+        import_flwr(path, GREY, **{"tasks": 1, **values})
+
+
 BAD_CLIENTS: list[tuple[Any, str]] = [
     ({**GOOD, "x": GOOD["x"] * np.nan}, "1.npz: x[0, 0, 0, 0] is nan; it must be k / 127.5 - 1"),
     ({**GOOD, "y": GOOD["y"] + 1}, "1.npz: image 0 of class 1 must be a training image of drawn"),

@@ -1,6 +1,9 @@
 """Published records: those of the pages, small, and never in the place of what was trained here."""
 
 import csv
+import io
+import tarfile
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +54,47 @@ def test_what_was_trained_here_stays(tmp_path):
     assert archive.unpack(tmp_path / "a", tmp_path / "runs") == (0, 1)
     kept = load_record(folder / "0")
     assert np.array_equal(kept.scores["global"], own.scores["global"], True)
+
+
+def member(name: str, kind: bytes = tarfile.DIRTYPE, target: str = "") -> tarfile.TarInfo:
+    made = tarfile.TarInfo(name)
+    made.type, made.linkname, made.mode = kind, target, 0o755
+    return made
+
+
+LONG, SHORT = ["d" * 247] * 16, "/".join("abcdefghijklmnop") + "/" + "l" * 254
+CHAIN = [  # CVE-2025-4517: links whose path is short, and longer than realpath() follows
+    *(member("/".join(LONG[: k + 1])) for k in range(16)),
+    *(member("/".join([*LONG[:k], "abcdefghijklmnop"[k]]), b"2", LONG[0]) for k in range(16)),
+    member(SHORT, tarfile.SYMTYPE, "../" * 16),
+    member("escape", tarfile.SYMTYPE, f"{SHORT}/../outside"),
+    member("escape/made", tarfile.REGTYPE),
+]
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        CHAIN,
+        [member("run/0/digest", tarfile.LNKTYPE, "/etc/hostname")],
+        [member("run", tarfile.SYMTYPE, "..")],
+        [member("run/0/pipe", tarfile.FIFOTYPE)],
+        [member("run/0/device", tarfile.CHRTYPE)],
+        [member("../outside/0/digest", tarfile.REGTYPE)],
+    ],
+)
+def test_an_archive_writes_nothing_outside(members, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "outside").mkdir()
+    with tarfile.open(tmp_path / "a.tar.xz", "w:xz") as tar:
+        for each in members:
+            tar.addfile(each, io.BytesIO())
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError) as error:
+        archive.unpack(tmp_path / "a.tar.xz", tmp_path / "runs")
+    assert sorted(tmp_path.rglob("*")) == before
+    first = next(m for m in members if not m.isdir() or ".." in m.name)
+    assert first.name in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.name)

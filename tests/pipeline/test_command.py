@@ -1,5 +1,7 @@
 """The command `stamp`, also outside a checkout from a wheel."""
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from stamp_core import load_experiment
+from stamp_core.config.decode import ParameterError
+from stamp_core.config.params import read_params
 from stamp_core.core.paths import ROOT
 from workbench import export_plan, load_plans
 from workbench.workflow import command
@@ -47,6 +51,13 @@ def test_a_plan_in_a_file_takes_the_place_of_the_settings(tmp_path, monkeypatch,
     assert f"--set setting.split.tasks: --plan {path} has a split of its own" in refused
 
 
+HUGE = [
+    *((f"split.{name}", 10**11) for name in ("clients", "tasks", "cycles")),
+    *(("network.features", 10**9), ("network.channels", [10**9]), ("training.shift", 10**5)),
+    *(("training.rounds", value) for value in ("9" * 5000, "0x" + "f" * 5000, 2**63)),
+]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -54,11 +65,36 @@ def test_a_plan_in_a_file_takes_the_place_of_the_settings(tmp_path, monkeypatch,
         (("run", "tiny", "fedavg", "--set", "server_lr"), "key=value"),
         (("run", "tiny", "fedavg", "--set", "server_lr=[1"), "must be YAML"),
         (("run", "tiny", "fedavg", "--seeds", "2to1"), "rising range"),
+        (("run", "tiny", "fedavg", "--seeds", "0to999999999"), "seeds is '0to999999999'"),
+        (("run", "tiny", "fedavg", "--compare", ""), "'' is unknown"),
+        (("run", "tiny", "fedavg", *["--set", "server_lr=1"] * 2), "--set server_lr: it must be"),
+        *(
+            (("run", "tiny", "fedavg", "--set", f"setting.{key}={value}"), key)
+            for key, value in HUGE
+        ),
+        (("verify", "/nowhere"), "/nowhere"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(words, message, capsys):
     error = output(capsys, *words, status=1)
     assert message in error and error.count("\n") == 1
+
+
+def test_a_pipe_is_no_file_and_an_interrupt_is_a_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "params").mkdir()
+    for path in (tmp_path / "plan.json", tmp_path / "params/settings.yaml"):
+        os.mkfifo(path)
+    words = ("run", "tiny", "fedavg", "--plan", str(tmp_path / "plan.json"))
+    assert "plan.json must be a file" in output(capsys, *words, status=1)
+    with pytest.raises(ParameterError, match=r"settings\.yaml is no file"):
+        read_params(tmp_path)
+    monkeypatch.setattr(command, "run", lambda arguments: os.kill(os.getpid(), signal.SIGINT))
+    assert output(capsys, *words, status=130) == "interrupted\n"
+
+
+def test_one_set_adds_to_another():
+    words = ["run", "tiny", "fedavg", "--set", "a=1", "b=2", "--set", "c=3"]
+    assert [*command.parse_overrides(command.parser().parse_args(words).set)] == ["a", "b", "c"]
 
 
 def test_both_experiments_have_the_changed_setting_and_the_first_alone_the_changed_preset(

@@ -130,7 +130,8 @@ def test_what_has_no_epsilon_is_refused_by_name():
         (lambda: epsilon(tiny().setting, DELTA), "tiny.privacy is None; it must be set"),
         (lambda: epsilon(setting(0.0), DELTA), "tiny.privacy.noise_multiplier is 0.0; it must be"),
         (lambda: epsilon(private, 0.0), "delta is 0.0; it must be above 0 and below 1"),
-        (lambda: noise_multiplier(private, DELTA, 0.0), "target is 0.0; it must be a finite ε"),
+        (lambda: noise_multiplier(private, DELTA, 0.0), "target is 0.0; it must be an ε above 0"),
+        (lambda: noise_multiplier(private, DELTA, 1e300), "target is 1e+300; it must be an ε ab"),
     ]:
         with pytest.raises(ParameterError, match=re.escape(message)):
             refused()

@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from stamp_core.config.decode import build, invalid, unknown_name
+from stamp_core.config.decode import ParameterError, build, convert, invalid, unknown_name
+from stamp_core.config.limits import NonNegativeInt
 from stamp_core.config.schema import Split
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.plan import Plan, Task, check_hash, read_json
@@ -25,7 +26,7 @@ class PlanFile:
 
     clients: tuple[tuple[Task, ...], ...]
     split: Split | None = None
-    seed: int | None = None
+    seed: NonNegativeInt | None = None
     data_digest: str | None = None
     classes: int | None = None
     hash: str | None = None
@@ -38,11 +39,14 @@ def import_plan(path: str | Path, dataset: ImageDataset, seed: int | None = None
     """
     path = Path(path)
     read, _ = _form_of(path)
+    if not path.is_file():  # a pipe would wait
+        raise ParameterError(f"{path} must be a file")
     values = read(path, dataset)
     plan = _complete_plan(path, build(PlanFile, values, f"{path}: plan"), dataset)
     if plan.data_digest != dataset.digest:
         right = f"that of the data, {dataset.digest}"
         raise invalid(f"{path}: plan.data_digest", plan.data_digest, right)
+    convert(seed, NonNegativeInt | None, "seed")
     check_plan(f"{path}: plan", plan, dataset)
     if plan.split.alpha is not None:  # the clients share a task's images among them
         parts = [[i for task in tasks for i in task.train or ()] for tasks in plan.clients]

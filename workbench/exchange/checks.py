@@ -13,8 +13,6 @@ from stamp_core.data.plan import NO_TASK, Plan, Task, find_images, joins
 
 def check_plan(where: str, plan: Plan, dataset: ImageDataset) -> None:
     """Validate a plan by its split and its data set."""
-    if plan.seed < 0:
-        raise invalid(f"{where}.seed", plan.seed, "at least 0")
     if plan.classes != len(dataset.classes):
         raise invalid(f"{where}.classes", plan.classes, f"{len(dataset.classes)}, as in the data")
     clients, tasks = plan.split.clients, plan.split.tasks

@@ -2,18 +2,18 @@
 
 import hashlib
 import io
-import pickle
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from stamp_core.config.decode import ParameterError, convert, invalid
+from stamp_core.config.limits import NonNegativeInt, PositiveInt, between
 from stamp_core.core.seeding import generator
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.images import array_error
@@ -21,9 +21,11 @@ from stamp_core.data.plan import Indices, Plan, Task, read_json
 from stamp_core.data.sources.npz import READ_ERRORS
 from workbench.exchange import listed_plan
 from workbench.exchange.checks import check_owners, check_plan
+from workbench.exchange.pickled import read_arrays
 
 Order = Literal["given", "independent"]  # of a client's classes: by number, or drawn by `seed`
 Key = tuple[int, bytes]  # the label of an image and the SHA-256 of its pixels [C, H, W]
+HEADER = 1 << 16  # bytes, at most, of a client's file besides images and labels
 PIXEL_ERROR = 1e-3  # float32 moves a pixel in 0..255 by a tenth of it, another one is 1 away
 
 
@@ -75,11 +77,13 @@ def import_pfllib(
     path = Path(folder) / "config.json"
     config = convert(read_json(path), Mapping[str, object], str(path))
     assert isinstance(config, Mapping)
-    count = convert(config.get("num_clients"), int, f"{path}: num_clients")
-    assert isinstance(count, int)
+    limit = between(1, len(dataset.y_train))  # each client has an image
+    count: Any = convert(config.get("num_clients"), Annotated[int, limit], f"{path}: num_clients")
     files = [path.parent / "train" / f"{client}.npz" for client in range(count)]
     finder = ImageFinder(dataset)
-    parts = [finder.find(str(file), *_read_client(file), drop_tests) for file in files]
+    images = len(dataset.y_train) + len(dataset.y_test)
+    size = 8 * images * (dataset.x_train[0].numel() + 1) + HEADER
+    parts = [finder.find(str(file), *_read_client(file, size), drop_tests) for file in files]
     return _cut_into_tasks(str(folder), parts, dataset, tasks, order, seed)
 
 
@@ -94,12 +98,15 @@ def import_flwr(
     """The plan of a JSON file {partition: [index, ...]}, or of positions in the images `rows`."""
     content = convert(read_json(Path(path)), Mapping[str, object], str(path))
     assert isinstance(content, Mapping)
-    rows = np.arange(len(dataset.y_train)) if rows is None else rows
+    count = len(dataset.y_train)
+    rows = np.arange(count) if rows is None else np.asarray(rows)
+    if rows.dtype.kind not in "iu" or not np.isin(rows, np.arange(count)).all() or rows.ndim != 1:
+        raise array_error(path, "rows", rows, f"whole numbers [n] from 0 and below {count}")
     parts = [
         _read_part(f"{path}: {c}", content.get(str(c)), len(rows)) for c in range(len(content))
     ]
-    check_owners(str(path), parts)
     found = [rows[np.array(part, np.int64)] for part in parts]
+    check_owners(str(path), (part.tolist() for part in found))
     return _cut_into_tasks(str(path), found, dataset, tasks, order, seed)
 
 
@@ -112,29 +119,20 @@ def _read_part(where: str, values: object, count: int) -> Sequence[int]:
     return part
 
 
-def _read_client(path: Path) -> tuple[NDArray[Any], NDArray[Any]]:
+def _read_client(path: Path, size: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """x and y of one client, whose file may unpack to at most `size` bytes."""
     try:
         with zipfile.ZipFile(path) as file:
+            if (found := file.getinfo("data.npy").file_size) > size:
+                raise ValueError(f"it unpacks to {found:,} bytes, all images have at most {size:,}")
             stream = io.BytesIO(file.read("data.npy"))
         np.lib.format.read_magic(stream)
         np.lib.format.read_array_header_1_0(stream)
-        data = _ArrayUnpickler(stream).load().item()
-        x, y = (np.asarray(data[name]) for name in ("x", "y"))
-    except (*READ_ERRORS, pickle.UnpicklingError, LookupError, AttributeError) as error:
+        x, y = read_arrays(stream.read())
+    except (*READ_ERRORS, LookupError, AttributeError) as error:
         right = "it must be an .npz file with data = {'x': images, 'y': labels}"
         raise ParameterError(f"{path} is not a client's file of PFLlib: {error}; {right}") from None
     return _to_pixels(f"{path}: x", x), y
-
-
-class _ArrayUnpickler(pickle.Unpickler):
-    """Reads arrays in containers: a pickle from elsewhere must not run code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        made_by = {"_reconstruct": np.empty(0).__reduce__()[0], "ndarray": np.ndarray}
-        known = {**made_by, "dtype": np.dtype}
-        if module.partition(".")[0] != "numpy" or name not in known:
-            raise pickle.UnpicklingError(f"it holds {module}.{name}, which is no array")
-        return known[name]
 
 
 def _to_pixels(where: str, x: NDArray[Any]) -> NDArray[Any]:
@@ -171,6 +169,8 @@ def _cut_into_tasks(
 ) -> Plan:
     """The plan in which each client's classes are cut into tasks, of equal sizes where they can."""
     convert(order, Order, "order")
+    convert(tasks, PositiveInt, "tasks")
+    convert(seed, NonNegativeInt, "seed")
     clients = []
     for client, images in enumerate(parts):
         labels = dataset.y_train.numpy()[images]

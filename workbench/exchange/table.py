@@ -56,6 +56,8 @@ def _read_rows(path: Path) -> tuple[list[str], list[tuple[int, Row]]]:
     for name in names:
         if name not in COLUMNS:
             raise unknown_name(f"{path}: column", name, COLUMNS)
+        if names.count(name) > 1:
+            raise ParameterError(f"{path}: column {name!r} must be there once")
     if not {"client", "task"} <= {*names} or not {"class", "image"} & {*names}:
         raise invalid(f"{path}: the first line", names, "client, task and class, image or both")
     return names, [(n, _to_row(f"{path}, line {n}", names, c)) for n, c in enumerate(lines, 2)]

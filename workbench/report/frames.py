@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from stamp_core.config.decode import invalid
+from stamp_core.config.params import require_name
 from stamp_core.results.metrics import final_accuracy, last_cycle, mean, micro_average
 from stamp_core.results.records import Record, history_total
 from workbench.report import metrics
-from workbench.report.text import BY_HAND, VERIFIED
+from workbench.report.text import BY_HAND, VERIFIED, plain
 
 EXPERIMENT = ["setting", "method"]  # columns that name an experiment; its rows are its seeds
 GROUPS = ("federated", "personalised", "continual", "control")  # of methods, in a table's order
@@ -35,6 +37,11 @@ def unique_runs(records: Sequence[Record]) -> Sequence[Record]:
     """The records; refused if there are none, or if one run is there twice: n would be wrong."""
     if not records:
         raise ValueError("no records: train something first")
+    for record in records:  # names on pages, and of figures
+        for name in record.run[:2]:
+            require_name("a record of", name)
+        if type(record.run[2]) is not int or plain(record.name) != record.name:
+            raise invalid("the name of a record", record.name, "plain, its seed a whole number")
     counts = Counter(f"{record.name} seed {record.run[2]}" for record in records)
     name, count = counts.most_common(1)[0]
     if count > 1:

@@ -1,5 +1,6 @@
 """Numbers and names as text, the same in tables and in figures."""
 
+import re
 from collections.abc import Iterable
 
 import numpy as np
@@ -47,6 +48,11 @@ def epsilon_text(epsilon: float | None) -> str:
     if epsilon is None:
         return DASH
     return "∞" if np.isinf(epsilon) else f"{float(significant(epsilon, 2)):,.0f}"
+
+
+def plain(text: object) -> str:
+    """Text of a record for a cell of a page: without markup, link, bar and newline."""
+    return re.sub(r"[\x00-\x1f\x7f\u2028\u2029|<>\[\]`]|://|www\.", " ", str(text))
 
 
 def count_range(counts: Iterable[int]) -> str:

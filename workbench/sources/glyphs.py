@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stamp_core.config.decode import require
-from stamp_core.config.limits import PositiveInt, between
+from stamp_core.config.limits import between
 from stamp_core.data.cache import Bytes, Numbers
 from stamp_core.data.images import ImageArrays
 
@@ -44,8 +44,8 @@ class Options:
     """Parameters of the source."""
 
     classes: Annotated[int, between(2, len(CHARACTERS))]  # the first characters
-    train_per_class: PositiveInt  # images for training
-    test_per_class: PositiveInt  # images for testing
+    train_per_class: Annotated[int, between(1, 10_000)]  # images for training
+    test_per_class: Annotated[int, between(1, 10_000)]  # images for testing
     size: Annotated[int, between(8, 64)] = 20  # pixels per side
     face_domains: bool = False  # every face is a domain, with the same share of each class
 

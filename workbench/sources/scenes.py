@@ -12,7 +12,7 @@ from typing import Annotated
 import numpy as np
 import numpy.typing as npt
 
-from stamp_core.config.limits import PositiveInt, between
+from stamp_core.config.limits import between
 from stamp_core.data.cache import Bytes, Numbers
 from stamp_core.data.images import ImageArrays
 from workbench.sources.glyphs import (
@@ -41,8 +41,8 @@ class Options:
     """Parameters of the source."""
 
     classes: Annotated[int, between(SHOWN, len(CHARACTERS))] = 5  # the first characters
-    train_per_class: PositiveInt = 150  # images for training
-    test_per_class: PositiveInt = 30  # images for testing
+    train_per_class: Annotated[int, between(1, 10_000)] = 150  # images for training
+    test_per_class: Annotated[int, between(1, 10_000)] = 30  # images for testing
     # pixels per side; a character is drawn in 7/16 of it
     size: Annotated[int, between(16, 64)] = 32
 

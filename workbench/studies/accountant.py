@@ -17,6 +17,7 @@ except ImportError as error:
     text = "the accountant needs dp-accounting: run `pip install --editable 'workbench[privacy]'`"
     raise RuntimeError(text) from error
 
+LARGEST = 10**6  # ε that is searched for
 PRECISION = 1e-4  # relative, of a noise multiplier that is searched
 
 
@@ -45,8 +46,8 @@ def epsilons(records: Iterable[Record], delta: float) -> dict[tuple[str, str], f
 def noise_multiplier(setting: Setting, delta: float, target: float) -> float:
     """The smallest noise multiplier, rounded up, at which a run's ε at δ is at most `target`."""
     spent = accountant(setting, delta)
-    if not 0 < target < math.inf:
-        raise invalid("target", target, "a finite ε above 0")
+    if not 0 < target <= LARGEST:
+        raise invalid("target", target, f"an ε above 0 and at most {LARGEST:,}")
     low = high = 1.0
     while spent(high) > target:
         high *= 2

@@ -1,6 +1,7 @@
 """The records of a setting in one small file: all but weights, features and exemplars."""
 
 import argparse
+import lzma
 import tarfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,8 +36,15 @@ def pack(folders: Sequence[Path], path: Path) -> None:
 def unpack(path: Path, runs: Path) -> tuple[int, int]:
     """Write the records in `path` below `runs`: how many were new, and how many there before."""
     new, kept = 0, 0
-    with tarfile.open(path) as tar, TemporaryDirectory() as scratch:
-        tar.extractall(scratch, filter="data")
+    with TemporaryDirectory() as scratch:
+        try:
+            with tarfile.open(path) as tar:
+                for member in tar:  # Python 3.11.7 follows a chain of links out of the folder
+                    if not (member.isreg() or member.isdir()):
+                        raise ValueError(f"{member.name!r} must be a plain file or a folder")
+                tar.extractall(scratch, filter="data")
+        except (ValueError, EOFError, lzma.LZMAError, tarfile.TarError) as error:
+            raise ValueError(f"{path} must be a whole archive of records: {error}") from None
         for digest in sorted(Path(scratch).glob("*/*/digest")):
             folder = runs / digest.parent.relative_to(scratch)
             if folder.exists():  # whole, with weights
@@ -59,7 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if chosen.command == "unpack":
         if not path.exists():
             parser.error(f"{path} is not there: records of {chosen.setting} are not published")
-        new, kept = unpack(path, runs)
+        try:
+            new, kept = unpack(path, runs)
+        except ValueError as error:
+            parser.error(str(error))
         print(f"{runs}: {new} records from {path.name}, {kept} were there")
         return
     folders = sorted(runs.glob("*"))

@@ -14,7 +14,7 @@ from stamp_core.config.params import parse_seeds, read_params
 from stamp_core.core.processes import without_garbage_collection
 from workbench.workflow.profiles import DEFAULT
 
-ERRORS = (ParameterError, OSError, ValueError, ArithmeticError)
+ERRORS = (OSError, ValueError, ArithmeticError, MemoryError)
 
 
 def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
@@ -24,11 +24,13 @@ def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
         key, equals, text = pair.partition("=")
         if not (key and equals):
             raise ParameterError(f"--set {pair}: it must be key=value, as spatial.kappa=0.9")
+        if key in values:
+            raise ParameterError(f"--set {key}: it must be there once")
         try:
             values[key] = YAML(typ="safe").load(text)
-        except YAMLError as error:
+        except (YAMLError, ValueError) as error:  # or a number of thousands of digits
             why = " ".join(str(error).split())
-            raise ParameterError(f"--set {pair}: the value must be YAML: {why}") from None
+            raise ParameterError(f"--set {key}: the value must be YAML: {why}") from None
     return values
 
 
@@ -48,6 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
     with without_garbage_collection():
         from stamp_core.engine.experiment import load_experiment
         from stamp_core.engine.train import train
+        from stamp_core.engine.worker import explain_memory_errors
 
     params = read_params()
     chosen = parse_overrides(arguments.set)
@@ -55,13 +58,14 @@ def run(arguments: argparse.Namespace) -> None:
         if arguments.plan is not None and key.startswith("setting.split"):
             raise ParameterError(f"--set {key}: --plan {arguments.plan} has a split of its own")
     tried = [load_experiment(arguments.setting, arguments.method, params, chosen)]
-    if arguments.compare:
+    if arguments.compare is not None:
         shared = {key: value for key, value in chosen.items() if key.startswith("setting.")}
         tried.append(load_experiment(arguments.setting, arguments.compare, params, shared))
     found = []
     for experiment in tried:
         plans = read_plans(experiment, arguments.seeds, arguments.plan)
-        found.append([*train(experiment, plans, arguments.workers).values()])
+        with explain_memory_errors(experiment.setting):
+            found.append([*train(experiment, plans, arguments.workers).values()])
     labels = [" ".join([arguments.method, *arguments.set]), arguments.compare]
     print_comparison(labels[: len(found)], found)
 
@@ -109,13 +113,17 @@ def show(arguments: argparse.Namespace) -> None:
 
 def verify(arguments: argparse.Namespace) -> None:
     """Print a line for each check of each record; ValueError if one does not hold."""
-    from workbench.workflow.verify import verify_record
+    from workbench.workflow.verify import MALFORMED, Check, one_line, verify_record
 
     failed = []
     for folder in arguments.folder:
-        for check in verify_record(folder, arguments.plan):
+        try:
+            checks = verify_record(folder, arguments.plan, arguments.train)
+        except MALFORMED as error:
+            checks = [Check("record", False, one_line(error))]
+        for check in checks:
             print(f"{folder}  {check.name:10}  {'ok' if check.holds else 'NO'}  {check.found}")
-            failed += [] if check.holds else [f"{folder}: {check.name}"]
+            failed += [] if check.holds else [f"{folder}: {check.name} {check.found}"]
     if failed:
         raise ValueError(f"not verified: {'; '.join(failed)}")
 
@@ -124,12 +132,12 @@ def leaderboard(arguments: argparse.Namespace) -> None:
     """Write the page of all records that verify, and name the others; ValueError if none does."""
     from workbench.workflow.leaderboard import find_records, verify_all, write_leaderboard
 
-    sound, refused = verify_all(find_records(arguments.folder))
+    table, refused = verify_all(find_records(arguments.folder))
     for folder, why in refused.items():
         print(f"not verified, left out: {folder}: {why}", file=sys.stderr)
-    if not sound:
+    if table.empty:
         raise ValueError(f"none of {len(refused)} records verifies with the code that is here")
-    print(f"{write_leaderboard(sound, arguments.page)}: {len(sound)} records")
+    print(f"{write_leaderboard(table, arguments.page)}: {len(table)} records")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -139,7 +147,8 @@ def parser() -> argparse.ArgumentParser:
     one = commands.add_parser("run", help="train one experiment, and print its accuracy")
     one.add_argument("setting")
     one.add_argument("method")
-    one.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="other values")
+    pairs = one.add_argument("--set", action="extend", nargs="+", metavar="KEY=VALUE")
+    pairs.help, pairs.default = "other values", []
     one.add_argument("--seeds", default="0to1", help="a range such as 0to5 (default: 0to1)")
     one.add_argument("--plan", metavar="FILE", help="who learns what when: a .json or .csv file")
     one.add_argument("--workers", type=int, default=1, help="processes; 0: one per core")
@@ -154,6 +163,7 @@ def parser() -> argparse.ArgumentParser:
     )
     drawn = "the plan, where it was not drawn here"
     check.add_argument("--plan", type=Path, metavar="FILE", help=drawn)
+    check.add_argument("--train", action="store_true", help="train it again, and compare bits")
     check.set_defaults(call=verify)
     board = commands.add_parser("leaderboard", help="a page of all records that verify")
     board.add_argument("folder", nargs="+", type=Path, help="records are looked for below it")
@@ -178,6 +188,9 @@ def main(words: Sequence[str] | None = None) -> int:
     except ERRORS as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -1,16 +1,18 @@
 """The leaderboard: runs whose records verify with this code, with their costs; others are named."""
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
-from stamp_core.results.records import Record, load_record
+from stamp_core.results.records import Record
 from workbench.report.frames import machine, run_frame
 from workbench.report.tables.page import markdown, write_parts
-from workbench.report.text import MB
-from workbench.workflow.verify import check_record
+from workbench.report.text import DASH, MB, plain
+from workbench.workflow.verify import MALFORMED, check_record, one_line, read_record
 
 DIGITS = 12  # of a digest, which name it
 
@@ -25,61 +27,76 @@ def find_records(folders: Iterable[Path]) -> list[Path]:
     return [*dict.fromkeys(record for records in found.values() for record in records)]
 
 
-def verify_all(folders: Iterable[Path]) -> tuple[dict[Path, Record], dict[Path, str]]:
-    """The records that verify, by folder, and why the others do not."""
-    sound, refused = dict[Path, Record](), dict[Path, str]()
+def verify_all(folders: Iterable[Path]) -> tuple[pd.DataFrame, dict[Path, str]]:
+    """A row a record that verifies, the most accurate of each setting first; why others do not."""
+    rows, refused = dict[Path, dict[str, Any]](), dict[Path, str]()
     for folder in folders:
         try:
-            record = load_record(folder)
-            checks = check_record(record)
-        except ValueError as error:
-            refused[folder] = str(error)
+            record = read_record(folder)
+            *_, last = check_record(record)
+            if not last.holds:
+                raise ValueError(f"{last.name} {last.found}")
+            rows[folder] = _row(folder, record, last.value)
+        except MALFORMED as error:
+            refused[folder] = one_line(error)
+    refused |= repeated(rows)
+    table = pd.DataFrame([row for folder, row in rows.items() if folder not in refused])
+    if len(table):
+        order = {"by": ["setting", "accuracy"], "ascending": [True, False], "kind": "stable"}
+        table = table.sort_values(**order).drop(columns=["run", "weights"])
+    return table, refused
+
+
+def repeated(rows: Mapping[Path, Mapping[str, Any]]) -> dict[Path, str]:
+    """Why records are refused: those with the weights of another run, and second ones of a run."""
+    refused, runs, weights = dict[Path, str](), dict[str, Path](), dict[str, Path]()
+    for folder, row in rows.items():
+        first = runs.setdefault(row["run"], folder)
+        if first != folder:
+            refused[folder] = f"{row['run']} is in {first} as well"
             continue
-        failed = [f"{check.name} {check.found}" for check in checks if not check.holds]
-        if failed:
-            refused[folder] = "; ".join(failed)
-        else:
-            sound[folder] = record
-    return sound, refused
+        first = weights.setdefault(row["weights"] or row["run"], folder)
+        if first != folder:
+            for one, other in ((folder, first), (first, folder)):
+                what = f"{rows[one]['run']} has the weights of {rows[other]['run']}"
+                refused[one] = f"{what} in {other}: one training counts once"
+    return refused
 
 
-def leaderboard(records: Mapping[Path, Record]) -> pd.DataFrame:
-    """One row a run, the most accurate of each setting first: scores, costs, digests, origin."""
-    rows = run_frame(list(records.values()))
-    scores = {
-        **{name: rows[name] for name in ("setting", "method", "model", "seed")},
-        "accuracy": (100 * rows.main_accuracy).round(2),
-        "forgetting": (100 * rows.main_forgetting).round(2),
-    }
-    costs = {
-        "images": rows.images.astype(int),
-        "seconds": rows.client_seconds.round(2),
-        "MB up": (rows.bytes_up / MB).round(3),
-        "MB down": (rows.bytes_down / MB).round(3),
-        "MB memory": (rows.memory / MB).round(),
-        "MB disk": (rows.disk / MB).round(3),
-    }
-    origins = pd.DataFrame([_origin(folder, record) for folder, record in records.items()])
-    table = pd.DataFrame({**scores, **costs}).join(origins)
-    return table.sort_values(["setting", "accuracy"], ascending=[True, False], kind="stable")
-
-
-def _origin(folder: Path, record: Record) -> dict[str, str]:
+def _row(folder: Path, record: Record, accuracy: float) -> dict[str, Any]:
+    """Score, costs, digests and origin of a run; `run` and `weights` tell it from others."""
+    (run,) = run_frame([record]).itertuples()
     identity = record.about["identity"]
     written = datetime.fromtimestamp((folder / "run.json").stat().st_mtime, UTC)
+    content = [(k, v.dtype.str, v.shape, v.tobytes()) for k, v in sorted(record.weights.items())]
     return {
+        "run": f"{record.name} seed {run.seed}",
+        "weights": hashlib.sha256(repr(content).encode()).hexdigest() if content else "",
+        **{name: getattr(run, name) for name in ("setting", "method", "model", "seed")},
+        "accuracy": round(100 * accuracy, 2),
+        "images": int(run.images),
+        "seconds": round(run.client_seconds, 2),
+        "MB up": round(run.bytes_up / MB, 3),
+        "MB down": round(run.bytes_down / MB, 3),
+        "MB memory": round(run.memory / MB, 0),
+        "MB disk": round(run.disk / MB, 3),
         **{name: identity[name][:DIGITS] for name in ("code", "data", "plan", "parameters")},
-        "machine": machine(record),
+        "machine": plain(machine(record)),
         "date": written.date().isoformat(),
     }
 
 
-def write_leaderboard(records: Mapping[Path, Record], path: Path) -> Path:
+def write_leaderboard(table: pd.DataFrame, path: Path) -> Path:
     """Write the leaderboard as a page of Markdown."""
     what = (
-        f"{len(records)} runs. `stamp leaderboard` has computed digest, parameters, data, plan and "
-        "final accuracies of each again; a record that does not verify is not here. Accuracy and "
-        "forgetting in %. Costs: images encoded for a gradient in the run; seconds and MB up and "
-        "down of all clients in a mean round; peaks of memory and disk."
+        f"{len(table)} runs. `stamp leaderboard` has computed digest, parameters, code, data, plan "
+        "and final accuracy of each again, and shows that accuracy in % (a dash where there is no "
+        "global model); a record that does not verify, or has the weights of another, is not here. "
+        "Costs are what the record says: images encoded for a gradient in the run; seconds and MB "
+        "up and down of all clients in a mean round; peaks of memory and disk. No recomputation "
+        "from its files can prove costs, that the weights are those of this method and seed, or "
+        "that training did not see test images: `stamp verify --train` trains a record again, and "
+        "compares bits."
     )
-    return write_parts(path, ["# Leaderboard", what, markdown(leaderboard(records).astype(str))])
+    cells = table.astype(str).replace("nan", DASH)
+    return write_parts(path, ["# Leaderboard", what, markdown(cells)])

@@ -19,7 +19,7 @@ from IPython.display import display
 from stamp_core.core.atomic import atomic_write
 from stamp_core.results.records import Record
 from workbench.report import metrics, ranks
-from workbench.report.text import DASH, MB, count_range, marked, mean_std, score, significant
+from workbench.report.text import DASH, MB, count_range, marked, mean_std, plain, score, significant
 
 Cell = Callable[[pd.DataFrame], str]  # text for the runs of a group
 
@@ -285,7 +285,7 @@ def markdown(rows: pd.DataFrame) -> str:
     if "method" in rows:
         rows = rows.assign(method=rows.method.map(marked))
     lines = [list(rows.columns), ["---"] * len(rows.columns), *rows.to_numpy().tolist()]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(map(plain, line)) + " |" for line in lines)
 
 
 def definitions(title: str) -> str:

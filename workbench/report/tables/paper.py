@@ -11,7 +11,7 @@ import pandas as pd
 from stamp_core.config.params import parameter_file, read_params, read_setting, read_yaml
 from stamp_core.config.schema import Setting
 from stamp_core.core.paths import ROOT
-from stamp_core.data.loading import source_options
+from stamp_core.data.loading import find_source
 from stamp_core.results.records import Record, history_total
 from workbench.report import metrics
 from workbench.report.frames import run_frame
@@ -149,7 +149,7 @@ def _compare(paper: str, ours: str) -> str:
 def _our_value(attribute: str, setting: Setting) -> str:
     """Our value of one of the paper's attributes; a dash where settings have no such parameter."""
     if attribute == "Image Size":  # without channels
-        side = getattr(source_options(setting.data), "size", None)
+        side = getattr(find_source(setting.data)[1], "size", None)
         return f"{side} x {side}" if side else DASH
     if attribute not in OURS:
         return DASH
