@@ -4,7 +4,9 @@ The tests run in this order, each on what the one before has left.
 """
 
 import json
+import os
 import re
+import shutil
 
 import nbformat
 import numpy as np
@@ -30,6 +32,12 @@ class Broken(Method):
         if (ROOT / "broken").exists():
             raise RuntimeError("broken on purpose")
         return super().train_indices(plan, client, task)
+"""
+
+CLOCK = """
+import time
+clock = time.perf_counter
+time.perf_counter = lambda: 7 * clock()
 """
 
 
@@ -111,6 +119,22 @@ def test_repro_again_runs_nothing_and_none_of_the_papers_pipeline(project):
     output = project.run("dvc", "repro")
     assert "Stage 'compare' didn't change" in output
     assert not stages(output) and "pipelines/paper" not in output
+
+
+def test_all_again_from_nothing_by_another_clock_leaves_git_nothing_to_say(project, tmp_path):
+    project.run("dvc", "repro")
+    project.commit()
+    for name in ("data/source", "data/splits", "data/runs", "data/sweeps", ".dvc/cache"):
+        shutil.rmtree(project.root / name)
+    (tmp_path / "sitecustomize.py").write_text(CLOCK)
+    paths = os.pathsep.join([str(project.root), str(tmp_path)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(project.environment, "PYTHONPATH", paths)
+        output = project.run("dvc", "repro", "--force")
+    assert {"source", "tour", "bits", TRAIN, *PAGES} <= stages(output) and len(trained(output)) > 5
+    assert project.run("git", "status", "--porcelain") == ""
+    measured = json.loads((project.root / "data/runs/tiny/fedavg-0to1/0/measured.json").read_text())
+    assert measured["history"][0]["seconds"]["clients"] > 0
 
 
 def test_an_experiment_runs_in_a_copy_and_can_be_compared(project):
