@@ -24,7 +24,7 @@ CHAIN: list[Member] = [
     *(("/".join(LONG[: k + 1]), tarfile.DIRTYPE, "") for k in range(16)),
     *(("/".join([*LONG[:k], LETTERS[k]]), tarfile.SYMTYPE, LONG[0]) for k in range(16)),
     (OUT, tarfile.SYMTYPE, "../" * 16),
-    ("escape", tarfile.SYMTYPE, OUT + "/..{trap}"),
+    ("escape", tarfile.SYMTYPE, OUT + "/.." * 9 + "{trap}"),
     ("escape/made", tarfile.REGTYPE, ""),
 ]
 ARCHIVES: dict[str, list[Member]] = {
