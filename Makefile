@@ -97,8 +97,11 @@ clean:  ## remove everything computed; raw data and the environment stay
 help:  ## list these commands
 	@awk -F ':.*## ' '/^[a-z0-9 -]+:.*##/ { printf "make %-24s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-$(READY): requirements.txt pyproject.toml
+# Torch first: its build, for a CPU or CUDA, is the index's choice. All else by its digest, on Linux.
+$(READY): requirements.txt requirements.lock pyproject.toml
 	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet $$(grep ^torch== requirements.txt)
+	test "$$(uname)" != Linux || $(VENV)/bin/pip install --quiet --no-deps --require-hashes -r requirements.lock
 	$(VENV)/bin/pip install --quiet -r requirements.txt
 	touch $@
 

@@ -129,6 +129,17 @@ def test_the_environment_is_pinned_and_covers_what_the_package_needs():
         assert needed - {"stamp_core"} <= {package.partition("==")[0] for package in packages}
 
 
+def test_every_requirement_has_digests_in_the_lock():
+    """But torch: its build is a choice of who installs it."""
+    text = (ROOT / "requirements.lock").read_text()
+    locked = dict(re.findall(r"^([\w.-]+)==(\S+) \\\n    --hash=sha256:", text, re.M))
+    assert "torch" not in locked and not re.search(r"://|^-", text, re.M)
+    wanted = re.findall(r"^([\w.-]+)==([\w.]+)", (ROOT / "requirements.txt").read_text(), re.M)
+    same = {re.sub("[-_.]+", "-", name).lower(): version for name, version in locked.items()}
+    for name, version in wanted:
+        assert name == "torch" or same[re.sub("[-_.]+", "-", name).lower()] == version, name
+
+
 def test_seconds_are_those_of_a_clock_that_never_goes_back():
     """The machine's own clock is set from time to time: a round could take negative seconds."""
     assert [path for path in MODULES if "time.time(" in path.read_text()] == []
