@@ -28,7 +28,7 @@ def test_a_file_changes_with_what_its_stages_use_and_no_other(params):
     before = written()
     stages = {f"{kind}/tiny" for kind in ("splits", "trainings")}
     stages |= {f"sweeps/{name}" for name in params["sweeps"]}
-    stages |= {f"code/{name}" for name in ("split", "report", "attack", "attack_summaries")}
+    stages |= {f"code/{name}" for name in ("split", "report", "bits", "attack", "attack_summaries")}
     stages |= {f"parameters/{name}" for name in ("grid", "ablation", "sweeps")}
     assert before.keys() == of_profiles(stages)
     trained, swept = "trainings/tiny", {"sweeps/kappa", "parameters/sweeps"}
