@@ -18,6 +18,10 @@ SAMPLE = {  # numbers of cases
     "images": (2, 12),
     "npz": (0, 1),
     "pickles": (2, 6, 7),
+    "archives": (0, 5),
+    "PFLlib": (0, 7),
+    "forged records": (0, 1),
+    "counts": (0, 9),
 }
 
 
