@@ -76,6 +76,7 @@ def copy_sources() -> None:
     folders = [ROOT / "figures" / name for name in FOLDERS]
     pages = [page for each in folders for page in each.rglob("*.md")]
     pages = sorted([*(ROOT / "figures").glob("*.md"), *pages])
+    pages = [page for page in pages if page.name != "measured.md"]  # of this machine alone
     copies |= {path.relative_to(ROOT).as_posix(): path for path in pages}
     copies |= {path.name: path for path in (ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md")}
     contents = {name: source.read_bytes() for name, source in copies.items()}
