@@ -12,7 +12,13 @@ from ruamel.yaml import YAML
 
 from stamp_core.core.paths import ROOT
 
-HOURS = ("make repro", "make test", "make paper", "make cifar100")  # and what other tests run
+HOURS = (
+    "make repro",
+    "make test",
+    "make paper",
+    "make cifar100",
+    "dvc repro train@",
+)  # or tested elsewhere
 TEXT = (ROOT / "README.md").read_text("utf-8")
 
 
