@@ -16,6 +16,7 @@ Function = Callable[..., bytes]  # from arguments that can be pickled
 
 MOST = 32  # jobs that wait on this machine at a time: SLURM holds back what does not fit
 MISSING = "needs {}: run `pip install -e workbench[cluster]` here and on every node"
+PATIENCE = 60  # seconds until jobs that are cancelled must have ended
 DAY = 24 * 60  # minutes of a SLURM job without --time
 
 
@@ -73,7 +74,7 @@ class RayCluster:
     def __exit__(self, *error: object) -> None:
         for task in self.tasks:
             self.ray.cancel(task, force=True)
-        wait(self.tasks.values())  # a shutdown under Ray's own waiting threads ends the process
+        wait(self.tasks.values(), PATIENCE)  # Ray's shutdown under waiting threads may crash
         self.ray.shutdown()
 
     def room(self) -> int:

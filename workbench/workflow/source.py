@@ -11,7 +11,6 @@ from importlib import import_module
 from pathlib import Path
 
 from stamp_core.config.params import CHOSEN, Params
-from stamp_core.core.arithmetic import arithmetic
 from stamp_core.core.atomic import atomic_write
 from stamp_core.core.fingerprint import combined_fingerprint
 from stamp_core.core.paths import PACKAGE, SOURCE
@@ -69,9 +68,7 @@ def write_code() -> None:
     texts = [*sorted((report / "tables").glob("*.csv")), report / "tables" / "definitions.md"]
     digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in texts}
     write_json("code/report", {"code": combined_fingerprint(*files), "texts": digests})
-    runs = [load_experiment(*run) for run in RUNS]
-    described = describe(runs, SEED, {})
-    write_json("code/bits", {"arithmetic": arithmetic(), **described})
+    write_json("code/bits", describe([load_experiment(*run) for run in RUNS], SEED, {}))
     attacks = WORKBENCH / "studies/attacks"
     write_json("code/attack", combined_fingerprint(attacks / "study.py"))
     write_json("code/attack_summaries", combined_fingerprint(attacks / "summaries.py"))

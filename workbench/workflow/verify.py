@@ -15,6 +15,7 @@ from stamp_core.client.scoring import count_tests, score
 from stamp_core.config.decode import convert, invalid
 from stamp_core.config.limits import NonNegativeInt
 from stamp_core.config.params import require_name
+from stamp_core.core.arithmetic import arithmetic
 from stamp_core.data.loading import find_source, load_dataset
 from stamp_core.data.plan import Plan
 from stamp_core.data.split import make_plan
@@ -153,6 +154,7 @@ def _training_check(record: Record, experiment: Experiment, plan: Plan) -> Check
     stated, found = ({**each.weights, **each.scores} for each in (record, again))
     same = stated.keys() == found.keys()
     same &= all(np.array_equal(stated[k], found[k], equal_nan=True) for k in found if same)
-    made = plain(record.about["identity"]["torch"])
-    others = f"other weights or scores; it was made with torch {made}, here is {torch.__version__}"
+    own = [plain(record.about["identity"][name]) for name in ("torch", "arithmetic")]
+    made, here = " and ".join(own), f"{torch.__version__} and {arithmetic()}"
+    others = f"other weights or scores; made with torch and arithmetic {made}, here {here}"
     return Check("training", same, "weights and scores again, bit for bit" if same else others)

@@ -211,8 +211,9 @@ def write_measured(records: Sequence[Record], folder: Path) -> Path:
     """Write measured.md: which machines trained these records, how long it took, in what memory."""
     machines = Counter(machine(record) for record in records)
     which = "; ".join(f"{name}: {count} runs" for name, count in machines.items())
-    table = page.markdown(measured_table(records))
-    return page.write_parts(folder / "measured.md", ["# Seconds and memory", which, table])
+    table, title = page.markdown(measured_table(records)), "Seconds and memory"
+    parts = [f"# {title}", which, table, page.definitions(title)]
+    return page.write_parts(folder / "measured.md", parts)
 
 
 def _section(records: Sequence[Record]) -> list[str]:
