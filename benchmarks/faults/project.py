@@ -32,8 +32,8 @@ PAPER = {  # the paper's images are on few machines
 }
 SWEEPS = ("kappa", "exemplars_tiny", "alpha_tiny")  # of the quick profile
 SMALLER: dict[str, Any] = {  # than the quick profile, but with every stage
-    "grid.method": ["fedavg", "replay", "sam"],
-    "tour.method": ["fedavg", "replay", "sam"],
+    "grid.method": ["fedavg", "replay", "spatial_only"],
+    "tour.method": ["fedavg", "replay", "spatial_only"],
     "ablation.baselines": ["fedavg", "replay"],
     "sweeps.kappa.values": [0.5],
     "sweeps.exemplars_tiny.method": ["keep_herding"],

@@ -157,12 +157,12 @@ def put(*path: str) -> Edit:
 SETTINGS, METHODS, GRID = "params/settings.yaml", "params/methods.yaml", "params.yaml"
 HOLDERS: dict[str, tuple[Edit, tuple[str, ...]]] = {  # who has a hostile name; the files to edit
     "setting": (renamed("tiny"), (SETTINGS, GRID, "params/paper.yaml")),
-    "method": (renamed("sam"), (METHODS, GRID)),
+    "method": (renamed("spatial_only"), (METHODS, GRID)),
     "sweep": (renamed("kappa"), (GRID,)),
     "source": (put("tiny", "data", "source"), (SETTINGS,)),
     "weights": (put("tiny", "network", "pretrained"), (SETTINGS,)),
     "seeds": (put("grid", "seeds"), (GRID,)),
-    "kind": (put("sam", "kind"), (METHODS,)),
+    "kind": (put("spatial_only", "kind"), (METHODS,)),
 }
 
 

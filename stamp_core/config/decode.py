@@ -10,7 +10,19 @@ from dataclasses import MISSING, asdict, fields, is_dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 _T = TypeVar("_T")
-RENAMED = {"authors": "softmax_sgd"}  # keys and values of earlier versions that exist no longer
+RENAMED = {  # keys, values and presets of earlier versions that exist no longer
+    "authors": "softmax_sgd",
+    "sam_tam_pcs": "stamp",
+    "mean_pcs": "stamp_mean",
+    "sam_tam": "stamp_without_coreset",
+    "sam_pcs": "stamp_without_temporal",
+    "tam_pcs": "stamp_without_spatial",
+    "sam": "spatial_only",
+    "tam": "temporal_only",
+    "replay_sam": "replay_spatial",
+    "stamp_segments": "temporal_every_4",
+    "stamp_segments_mean": "temporal_every_4_mean",
+}
 
 
 class ParameterError(ValueError):

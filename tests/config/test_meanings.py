@@ -40,9 +40,9 @@ def test_presets_that_set_a_parameter_are_named():
             },
         ),
         (
-            ("cifar100_c2_small", "tam", "cifar100"),
+            ("cifar100_c2_small", "temporal_only", "cifar100"),
             {
-                "method.temporal.kappa": ("0.25", "params/cifar100.yaml: chosen.tam"),
+                "method.temporal.kappa": ("0.25", "params/cifar100.yaml: chosen.temporal_only"),
                 "method.memory.exemplars_per_class": ("20", "params/cifar100.yaml: chosen.stamp"),
             },
         ),

@@ -115,8 +115,8 @@ def test_a_profile_has_values_of_presets_of_its_own(root):
     """As those that extend them have; a block that a preset has not is made."""
     write_chosen(root, {"stamp": {"memory.exemplars_per_class": 7}, "joint": {"server_lr": 2.0}})
     params, others = read_profile("quick", root), read_profile(root=root)
-    assert read_preset("tam", params)["memory"] == {
-        **read_preset("tam", others)["memory"],
+    assert read_preset("temporal_only", params)["memory"] == {
+        **read_preset("temporal_only", others)["memory"],
         "exemplars_per_class": 7,
     }
     assert read_preset("joint", params) == {"kind": "joint", "server_lr": 2.0}

@@ -168,7 +168,6 @@ METHODS: list[Row] = [
         "replay.weight is None; it must be a number: sre2l makes soft labels",
     ),
     ("stamp.weight", 1.0, "stamp.weight is 1.0; it must be None, as ratio is 0: no b"),
-    ("replay.anchor", 0.5, "replay.weight is None; it must be a number, as anchor is"),
     ("stamp.spatial.length", "current", "stamp.spatial.length is 'current'; it m"),
     ("stamp.temporal.every", 4, "stamp.temporal.past is 'trajectory'; it must be 'gra"),
     ("steps.ratio", 0.0, "steps.ratio is 0.0; it must be above 0, as temporal.every i"),

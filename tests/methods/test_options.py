@@ -19,7 +19,8 @@ KINDS = {preset: resolve_preset(preset, PARAMS)[0] for preset in PARAMS["methods
 FIRST = list({kind: preset for preset, kind in reversed(KINDS.items())}.values())  # of each method
 PRESETS = [
     *FIRST,
-    *(f"stamp_{name}" for name in ("segments", "round", "code", "rehearsal", "paper")),
+    *(f"stamp_{name}" for name in ("round", "code", "paper")),
+    "temporal_every_4",
 ]
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "plain": {"split": {"images_per_class": 16}, "training": {"epochs": 2}},
@@ -33,11 +34,9 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 }
 SHORTER = ("fedcil", "glfc", "lander", "srfdil", "target")  # whose networks take their time
 SCHEDULE = "as published, the learning rate decays after more rounds than there are"
-INHERITED = "inherited from the preset stamp_round, whose memory restyles images"
 WITHOUT_EFFECT = {
     ("fedomg", "spatial.softmax.decay"): SCHEDULE,
     ("stamp_code", "temporal.softmax.decay"): SCHEDULE,
-    ("stamp_rehearsal", "memory.mixstyle_alpha"): INHERITED,
     ("gradma", "beta2"): "acts where an update conflicts with that of a client long absent",
 }
 

@@ -126,7 +126,7 @@ def test_a_setting_is_estimated_without_its_data(monkeypatch, capsys):
     params = read_profile(PAPER)
     small_network = {"kind": "mlp", "features": 8, "norm": "none", "stem": "published"}
     params["settings"]["cifar100_c20"]["network"] = small_network
-    methods = ["fedavg", "stamp_published", "sam", "glfc"]
+    methods = ["fedavg", "stamp_published", "spatial_only", "glfc"]
     params["methods"]["stamp_published"] = {"extends": "stamp"}
     params["grid"] |= {"setting": ["cifar100_c20"], "method": methods}
     sweep = {"label": "κ", "setting": ["cifar100_c20"], "method": ["stamp"], "seeds": "0to2"}

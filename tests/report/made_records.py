@@ -186,12 +186,12 @@ def ablated() -> list[Record]:
         *variant("replay", shifted(0.1), 2.0, memory=few, ratio=1.0),
         *variant("fedavg", shifted(-0.2), 0.5),
         *variant("fedavg_step", noisy, server_lr=1.5),
-        *variant("sam_tam_pcs", noisy, **MATCHED),
+        *variant("stamp_without_coreset", noisy, **MATCHED),
         *variant("stamp_other", shifted(-0.1), **MATCHED),
         *variant("half", prototype=0.01, memory=many, ratio=0.0, **off),
         *variant("mean", **{**off, "temporal": {"kappa": 0.0, "past": "y"}}),
         *variant("stamp", setting="other", **MATCHED),
-        *variant("tam", setting="other", **MATCHED),
+        *variant("temporal_only", setting="other", **MATCHED),
     ]
 
 

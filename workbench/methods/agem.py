@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from stamp_core.client.batches import Batch
+from stamp_core.client.batches import Batch, StepContext
 from stamp_core.config.limits import NonNegative, PositiveInt
 from stamp_core.methods.base.method import ClientRound, Log
-from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalContext, RehearsalParams
+from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalParams
 from workbench.methods.base.gradient_projection import NOT_FINITE, exemplar_gradient, log_projection
 
 
@@ -24,7 +24,7 @@ class AGemParams(RehearsalParams):
 
 
 @dataclass
-class AGemContext(RehearsalContext):
+class AGemContext(StepContext):
     images: Tensor  # of the memory
     labels: Tensor
     samples: Iterator[Tensor]  # indices of exemplars of other tasks, for each step
@@ -40,8 +40,7 @@ class AGem(Rehearsal):
     def start(self, client_round: ClientRound) -> AGemContext:
         images, labels = self.exemplars_on_device(client_round)
         samples = self.samples(client_round, images.device)
-        anchors = self.anchors_on_device(client_round)
-        return AGemContext(anchors, images, labels, samples, [], client_round.log)
+        return AGemContext(images, labels, samples, [], client_round.log)
 
     def samples(self, client_round: ClientRound, device: torch.device) -> Iterator[Tensor]:
         """Indices of random exemplars of other tasks for every step.  # [m] each"""

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stamp_core.client.batches import Batch
+from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid
 from stamp_core.config.limits import Fraction, NonNegative
 from stamp_core.coresets.memory import Memory, MemoryParams
 from stamp_core.methods.base.method import ClientRound, State
-from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalContext, RehearsalParams
+from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalParams
 from stamp_core.models.flat import FlatModel
 
 UNSURE = -1  # in place of a pseudo label
@@ -47,9 +47,8 @@ class FBLParams(RehearsalParams):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.weight is not None or self.anchor:
-            name = "anchor" if self.weight is None else "weight"
-            raise invalid(name, getattr(self, name), "absent: `weights` has its place")
+        if self.weight is not None:
+            raise invalid("weight", self.weight, "absent: `weights` has its place")
 
 
 class FBLState(TypedDict):  # besides the memory
@@ -70,7 +69,7 @@ class Past:
 
 
 @dataclass
-class FBLContext(RehearsalContext):
+class FBLContext(StepContext):
     state: FBLState
     past: Past | None  # None: no old model
 
@@ -118,7 +117,7 @@ class FBL(Rehearsal):
         past = self.old_classes(client_round, old, epochs) if both else None
         done = epochs + self.runtime.training.epochs
         state = FBLState(old=old, experience=experience, epochs=done, entropy=entropy)
-        return FBLContext(self.anchors_on_device(client_round), state, past)
+        return FBLContext(state, past)
 
     def log_entropy(self, client_round: ClientRound, new: bool) -> float:
         """The received model's mean entropy; log it, and if it would have told a new task."""

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import grad
 
-from stamp_core.client.batches import Batch
+from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.limits import NonNegative, NonNegativeInt, Positive, PositiveInt
 from stamp_core.coresets.memory import Memory
 from stamp_core.methods.base.method import ClientRound, State
-from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalContext, RehearsalParams
+from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalParams
 from stamp_core.models.flat import flatten_like, split_like
 from workbench.methods.base import subspaces
 from workbench.methods.base.lookahead import LookAhead, new_parts
@@ -40,7 +40,7 @@ class FsDgpmParams(RehearsalParams):
 
 
 @dataclass
-class FsDgpmContext(RehearsalContext):
+class FsDgpmContext(StepContext):
     bases: Bases  # of other tasks, on the device
     lambdas: Tensor  # [columns of all layers], of the latest step
     removed: list[Tensor]  # the protected share of each step's length
@@ -84,7 +84,7 @@ class FsDgpm(Rehearsal):
             with client_round.log.clock("basis"):
                 bases = self.new_bases(client_round)
             lambdas = torch.ones(sum(each.shape[1] for each in bases.values()), device=device)
-        return FsDgpmContext(self.anchors_on_device(client_round), bases, lambdas, [])
+        return FsDgpmContext(bases, lambdas, [])
 
     def new_bases(self, client_round: ClientRound) -> Bases:
         """Bases of the live model's inputs for exemplars of other tasks; without any no columns."""

@@ -5,10 +5,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from stamp_core.client.batches import Batch
+from stamp_core.client.batches import Batch, StepContext
 from stamp_core.config.limits import NonNegative
 from stamp_core.methods.base.method import ClientRound, Log
-from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalContext, RehearsalParams
+from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalParams
 from workbench.methods.base.gradient_projection import (
     Corrections,
     exemplar_gradient,
@@ -29,7 +29,7 @@ class GemParams(RehearsalParams):
 
 
 @dataclass
-class GemContext(RehearsalContext):
+class GemContext(StepContext):
     past: list[tuple[Tensor, Tensor]]  # exemplars of each past task
     corrections: Corrections
     log: Log
@@ -46,8 +46,7 @@ class Gem(Rehearsal):
             (self.runtime.normalise(images[own]), labels[own].to(self.runtime.device))
             for own in self.past_exemplars(client_round).values()
         ]
-        anchors = self.anchors_on_device(client_round)
-        return GemContext(anchors, past, Corrections(), client_round.log)
+        return GemContext(past, Corrections(), client_round.log)
 
     def finish(self, client_round: ClientRound, context: GemContext) -> None:
         context.corrections.log(client_round.log, "gem")

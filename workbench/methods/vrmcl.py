@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import grad
 
-from stamp_core.client.batches import Batch
+from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.limits import Fraction, NonNegative, NonNegativeInt, Positive
 from stamp_core.methods.base.method import ClientRound
-from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalContext, RehearsalParams
+from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalParams
 from stamp_core.models.flat import split_like
 from workbench.methods.base.lookahead import LookAhead, new_parts
 
@@ -32,7 +32,7 @@ class VrMclParams(RehearsalParams):
 
 
 @dataclass
-class VrMclContext(RehearsalContext):
+class VrMclContext(StepContext):
     theta: Tensor | None = None  # θ', the weights before the last step  # [P]
     d: Tensor | None = None  # d', its direction  # [P]
     cosines: list[Tensor] = field(default_factory=list)  # of each d and h
@@ -55,7 +55,7 @@ class VrMcl(Rehearsal):
         self.look_ahead = LookAhead(runtime)
 
     def start(self, client_round: ClientRound) -> VrMclContext:
-        return VrMclContext(self.anchors_on_device(client_round))
+        return VrMclContext()
 
     def finish(self, client_round: ClientRound, context: VrMclContext) -> None:
         log = client_round.log

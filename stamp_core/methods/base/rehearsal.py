@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stamp_core.client.batches import Batch, StepContext, append_exemplars
-from stamp_core.client.by_class import class_means, sample_balanced
+from stamp_core.client.by_class import sample_balanced
 from stamp_core.client.runtime import BatchReader, ClientRuntime
 from stamp_core.config.decode import invalid
 from stamp_core.config.limits import NonNegative
@@ -46,9 +46,6 @@ class RehearsalParams(FedAvgParams):
     balanced: bool = False  # sample exemplars evenly over classes instead of uniformly
     # The loss is (new + weight * exemplars) / (1 + weight), each a mean; null: one mean over all.
     weight: NonNegative | None = None
-    # Weight of the squared distance between exemplars' logits and the mean logits of their class
-    # when it was learnt: dark experience replay (Buzzega et al., 2020) with one anchor per class.
-    anchor: NonNegative = 0.0
 
     def __post_init__(self) -> None:
         for name, neutral in (("weight", None), ("balanced", False)):
@@ -57,13 +54,6 @@ class RehearsalParams(FedAvgParams):
                 raise invalid(name, getattr(self, name), right)
         if self.weight is None and self.ratio and self.memory.soft:
             raise invalid("weight", None, f"a number: {self.memory.selection} makes soft labels")
-        if self.weight is None and self.anchor:
-            raise invalid("weight", None, "a number, as anchor is above 0")
-
-
-@dataclass
-class RehearsalContext(StepContext):
-    anchors: Tensor | None  # [L, L]
 
 
 class Rehearsal(Method):
@@ -78,25 +68,14 @@ class Rehearsal(Method):
     def __init__(self, params: Any, runtime: ClientRuntime) -> None:
         super().__init__(params, runtime)
         rule = params.memory.selection
-        if runtime.dataset.masks and (params.anchor or proposes(rule)):
-            key = "anchor" if params.anchor else "memory.selection"
-            value = params.anchor or rule
-            raise invalid(key, value, "one that needs no labels of images, as the data have masks")
+        if runtime.dataset.masks and proposes(rule):
+            right = "one that needs no labels of images, as the data have masks"
+            raise invalid("memory.selection", rule, right)
 
     def init_client(self, client: int, server: State) -> State:
         soft = self.params.memory.soft
         memory = empty_memory(self.runtime.dataset.x_train, self.runtime.classes, soft)
-        state: State = {"memory": memory, "experiences": []}  # those whose tasks are in memory
-        anchors = torch.zeros(2 * [self.runtime.classes])
-        return {**state, "anchors": anchors} if self.params.anchor else state
-
-    def start(self, client_round: ClientRound) -> Any:
-        return RehearsalContext(self.anchors_on_device(client_round))
-
-    def anchors_on_device(self, client_round: ClientRound) -> Tensor | None:
-        """The mean logits of each class when it was learnt, if they are kept.  # [L, L]"""
-        anchors: Tensor | None = client_round.state.get("anchors")
-        return None if anchors is None else anchors.to(self.runtime.device)
+        return {"memory": memory, "experiences": []}  # those whose tasks are in memory
 
     def past_indices(self, client_round: ClientRound) -> Tensor:
         """Indices of the exemplars of other tasks.  # [m]"""
@@ -149,16 +128,13 @@ class Rehearsal(Method):
     def loss(self, batch: Batch, context: Any) -> Tensor:
         return self.weighted_loss(self.model.module(batch.images), batch, context)
 
-    def weighted_loss(self, logits: Tensor, batch: Batch, context: RehearsalContext) -> Tensor:
+    def weighted_loss(self, logits: Tensor, batch: Batch, context: StepContext) -> Tensor:
         """One mean cross-entropy, or those of new images and exemplars; weights sum to 1."""
         weight = self.params.weight
         if weight is None or not batch.exemplars:
             return F.cross_entropy(logits, batch.targets)
         targets = batch.targets[batch.new :]
         past = self.exemplar_loss(logits[batch.new :], targets, batch.soft)
-        if context.anchors is not None:
-            distance = F.mse_loss(logits[batch.new :], context.anchors[targets])
-            past = past + self.params.anchor * distance
         new = F.cross_entropy(logits[: batch.new], batch.targets[: batch.new])
         loss: Tensor = (new + weight * past) / (1 + weight)
         return loss
@@ -177,18 +153,7 @@ class Rehearsal(Method):
             return state
         with client_round.log.clock("coreset"):
             memory = self.updated_memory(client_round)
-        state = {**state, "memory": memory, "experiences": client_round.recorded}
-        if self.params.anchor:
-            state["anchors"] = self.updated_anchors(client_round)
-        return state
-
-    def updated_anchors(self, client_round: ClientRound) -> Tensor:
-        """The mean logits of every class, those of the task's by the trained model.  # [L, L]"""
-        indices = client_round.indices
-        logits = self.runtime.outputs(self.runtime.train_images(indices)[0])
-        means, classes = class_means(logits, self.runtime.dataset.y_train[indices])
-        before: Tensor = client_round.state["anchors"]
-        return before.index_copy(0, classes, means)
+        return {**state, "memory": memory, "experiences": client_round.recorded}
 
     def updated_memory(self, client_round: ClientRound) -> Memory:
         """The memory with the task's classes, which replace an earlier selection of the task."""

@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stamp_core.client.batches import Batch
+from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid
 from stamp_core.config.limits import NonNegative
 from stamp_core.coresets.memory import Memory, MemoryParams, past_tasks
 from stamp_core.matching.match import MatchResult, match_gram
 from stamp_core.methods.base.method import ClientRound, Log
-from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalContext, RehearsalParams
+from stamp_core.methods.base.rehearsal import Rehearsal, RehearsalParams
 from stamp_core.methods.base.server_matching import ServerMatching, SpatialParams, log_matches
 from stamp_core.methods.stamp.temporal import (
     PastTask,
@@ -67,7 +67,7 @@ class StampParams(RehearsalParams):
 
 
 @dataclass
-class StampContext(RehearsalContext):
+class StampContext(StepContext):
     encoder_sgd: FlatSGD | None  # with alternating losses
     matches: list[MatchResult]  # of temporal matching
     log: Log
@@ -96,7 +96,7 @@ class Stamp(ServerMatching, Rehearsal):
 
     def start(self, client_round: ClientRound) -> StampContext:
         sgd = self.runtime.new_sgd(self.model) if self.params.alternate else None
-        return StampContext(self.anchors_on_device(client_round), sgd, [], client_round.log)
+        return StampContext(sgd, [], client_round.log)
 
     def train(self, client_round: ClientRound, context: StampContext) -> list[Tensor]:
         if self.params.temporal is None or self.in_steps:

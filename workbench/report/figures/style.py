@@ -45,7 +45,7 @@ _HEADLINE = {
     "replay": (COLOURS[2], "D", 2),
     "joint": ("black", "*", 0),
     "stamp": (COLOURS[1], "v", 0),
-    "stamp_segments": (COLOURS[6], "8", 0),
+    "stamp_without_coreset": (COLOURS[6], "8", 0),
     "stamp_round": (COLOURS[7], "p", 2),
     "gem": (COLOURS[3], "P", 1),
     "fedomg": (COLOURS[4], "^", 2),

@@ -23,7 +23,7 @@ from workbench.report.tables.page import Comparison, Page
 from workbench.report.text import DASH, MB, count_range, marked, mean_std
 
 _BASES = ("fedavg", "replay")  # that pages compare methods with, where they were run
-_CONTROLS = (*_BASES, "stamp_mean")
+_CONTROLS = (*_BASES, "stamp_without_coreset_mean")
 _RANDOM = RULES["uniform"]
 
 
