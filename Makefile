@@ -12,7 +12,7 @@ $(foreach pin,$(shell $(PYTHON) stamp_core/core/arithmetic.py),$(eval export $(p
 unexport PYTHONDONTWRITEBYTECODE  # with it every process compiles the package again: a second each
 
 .DEFAULT_GOAL := help
-.PHONY: tour repro verify paper cifar100 protocols privacy studies tune test test-device test-end-to-end test-cluster test-federation test-privacy federation estimate lab notebooks docs lint bench profile faults clean help
+.PHONY: tour repro verify paper cifar100 protocols privacy studies tune test test-device test-end-to-end test-cluster test-federation test-privacy federation estimate lab notebooks findings docs lint bench profile faults clean help
 
 tour: $(READY) .dvc/config.local  ## two minutes: a first table and figures, in figures/tour
 	dvc repro tour
@@ -71,6 +71,9 @@ lab: $(READY)  ## explore in JupyterLab
 
 notebooks: $(READY)  ## run every notebook at its defaults and store its outputs
 	STAMP_PROGRESS=none $(VENV)/bin/python -m workbench.workflow.notebooks
+
+findings: $(READY)  ## write README's list and docs/results.md from docs/findings.yaml and the tables
+	$(VENV)/bin/python -m workbench.report.findings
 
 docs: $(DOCS)/.ready  ## build the site in docs/_build/html; broken links fail
 	$(DOCS)/bin/sphinx-build -W --keep-going -q docs docs/_build/html

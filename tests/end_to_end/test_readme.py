@@ -60,15 +60,6 @@ def test_every_block_of_commands(clone):
     assert (clone / "data/runs/digits/replay-200to205/200/run.json").exists()
 
 
-def test_the_script(clone):
-    (script,) = (block for block in blocks("python") if "load_experiment" in block)
-    (clone / "explore.py").write_text(script)
-    command = re.search(r"`(\S*python explore.py)`", TEXT)
-    assert command
-    accuracy = re.search(r"^(0\.\d+) ", shell(clone, command[1]), re.M)
-    assert accuracy and 0.3 < float(accuracy[1]) < 0.9
-
-
 def test_ones_own_method(clone):
     """Its file, its two lines in params.yaml, and the commands of that paragraph."""
     (method,) = (block for block in blocks("python") if "class FedAvgM" in block)

@@ -17,6 +17,7 @@ from project import Project
 
 from stamp_core.engine.trees import read_tree
 from stamp_core.results.records import load_record
+from workbench.workflow import stage
 
 PIPELINE = "pipelines/paper/dvc.yaml"
 COMPARE = ("dvc", "repro", f"{PIPELINE}:compare@tiny")  # what `make paper SETTING=tiny` runs
@@ -40,31 +41,36 @@ def finished_rounds(project: Project, method: str = "fedavg") -> list[dict[str, 
     return history
 
 
-def stop_in_training(project: Project, with_signal: int) -> int:
-    """Stop DVC, and what is in its group, in the middle of a training; its exit status.
+def stop_in_training(project: Project, with_signal: int) -> tuple[int, str]:
+    """Stop DVC, and what is in its group, in the middle of a training; its status and output.
 
     All that it has started must end as well.
     """
     before = len(finished_rounds(project))
-    process = subprocess.Popen(
-        COMPARE, cwd=project.root, env=project.environment, start_new_session=True
-    )
+    log = project.root.parent / f"{with_signal}.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            COMPARE,
+            **{"cwd": project.root, "env": project.environment, "start_new_session": True},
+            **{"stdout": output, "stderr": subprocess.STDOUT},
+        )
     wait_until(lambda: len(finished_rounds(project)) > before or process.poll(), "a round")
     started = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, with_signal)
     status = process.wait()
     wait_until(lambda: all(map(gone, started)), "the end of all that it started")
     assert before < len(finished_rounds(project)) < 60
-    return status
+    return status, log.read_text("utf-8")
 
 
 def test_a_killed_pipeline_leaves_no_process_and_a_checkpoint(project):
     """kill -9 of DVC and of the processes in its group, which are not all that it started."""
-    assert stop_in_training(project, signal.SIGKILL) == -signal.SIGKILL
+    assert stop_in_training(project, signal.SIGKILL)[0] == -signal.SIGKILL
 
 
-def test_an_interrupt_ends_the_pipeline_where_it_can_go_on(project):
-    assert stop_in_training(project, signal.SIGINT) > 0
+def test_an_interrupt_ends_the_pipeline_where_it_can_go_on_and_says_so_in_one_line(project):
+    status, output = stop_in_training(project, signal.SIGINT)
+    assert status > 0 and output.count(stage.LINE) == 1 and "Traceback" not in output
 
 
 def test_of_two_calls_at_a_time_one_ends_well_and_the_other_is_refused(project):

@@ -17,11 +17,7 @@ from stamp_core.methods.base.registry import read_preset, resolve_preset
 PARAMS = read_params()
 KINDS = {preset: resolve_preset(preset, PARAMS)[0] for preset in PARAMS["methods"]}
 FIRST = list({kind: preset for preset, kind in reversed(KINDS.items())}.values())  # of each method
-PRESETS = [
-    *FIRST,
-    *(f"stamp_{name}" for name in ("round", "code", "paper")),
-    "temporal_every_4",
-]
+PRESETS = [*FIRST, *(f"stamp_{name}" for name in ("round", "code", "paper")), "temporal_every_4"]
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "plain": {"split": {"images_per_class": 16}, "training": {"epochs": 2}},
     "returning": {"split": {"images_per_class": 12, "cycles": 2}, "training": {"epochs": 2}},

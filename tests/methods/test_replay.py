@@ -32,5 +32,3 @@ class ReplayReference(RehearsalReference):
 def test_replay_is_the_reference(params, configuration):
     memory = {"selection": "uniform", "merge": "reservoir", "exemplars_per_class": 4}
     reference.compare("replay", configuration, ReplayReference, memory=memory, **params)
-
-

@@ -1,0 +1,199 @@
+"""README.md and docs/results.md are what docs/findings.yaml and the tables of figures/ make."""
+
+import itertools
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from ruamel.yaml import YAML
+from scipy import stats
+
+from stamp_core.config.decode import ParameterError
+from stamp_core.config.params import read_params
+from stamp_core.core.paths import ROOT
+from workbench.report import findings
+from workbench.report.tables import printed
+
+PAGES = ("README.md", "docs/results.md")
+BOOK = findings.Book()
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    (tmp_path / "docs").mkdir()
+    for name in (*PAGES, "docs/findings.yaml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+def test_the_pages_are_what_the_findings_make(copy):
+    findings.Book(copy).write(copy)
+    for name in PAGES:
+        assert (copy / name).read_text("utf-8") == (ROOT / name).read_text("utf-8"), name
+
+
+# --- a second computation, from the files alone
+
+
+def endpoints(files: tuple[str, ...], setting: str, method: str) -> list[dict[int, float]]:
+    """Final accuracy, and the mean of accuracies over experiences, by seed."""
+    rows = [row for file in files for row in pd.read_csv(ROOT / file).to_dict("records")]
+    own = {
+        (row["seed"], row["experience"]): 100 * row["accuracy"]
+        for row in rows
+        if (row["setting"], row["method"]) == (setting, method)
+    }
+    seeds = {seed for seed, _ in own}
+    stages = {s: [own[each] for each in sorted(own) if each[0] == s] for s in seeds}
+    return [
+        {seed: values[-1] for seed, values in stages.items()},
+        {seed: sum(values) / len(values) for seed, values in stages.items()},
+    ]
+
+
+def naive_differences(claim: findings.Claim) -> list[Any]:
+    table = BOOK.tables[claim.setting]
+    pairs = zip(
+        *(endpoints(table.files, claim.setting, m) for m in (claim.method, claim.base)), strict=True
+    )
+    return [
+        stats.ttest_1samp([one[seed] - other[seed] for seed in one.keys() & other.keys()], 0)
+        for one, other in pairs
+    ]
+
+
+@pytest.mark.parametrize("shown", [True, False], ids=["README", "others"])
+def test_every_verdict_is_that_of_a_t_test_with_holms_correction(shown: bool) -> None:
+    claims = [
+        c for name, each in BOOK.findings.items() if each.readme == shown for c in BOOK.claims[name]
+    ]
+    results = []  # p, low, high, the word that is claimed
+    for claim in claims:
+        if BOOK.tables[claim.setting].page:
+            found = [
+                (p, f["low"], f["high"]) for p, f in zip(claim.p_values, claim.found, strict=True)
+            ]
+        else:
+            tests = naive_differences(claim)
+            found = [(t.pvalue, *t.confidence_interval(0.95)) for t in tests]
+        results += [(*each, word) for each, word in zip(found, claim.expected, strict=True)]
+    order = sorted(range(len(results)), key=lambda k: results[k][0])
+    rejected = itertools.takewhile(
+        lambda place: results[order[place]][0] * (len(order) - place) < 0.05, range(len(order))
+    )
+    holds = {order[place] for place in rejected}
+    for k, (p, low, high, word) in enumerate(results):
+        if k in holds:
+            wanted = "above" if low > 0 else "below"
+        else:
+            wanted = "equal" if low >= -0.5 and high <= 0.5 else "open"
+        assert word == wanted, (k, p, low, high, word)
+
+
+def test_the_papers_numbers_stand_beside_the_whole_method() -> None:
+    rows = {line.split("|")[1].strip(): line for line in BOOK.readme_table().splitlines()}
+    whole = [
+        printed.rows(table, "CIFAR-100").accuracy["stamp"] for table in BOOK.table.settings.values()
+    ]
+    assert all(f"| {number} |" in rows["STAMP"] for number in whole) and whole == [52.8, 41.3]
+    parts = printed.rows(*printed.COMPONENTS).accuracy
+    assert parts["stamp"] == 52.8 and parts["stamp_without_coreset"] == 44.7
+
+
+# --- what is refused
+
+
+def changed(copy: Path, change: Callable[[dict[str, Any]], object]) -> findings.Book:
+    file = copy / "docs" / "findings.yaml"
+    values = YAML().load(file)
+    change(values["findings"])
+    YAML().dump(values, file)
+    return findings.Book(copy)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda f: f["whole"]["claims"].update(
+                {"stamp - nothing": {"cifar100_c2_small": "open, open"}}
+            ),
+            r"findings\.whole\.claims\.stamp - nothing\.cifar100_c2_small: no file of cifar100_c2_small has nothing",
+        ),
+        (
+            lambda f: f["whole"]["claims"]["stamp - replay"].update({"c3": "open, open"}),
+            r"findings\.whole\.claims\.stamp - replay\.c3 is 'c3'; it must be one of tables",
+        ),
+        (
+            lambda f: f["whole"]["claims"]["stamp - replay"].update(
+                {"cifar100_c2_small": "better, open"}
+            ),
+            r"findings\.whole\.claims\.stamp - replay\.cifar100_c2_small 'better' is unknown",
+        ),
+        (
+            lambda f: f["whole"]["claims"]["stamp - replay"].update(
+                {"cifar100_c2_small": "below, open"}
+            ),
+            r"findings\.whole\.claims\.stamp - replay\.cifar100_c2_small is 'below, open'; it must be above, open",
+        ),
+        (
+            lambda f: f["whole"]["claims"]["stamp - replay"].update({"cifar100_c2_small": "above"}),
+            r"findings\.whole\.claims\.stamp - replay\.cifar100_c2_small is 'above'; it must be 2 verdicts",
+        ),
+        (
+            lambda f: f["rules"]["claims"].update({"magic - random": {"twenty": "open"}}),
+            r"findings\.rules\.claims\.magic - random\.twenty: .*coresets\.md has no difference",
+        ),
+        (lambda f: f["whole"].update({"colour": "red"}), r"findings\.whole: 'colour' is unknown"),
+    ],
+    ids=["method", "setting", "word", "verdict", "endpoints", "page", "key"],
+)
+def test_a_claim_that_the_tables_do_not_bear_is_named(copy, change, message):
+    with pytest.raises(ParameterError, match=message):
+        changed(copy, change)
+
+
+def test_a_number_that_no_table_has_is_named(copy):
+    book = changed(
+        copy, lambda f: f["whole"].update({"text": "It has {nothing, cifar100_c2_small}."})
+    )
+    with pytest.raises(
+        ParameterError,
+        match=r"findings\.whole: \{nothing, cifar100_c2_small\}: no file of cifar100_c2_small",
+    ):
+        book.write(copy)
+    (copy / "README.md").write_text("# No markers\n")
+    with pytest.raises(ParameterError, match=r"README\.md has no <!-- findings -->"):
+        findings.Book().write(copy)
+
+
+# --- prose
+
+
+@pytest.mark.parametrize(("page", "most"), [("README.md", 110), ("docs/results.md", 250)])
+def test_a_page_is_short_in_lines_and_in_sentences(page: str, most: int) -> None:
+    lines = (ROOT / page).read_text("utf-8").splitlines()
+    assert len(lines) <= most
+    text = re.sub(r"```.*?```", "", "\n".join(lines), flags=re.S)
+    prose = [line for line in text.splitlines() if line and not re.match(r"[|#<!(]", line)]
+    blocks = re.split(r"\n\s*\n|\n(?=- |\d+\. )", "\n".join(prose))
+    plain = [re.sub(r"\]\([^)]*\)|[*\[`]", "", " ".join(block.split())) for block in blocks]
+    names = set(read_params()["methods"])
+    for sentence in (each for block in plain for each in re.split(r"(?<=[.:;?!]) ", block)):
+        words = re.findall(r"[^\W\d_][\w'’-]*", re.sub(r"\([^)]*\)", "", sentence))
+        assert len(words) <= 25, (page, len(words), sentence)
+        assert not words or words[0] not in names or "_" not in words[0], sentence
+
+
+# --- what every table should show
+
+
+@pytest.mark.parametrize("setting", ["digits", "glyphs", "glyphs_domains"])
+def test_joint_training_is_above_every_method_with_a_global_model(setting: str) -> None:
+    means = BOOK.tables[setting].runs.loc[setting].accuracy.groupby("method").mean()
+    assert means.idxmax() == "joint" and np.isfinite(means).all()

@@ -1,0 +1,305 @@
+"""Findings: what README.md and docs/results.md say, made from docs/findings.yaml and figures/.
+
+A finding has sentences for a person, and claims: two methods, and the verdict that the tables must
+give in each setting, for final accuracy and for average incremental accuracy. Numbers in sentences
+are looked up. A verdict that the tables do not give, or a comparison that they do not have, fails
+with the name of the finding. `make findings` writes both pages, between their markers.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import pandas as pd
+
+from stamp_core.config.decode import ParameterError, build, convert, invalid
+from stamp_core.config.params import read_yaml
+from stamp_core.core.atomic import atomic_write
+from stamp_core.core.paths import ROOT
+from workbench.report import metrics, ranks
+from workbench.report.tables import page, printed
+from workbench.report.text import DASH
+
+Verdict = Literal["above", "below", "equal", "open"]
+ENDPOINTS = ("accuracy", "average_incremental_accuracy")  # final, and the mean over stages
+MINUS = "\N{MINUS SIGN}"
+_WORDS = {"equal": f"equal within ±{page.EQUAL:g}"}
+_LOOKUP = re.compile(r"\{(.+?)\}")
+_NUMBER = r"([+-]\d+\.\d+)"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Where the numbers of a setting are: files with a row a run, or a column of a page."""
+
+    label: str
+    files: tuple[str, ...] = ()
+    page: str = ""
+    column: str = ""
+
+    @cached_property
+    def runs(self) -> pd.DataFrame:
+        """Accuracies in %, a column each, by method and seed at the end of the last cycle."""
+        rows = pd.concat([pd.read_csv(ROOT / file) for file in self.files])
+        last = rows[rows.experience == rows.groupby("setting").experience.transform("max")]
+        once = last.drop_duplicates(["setting", "method", "seed"])
+        return 100 * once.set_index(["setting", "method", "seed"])[[*ENDPOINTS]].sort_index()
+
+
+@dataclass(frozen=True)
+class Finding:
+    title: str
+    text: str  # of both pages
+    more: str = ""  # of docs/results.md alone
+    claims: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # see `Claim`
+    readme: bool = False
+    figure: str = ""
+    links: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The table of README.md: settings, the paper's tables beside them, methods and their names."""
+
+    settings: Mapping[str, str]
+    methods: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Findings:
+    tables: Mapping[str, Any]
+    table: Rows
+    findings: Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Claim:
+    """One comparison in one setting: its differences, and the verdict each must have."""
+
+    method: str
+    base: str
+    setting: str
+    expected: tuple[Verdict, ...]
+    found: tuple[dict[str, float], ...]
+
+    @property
+    def p_values(self) -> list[float]:
+        return [ranks.interval_p_value(f["low"], f["high"], int(f["n"])) for f in self.found]
+
+
+class Book:
+    """docs/findings.yaml with its numbers; every claim is checked when it is read."""
+
+    def __init__(self, root: Path = ROOT) -> None:
+        self.file = root / "docs" / "findings.yaml"
+        values = read_yaml(self.file)
+        content = build(Findings, values, self.file.name)
+        build_each = {"tables": Table, "findings": Finding}
+        blocks = {
+            key: {name: build(kind, block, f"{key}.{name}") for name, block in values[key].items()}
+            for key, kind in build_each.items()
+        }
+        self.tables: dict[str, Table] = blocks["tables"]
+        self.findings: dict[str, Finding] = blocks["findings"]
+        self.table = content.table
+        self.claims = {name: [*self._claims(name)] for name in self.findings}
+        self.verdicts = self._verdicts()
+
+    def _claims(self, name: str) -> Iterator[Claim]:
+        for pair, settings in self.findings[name].claims.items():
+            method, base = pair.split(" - ")
+            for setting, words in settings.items():
+                where = f"findings.{name}.claims.{pair}.{setting}"
+                expected = tuple(convert(word, Verdict, where) for word in words.split(", "))
+                found = self.differences(method, base, setting, where)
+                if len(expected) != len(found):
+                    raise invalid(where, words, f"{len(found)} verdicts, one an endpoint")
+                yield Claim(method, base, setting, expected, found)
+
+    def differences(
+        self, method: str, base: str, setting: str, where: str
+    ) -> tuple[dict[str, float], ...]:
+        """The paired difference of each endpoint that the tables of a setting have."""
+        if setting not in self.tables:
+            raise invalid(where, setting, f"one of tables: {', '.join(self.tables)}")
+        table = self.tables[setting]
+        if table.page:
+            return (_page_difference(table, method, base, where),)
+        pairs = (
+            [self.scores(name, setting, endpoint, where) for name in (method, base)]
+            for endpoint in ENDPOINTS
+        )
+        found = (metrics.paired_difference(*pair) for pair in pairs)
+        return tuple(each for each in found if each["n"])
+
+    def scores(self, method: str, setting: str, endpoint: str, where: str) -> dict[int, float]:
+        runs = self.tables[setting].runs
+        if (setting, method) not in runs.index.droplevel("seed"):
+            raise ParameterError(f"{where}: no file of {setting} has {method}")
+        return {int(seed): float(v) for seed, v in runs.loc[setting, method][endpoint].items()}
+
+    def _verdicts(self) -> dict[tuple[str, Claim], list[str]]:
+        """What each claim is found to be; those of README.md hold after Holm's correction."""
+        shown = [(n, c) for n in self.findings if self.findings[n].readme for c in self.claims[n]]
+        family = iter(ranks.holm([p for _, claim in shown for p in claim.p_values]) < ranks.LEVEL)
+        verdicts = {}
+        for name, claim in ((n, c) for n in self.findings for c in self.claims[n]):
+            holds = [not self.findings[name].readme or next(family) for _ in claim.found]
+            found = [*map(_verdict, claim.found, holds)]
+            if found != list(claim.expected):
+                where = f"findings.{name}.claims.{claim.method} - {claim.base}.{claim.setting}"
+                raise invalid(where, ", ".join(claim.expected), ", ".join(found))
+            verdicts[name, claim] = found
+        return verdicts
+
+    # --- text
+
+    def sentences(self, name: str, text: str) -> str:
+        """Text with its numbers: {A - B, setting}, {A, setting}, {share A, setting}; `, stages`
+        after it asks for average incremental accuracy.
+        """
+        return " ".join(_LOOKUP.sub(lambda found: self._number(name, found[1]), text).split())
+
+    def _number(self, name: str, lookup: str) -> str:
+        where = f"findings.{name}: {{{lookup}}}"
+        what, setting, *stages = lookup.split(", ")
+        endpoint = int(bool(stages))
+        if what.startswith("share "):
+            return self._share(what.removeprefix("share "), setting, where)
+        method, _, base = what.partition(" - ")
+        if base:
+            return _points(self.differences(method, base, setting, where)[endpoint])
+        scores = self.scores(method, setting, ENDPOINTS[endpoint], where)
+        return f"{metrics.summarise(scores.values())['mean']:.1f} %"
+
+    def _share(self, method: str, setting: str, where: str) -> str:
+        """How much of the way from FedAvg, at its best step, to joint training a method goes."""
+        low, own, high = (
+            metrics.summarise(self.scores(each, setting, ENDPOINTS[0], where).values())["mean"]
+            for each in ("fedavg_step", method, "joint")
+        )
+        return f"{100 * (own - low) / (high - low):.0f} %"
+
+    def readme_list(self) -> str:
+        shown = [(name, each) for name, each in self.findings.items() if each.readme]
+        return "\n".join(
+            f"{place}. **{each.title}** {self.sentences(name, each.text)}"
+            for place, (name, each) in enumerate(shown, 1)
+        )
+
+    def readme_table(self) -> str:
+        """Both endpoints of every method, and what the paper prints."""
+        heads = ["method"]
+        for setting in self.table.settings:
+            label = self.tables[setting].label
+            heads += [f"{label}: final", "mean over stages", "paper"]
+        rows = [[name, *self._cells(method)] for method, name in self.table.methods.items()]
+        return page.markdown(pd.DataFrame(rows, columns=pd.Index(heads)))
+
+    def _cells(self, method: str) -> Iterator[str]:
+        for setting, paper in self.table.settings.items():
+            for endpoint in ENDPOINTS:
+                found = self.scores(method, setting, endpoint, "table").values()
+                summary = metrics.summarise(found)
+                yield f"{summary['mean']:.1f} ± {summary['std']:.1f}"
+            accuracy = printed.rows(paper, "CIFAR-100").accuracy
+            yield f"{accuracy[method]}" if method in accuracy else DASH
+
+    def results(self) -> str:
+        """The findings of docs/results.md, a section each."""
+        parts = []
+        for name, each in self.findings.items():
+            title = each.title.removesuffix(".")
+            parts += [f"({name})=\n## {title}", self.sentences(name, f"{each.text} {each.more}")]
+            parts += [self._claims_table(name)] if self.claims[name] else []
+            parts += [f"![{title}](../figures/{each.figure})"] if each.figure else []
+            links = ", ".join(f"[{text}](../{to})" for text, to in each.links.items())
+            parts += [f"Details: {links}."] if links else []
+        return "\n\n".join(parts)
+
+    def _claims_table(self, name: str) -> str:
+        claims = self.claims[name]
+        settings = [each for each in self.tables if each in {c.setting for c in claims}]
+        lines = [["difference", *(self.tables[setting].label for setting in settings)]]
+        lines.append(["---"] * len(lines[0]))
+        for pair in dict.fromkeys((claim.method, claim.base) for claim in claims):
+            own = {c.setting: c for c in claims if (c.method, c.base) == pair}
+            cells = [self._cell(name, own[s]) if s in own else DASH for s in settings]
+            lines.append([f"`{pair[0]}` {MINUS} `{pair[1]}`", *cells])
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+    def _cell(self, name: str, claim: Claim) -> str:
+        found = zip(claim.found, self.verdicts[name, claim], strict=True)
+        texts = [f"{_interval(each)}, {_WORDS.get(word, word)}" for each, word in found]
+        return f"{'<br>'.join(texts)} (n = {claim.found[0]['n']:.0f})"
+
+    def write(self, root: Path = ROOT) -> list[Path]:
+        """Put the list, the table and the sections between their markers."""
+        made = {
+            root / "README.md": {"findings": self.readme_list(), "table": self.readme_table()},
+            root / "docs" / "results.md": {"findings": self.results()},
+        }
+        for path, blocks in made.items():
+            text = path.read_text(encoding="utf-8")
+            for name, content in blocks.items():
+                text = between_markers(text, name, content, path)
+            with atomic_write(path) as part:
+                part.write_text(text, encoding="utf-8")
+        return [*made]
+
+
+def between_markers(text: str, name: str, content: str, path: Path) -> str:
+    """The text with other content between `<!-- name -->` and `<!-- end of name -->`."""
+    start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    before, found, rest = text.partition(start)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        raise ParameterError(f"{path.name} has no {start} with {end} after it")
+    return f"{before}{start}\n\n{content}\n\n{end}{after}"
+
+
+def _verdict(difference: Mapping[str, float], holds: bool) -> str:
+    """The verdict of an interval; what Holm's correction does not leave is open, or equal."""
+    word = page.verdict(difference["low"], difference["high"])
+    if holds or word not in ("above", "below"):
+        return word
+    inside = difference["low"] >= -page.EQUAL and difference["high"] <= page.EQUAL
+    return "equal" if inside else "open"
+
+
+def _page_difference(table: Table, method: str, base: str, where: str) -> dict[str, float]:
+    """A cell, `+2.0 (+1.4 to +2.5)`, of a table "Difference from base" of a page."""
+    text = (ROOT / table.page).read_text(encoding="utf-8")
+    _, _, section = text.partition(f"Difference from {base}:\n\n")
+    lines = [line.strip("| ").split(" | ") for line in section.split("\n\n")[0].splitlines()]
+    rows = {cells[0]: dict(zip(lines[0], cells, strict=True)) for cells in lines[2:]}
+    cell = rows.get(method, {}).get(table.column, "")
+    found = re.search(rf"{_NUMBER} \({_NUMBER} to {_NUMBER}\)", cell)
+    if not found:
+        name = f"{method} compared with {base}, {table.column}"
+        raise ParameterError(f"{where}: {table.page} has no difference of {name}")
+    mean, low, high = map(float, found.groups())
+    n = rows[method]["n"].split(" to ")[-1]  # of the column with the most seeds
+    return {"mean": mean, "low": low, "high": high, "n": float(n)}
+
+
+def _points(difference: Mapping[str, float]) -> str:
+    """`1.9 points (1.4 to 2.3)`; of a negative difference by how much it is below."""
+    mean, low, high = (difference[key] for key in ("mean", "low", "high"))
+    if mean < 0:
+        mean, low, high = -mean, -high, -low
+    ends = f"{low:z.1f} to {high:z.1f}".replace("-", MINUS)
+    return f"{mean:.1f} points ({ends})"
+
+
+def _interval(difference: Mapping[str, float]) -> str:
+    mean, low, high = (difference[key] for key in ("mean", "low", "high"))
+    return f"{mean:+z.1f} ({low:z.1f} to {high:z.1f})".replace("-", MINUS)
+
+
+if __name__ == "__main__":
+    for written in Book().write():
+        print(written.relative_to(ROOT))
