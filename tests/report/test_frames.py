@@ -1,11 +1,15 @@
 """Frames of runs, numbers as text, and paired differences, worked out by hand."""
 
+import io
 import math
+from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 from made_records import fake_record, selected, shifted, three_seeds
 
+from stamp_core.results.records import Record
 from workbench.report import frames, tables, text
 from workbench.report.tables import page
 
@@ -77,6 +81,38 @@ def test_experience_frame_counts_experiences_through_all_cycles():
     assert rows.gap.tolist() == pytest.approx([0.1, 0.3, 0.1, 0.3])
     expected = [math.nan, 0.4, math.nan, 0.4]  # within its cycle
     assert rows.forgetting.tolist() == pytest.approx(expected, nan_ok=True)
+
+
+def random_record(cycles: int) -> Record:
+    """Three clients with random accuracies on four tasks; one has no images of one of them."""
+    random = np.random.default_rng(cycles)
+    record = fake_record(cycles=cycles)
+    shapes = {"initial": (3, 4)} | dict.fromkeys(("global", "local"), (4 * cycles, 3, 4))
+    drawn = {name: random.random((4, *shape), np.float32) for name, shape in shapes.items()}
+    tests = random.integers(1, 99, (3, 4)) * (np.arange(12).reshape(3, 4) != 6)
+    personal = np.full_like(drawn["global"], np.nan)
+    return replace(record, scores={**drawn, "personal": personal}, tests=tests)
+
+
+@pytest.mark.parametrize("cycles", [1, 2, 3])
+def test_the_running_average_incremental_accuracy_is_that_of_a_naive_computation(cycles):
+    record = random_record(cycles)
+    a, n = record.scores["global"][0].astype(float), record.tests
+    naive = []
+    for experience in range(4 * cycles):
+        stages = []
+        for stage in range(experience // 4 * 4, experience + 1):
+            seen = range(stage % 4 + 1)
+            hits = [sum(n[u, i] * a[stage, u, i] for u in range(3)) / sum(n[:, i]) for i in seen]
+            stages.append(sum(hits) / len(hits))
+        naive.append(sum(stages) / len(stages))
+    csv = pd.read_csv(io.StringIO(tables.results.accuracy_csv([record])))
+    assert csv.columns[-1] == "average_incremental_accuracy"
+    assert csv.average_incremental_accuracy.tolist() == pytest.approx(naive, abs=5.1e-5)
+    final = frames.run_frame([record]).main_average_incremental_accuracy[0]
+    assert final == pytest.approx(naive[-1]) and csv.iloc[-1, -1] == round(final, 4)
+    running = frames.experience_frame([record]).accuracy[:4].expanding().mean()
+    assert running.tolist() == pytest.approx(naive[:4])  # of the first cycle alone
 
 
 def test_experience_frame_shows_the_main_or_the_personal_models():
