@@ -70,9 +70,20 @@ def test_every_definition_stands_on_a_page_and_no_number_is_undefined(written):
         ("measured.md", f"toy | stamp |  | 3 | 1.5 | {DASH} | {DASH} | {DASH} | 20 | 0.000007"),
         ("normalisation.md", "replay | 3 | **+20.0 (+20.0 to +20.0)** ‡"),
         ("overlap.md", "stamp | 3 | **+5.0 (+5.0 to +5.0)** ‡ | +0.0 (+0.0 to +0.0)"),
-        ("related.md", "toy | projection | update | 2 | 0.0 (n = 1) | 55.0 ± 7.1 | 30.0 ± 0.0"),
+        (
+            "related.md",
+            "toy | projection | update | 2 | 0.0 (n = 1) | 55.0 ± 7.1 | 67.5 ± 3.5 | 30.0 ± 0.0",
+        ),
         ("related.md", "toy | pfeddil † (personal) | 3 | 50.0 ± 10.0 | 70.0 ± 10.0 | 90.0 ± 10.0"),
-        ("related.md", "fbl | 3 | 50.0 ± 10.0 | 65.0 ± 5.0 | 30.0 ± 10.0 | 90.0 ± 10.0 | 0.001"),
+        (
+            "related.md",
+            "fbl | 3 | 50.0 ± 10.0 | 65.0 ± 5.0 | 65.0 ± 5.0 | 30.0 ± 10.0 | 90.0 ± 10.0 | 0.001",
+        ),
+        (
+            "related.md",
+            "fbl | 3 | "
+            + " | ".join(f"**{d} ({d} to {d})** ‡" for d in ("+30.0", "+15.0", "-30.0")),
+        ),
         ("paper.md", f"fedavg | 3 | 3.3 | 44.6 | 15 | 44.6 | 60 | 1.92 | {DASH} | 21"),
         ("tuning.md", "gem | a 2 | 45.0 | 45.0 | 45.0 | yes"),
         ("tuning.md", "gem | b 3 | diverges | diverges | diverges | "),
