@@ -1,11 +1,16 @@
 """Frames of runs, numbers as text, and paired differences, worked out by hand."""
 
+import io
+import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 from made_records import fake_record, selected, shifted, three_seeds
 
+from stamp_core.results.records import Record
 from workbench.report import frames, tables, text
 from workbench.report.tables import page
 
@@ -79,6 +84,38 @@ def test_experience_frame_counts_experiences_through_all_cycles():
     assert rows.forgetting.tolist() == pytest.approx(expected, nan_ok=True)
 
 
+def random_record(cycles: int) -> Record:
+    """Three clients with random accuracies on four tasks; one has no images of one of them."""
+    random = np.random.default_rng(cycles)
+    record = fake_record(cycles=cycles)
+    shapes = {"initial": (3, 4)} | dict.fromkeys(("global", "local"), (4 * cycles, 3, 4))
+    drawn = {name: random.random((4, *shape), np.float32) for name, shape in shapes.items()}
+    tests = random.integers(1, 99, (3, 4)) * (np.arange(12).reshape(3, 4) != 6)
+    personal = np.full_like(drawn["global"], np.nan)
+    return replace(record, scores={**drawn, "personal": personal}, tests=tests)
+
+
+@pytest.mark.parametrize("cycles", [1, 2, 3])
+def test_the_running_average_incremental_accuracy_is_that_of_a_naive_computation(cycles):
+    record = random_record(cycles)
+    a, n = record.scores["global"][0].astype(float), record.tests
+    naive = []
+    for experience in range(4 * cycles):
+        stages = []
+        for stage in range(experience // 4 * 4, experience + 1):
+            seen = range(stage % 4 + 1)
+            hits = [sum(n[u, i] * a[stage, u, i] for u in range(3)) / sum(n[:, i]) for i in seen]
+            stages.append(sum(hits) / len(hits))
+        naive.append(sum(stages) / len(stages))
+    csv = pd.read_csv(io.StringIO(tables.results.accuracy_csv([record])))
+    assert csv.columns[-1] == "average_incremental_accuracy"
+    assert csv.average_incremental_accuracy.tolist() == pytest.approx(naive, abs=5.1e-5)
+    final = frames.run_frame([record]).main_average_incremental_accuracy[0]
+    assert final == pytest.approx(naive[-1]) and csv.iloc[-1, -1] == round(final, 4)
+    running = frames.experience_frame([record]).accuracy[:4].expanding().mean()
+    assert running.tolist() == pytest.approx(naive[:4])  # of the first cycle alone
+
+
 def test_experience_frame_shows_the_main_or_the_personal_models():
     own = fake_record("local", personal_only=True)
     both = fake_record("fedala", local=0.9, group="personalised")
@@ -131,14 +168,15 @@ def test_significant_has_three_figures_and_no_exponent(value, expected):
 
 def test_differences_are_paired_by_seed_in_points():
     rows = tables.differences([*three_seeds(), *three_seeds("stamp", BETTER)])
-    accuracy, forgetting, *_ = rows.to_dict("records")
+    assert rows.measure.tolist()[:2] == [*page.ENDPOINTS]
+    accuracy, _, forgetting, *_ = rows.to_dict("records")
     assert accuracy["difference"] == pytest.approx(10)
-    assert (accuracy["n"], accuracy["interval"]) == (3, "above 0")
+    assert (accuracy["n"], accuracy["interval"]) == (3, "above")
     lost = np.array([-10.0, -20.0, -10.0])  # 0.3 - 0.4, 0.1 - 0.3, 0.4 - 0.5
     half = T_975[2] * lost.std(ddof=1) / math.sqrt(3)
     ends = [forgetting[name] for name in ("difference", "low", "high")]
     assert ends == pytest.approx([lost.mean(), lost.mean() - half, lost.mean() + half])
-    assert forgetting["interval"] == "includes 0"
+    assert forgetting["interval"] == "open"
 
 
 def test_differences_use_common_seeds_and_the_main_model():
@@ -155,20 +193,63 @@ def test_differences_use_common_seeds_and_the_main_model():
 @pytest.mark.parametrize(
     ("gains", "outcome", "cell"),
     [
-        ([0.10, 0.12, 0.11], "higher for stamp (by 8.5 to 13.5)", "**+11.0 (+8.5 to +13.5)**"),
-        ([-0.10, -0.12, -0.11], "lower for stamp (by 8.5 to 13.5)", "**-11.0 (-13.5 to -8.5)**"),
-        ([0.05, -0.05], "the 95 % interval includes 0 for stamp", "+0.0 (-63.5 to +63.5)"),
-        ([0.0, 0.0], "the 95 % interval includes 0 for stamp", "+0.0 (+0.0 to +0.0)"),
-        ([0.10], "no interval (fewer than two common seeds) for stamp", "+10.0"),
+        ([0.10, 0.12, 0.11], "above: stamp (by 8.5 to 13.5)", "**+11.0 (+8.5 to +13.5)**"),
+        ([-0.10, -0.12, -0.11], "below: stamp (by 8.5 to 13.5)", "**-11.0 (-13.5 to -8.5)**"),
+        ([0.05, -0.05], "open: stamp", "+0.0 (-63.5 to +63.5)"),
+        ([0.0, 0.0], "equal within ±0.5 points: stamp", "+0.0 (+0.0 to +0.0)"),
+        ([0.10], "no interval (fewer than two common seeds): stamp", "+10.0"),
     ],
 )
 def test_sentences_and_cells_say_where_the_interval_lies(gains, outcome, cell):
     finals = [(0.5 + gain, 0.5 + gain) for gain in gains]
     records = three_seeds("stamp", finals) + three_seeds("fedavg", [(0.5, 0.5)] * len(gains))
-    expected = f"- toy, accuracy compared with fedavg (n = {len(gains)}): {outcome}."
+    expected = f"- toy, final accuracy compared with fedavg (n = {len(gains)}): {outcome}."
     assert tables.findings(records).splitlines()[0] == expected
     table = page.difference_table(tables.differences(records), ["method"], "{measure}")
-    assert table.accuracy.tolist() == [cell]
+    assert table["final accuracy"].tolist() == [cell]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.001, 9.0, "above"),
+        (-9.0, -0.001, "below"),
+        (0.0, 0.3, "equal"),  # an end at 0 is contained
+        (-0.3, 0.0, "equal"),
+        (0.0, 0.0, "equal"),
+        (-0.5, 0.5, "equal"),
+        (-0.501, 0.1, "open"),
+        (-0.1, 0.501, "open"),
+        (0.0, 9.0, "open"),
+        (-9.0, 9.0, "open"),
+        (0.1, 0.2, "above"),  # close to 0 and yet not equal
+        (math.nan, math.nan, "undefined"),
+    ],
+)
+def test_a_verdict_by_the_ends_of_the_interval(low, high, expected):
+    assert page.verdict(low, high) == expected
+
+
+def test_a_verdict_says_where_all_points_of_the_interval_lie():
+    steps = np.arange(-8, 9) / 8  # exact
+    for low, high in itertools.combinations_with_replacement(steps, 2):
+        points = steps[(steps >= low) & (steps <= high)]
+        naive = "equal" if np.all(np.abs(points) <= 0.5) else "open"
+        naive = {(1,): "above", (-1,): "below"}.get((*np.unique(np.sign(points)),), naive)
+        assert page.verdict(low, high) == naive, (low, high)
+
+
+def test_tables_without_the_measure_in_their_heading_have_one_measure_each():
+    rows = frames.run_frame([*three_seeds(), *three_seeds("stamp", shifted(0.1))])
+    pairs = page.paired_differences(rows, "method", ["fedavg"], ["setting"])
+    titles = [
+        part for part in page.difference_sections(pairs, ["method"], "points") if "Diff" in part
+    ]
+    first = "Difference from fedavg"
+    assert titles == [f"{first}:", f"{first} in average incremental accuracy:"]
+    together = page.difference_sections(pairs, ["method"], "{measure}")
+    assert [part for part in together if "Diff" in part] == [f"{first}:"]
+    assert "**+10.0 (+10.0 to +10.0)** ‡ | **+5.0 (+5.0 to +5.0)** ‡" in together[1]
 
 
 def test_one_column_has_one_set_of_seeds_and_more_seeds_a_table_of_their_own():
@@ -177,10 +258,10 @@ def test_one_column_has_one_set_of_seeds_and_more_seeds_a_table_of_their_own():
     runs = [record.run[1:] for record in frames.shared_seeds(records)]
     both = [(method, seed) for method in ("fedavg", "gem", "replay") for seed in (0, 1)]
     assert runs == [*both, ("agem", 1)]
-    counts = tables.results_table(records)["accuracy", "n"]
+    counts = tables.results_table(records)[page.FINAL, "n"]
     shared = {"fedavg": 2, "gem": 2, "replay": 2, "agem": 1}
     assert dict(counts.groupby("method").first()) == shared
-    more = tables.results.more_seeds_table(records)["accuracy", "n"]
+    more = tables.results.more_seeds_table(records)[page.FINAL, "n"]
     assert dict(more.groupby("method").first()) == {"replay": 3}
     assert tables.results.more_seeds_table(records[:4]).empty
 

@@ -6,8 +6,10 @@ import tempfile
 from pathlib import Path
 
 import made_records
+import pandas as pd
 import pytest
 
+from stamp_core.core.paths import ROOT
 from workbench.report import frames, tables
 from workbench.report.tables import page
 from workbench.report.text import DASH
@@ -68,9 +70,20 @@ def test_every_definition_stands_on_a_page_and_no_number_is_undefined(written):
         ("measured.md", f"toy | stamp |  | 3 | 1.5 | {DASH} | {DASH} | {DASH} | 20 | 0.000007"),
         ("normalisation.md", "replay | 3 | **+20.0 (+20.0 to +20.0)** ‡"),
         ("overlap.md", "stamp | 3 | **+5.0 (+5.0 to +5.0)** ‡ | +0.0 (+0.0 to +0.0)"),
-        ("related.md", "toy | projection | update | 2 | 0.0 (n = 1) | 55.0 ± 7.1 | 30.0 ± 0.0"),
+        (
+            "related.md",
+            "toy | projection | update | 2 | 0.0 (n = 1) | 55.0 ± 7.1 | 67.5 ± 3.5 | 30.0 ± 0.0",
+        ),
         ("related.md", "toy | pfeddil † (personal) | 3 | 50.0 ± 10.0 | 70.0 ± 10.0 | 90.0 ± 10.0"),
-        ("related.md", "fbl | 3 | 50.0 ± 10.0 | 65.0 ± 5.0 | 30.0 ± 10.0 | 90.0 ± 10.0 | 0.001"),
+        (
+            "related.md",
+            "fbl | 3 | 50.0 ± 10.0 | 65.0 ± 5.0 | 65.0 ± 5.0 | 30.0 ± 10.0 | 90.0 ± 10.0 | 0.001",
+        ),
+        (
+            "related.md",
+            "fbl | 3 | "
+            + " | ".join(f"**{d} ({d} to {d})** ‡" for d in ("+30.0", "+15.0", "-30.0")),
+        ),
         ("paper.md", f"fedavg | 3 | 3.3 | 44.6 | 15 | 44.6 | 60 | 1.92 | {DASH} | 21"),
         ("tuning.md", "gem | a 2 | 45.0 | 45.0 | 45.0 | yes"),
         ("tuning.md", "gem | b 3 | diverges | diverges | diverges | "),
@@ -94,6 +107,27 @@ def test_programs_read_the_same_numbers(written):
     assert summary["personal_accuracy"] == {"mean": None, "std": None, "n": 0}
     first, *rows = (written / "accuracy.csv").read_text("utf-8").splitlines()
     assert first.startswith("setting,method,seed,experience,") and len(rows) == 2 * 21
+    assert first.endswith(",gap,average_incremental_accuracy")
+    assert rows[:2] == [
+        "toy,replay,0,1,control,global,0.8,,,0.8",
+        "toy,replay,0,2,control,global,0.6,0.3,,0.7",
+    ]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "figures").rglob("accuracy.csv")), ids=str)
+def test_the_last_average_incremental_accuracy_of_a_published_table_is_that_of_its_summary(path):
+    rows = pd.read_csv(path)
+    last = rows[rows.experience == rows.groupby("setting").experience.transform("max")]
+    summary = json.loads(path.with_name("summary.json").read_text("utf-8"))
+    checked = 0
+    for (setting, method), part in last.groupby(["setting", "method"]):
+        found = part.average_incremental_accuracy
+        if found.notna().all():  # else its records are needed: a later cycle
+            right = summary[setting][method]["average_incremental_accuracy"]
+            assert len(found) == right["n"], (setting, method)
+            assert found.mean() == pytest.approx(right["mean"], abs=2e-4), (setting, method)
+            checked += 1
+    assert checked or "cycles" in path.parent.name
 
 
 def test_a_page_names_two_records_of_other_arithmetic():

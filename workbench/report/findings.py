@@ -51,6 +51,8 @@ class Table:
 
 @dataclass(frozen=True)
 class Finding:
+    """What a person reads, with the comparisons behind it."""
+
     title: str
     text: str  # of both pages
     more: str = ""  # of docs/results.md alone
@@ -70,6 +72,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class Findings:
+    """The blocks of docs/findings.yaml."""
+
     tables: Mapping[str, Any]
     table: Rows
     findings: Mapping[str, Any]
@@ -82,7 +86,7 @@ class Claim:
     method: str
     base: str
     setting: str
-    expected: tuple[Verdict, ...]
+    expected: tuple[str, ...]
     found: tuple[dict[str, float], ...]
 
     @property
@@ -95,15 +99,9 @@ class Book:
 
     def __init__(self, root: Path = ROOT) -> None:
         self.file = root / "docs" / "findings.yaml"
-        values = read_yaml(self.file)
-        content = build(Findings, values, self.file.name)
-        build_each = {"tables": Table, "findings": Finding}
-        blocks = {
-            key: {name: build(kind, block, f"{key}.{name}") for name, block in values[key].items()}
-            for key, kind in build_each.items()
-        }
-        self.tables: dict[str, Table] = blocks["tables"]
-        self.findings: dict[str, Finding] = blocks["findings"]
+        content = build(Findings, read_yaml(self.file), self.file.name)
+        self.tables = {n: build(Table, v, f"tables.{n}") for n, v in content.tables.items()}
+        self.findings = {n: build(Finding, v, f"findings.{n}") for n, v in content.findings.items()}
         self.table = content.table
         self.claims = {name: [*self._claims(name)] for name in self.findings}
         self.verdicts = self._verdicts()
@@ -113,7 +111,7 @@ class Book:
             method, base = pair.split(" - ")
             for setting, words in settings.items():
                 where = f"findings.{name}.claims.{pair}.{setting}"
-                expected = tuple(convert(word, Verdict, where) for word in words.split(", "))
+                expected = tuple(str(convert(w, Verdict, where)) for w in words.split(", "))
                 found = self.differences(method, base, setting, where)
                 if len(expected) != len(found):
                     raise invalid(where, words, f"{len(found)} verdicts, one an endpoint")
@@ -258,7 +256,7 @@ def between_markers(text: str, name: str, content: str, path: Path) -> str:
     _, closed, after = rest.partition(end)
     if not (found and closed):
         raise ParameterError(f"{path.name} has no {start} with {end} after it")
-    return f"{before}{start}\n\n{content}\n\n{end}{after}"
+    return f"{before}{start}\n{content}\n{end}{after}"
 
 
 def _verdict(difference: Mapping[str, float], holds: bool) -> str:

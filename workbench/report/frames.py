@@ -175,9 +175,10 @@ def block_frame(rows: pd.DataFrame) -> pd.DataFrame:
 def experience_frame(records: Sequence[Record], personal: bool = False) -> pd.DataFrame:
     """One row an experience of a run: accuracy over the tasks met so far, forgetting and gap.
 
-    Experiences are counted from 1. Accuracy and forgetting are those of the main model, or with
-    `personal` those of the personal models; forgetting is that within the cycle. The gap is local
-    minus global accuracy on the task just learnt.
+    Experiences are counted from 1. Accuracies and forgetting are those of the main model, or with
+    `personal` those of the personal models; forgetting and average incremental accuracy are those
+    within the cycle, so the last ones are the run's. The gap is local minus global accuracy on the
+    task just learnt.
     """
     rows = [row for record in unique_runs(records) for row in _experience_rows(record, personal)]
     return pd.DataFrame(rows)
@@ -199,6 +200,7 @@ def _experience_rows(record: Record, personal: bool) -> Iterator[dict[str, Any]]
             "accuracy": mean(row[: experience + 1]),
             "forgetting": metrics.average_forgetting(cycle),
             "gap": float(local[experience, task] - global_[experience, task]),
+            "average_incremental_accuracy": metrics.average_incremental_accuracy(cycle),
         }
 
 

@@ -9,7 +9,7 @@ import pandas as pd
 from stamp_core.results.records import Record
 from workbench.report.frames import run_frame
 from workbench.report.tables import page, printed
-from workbench.report.tables.results import JUDGED, accuracy_csv, model_differences
+from workbench.report.tables.results import accuracy_csv, model_differences
 from workbench.report.text import DASH
 
 BASES = ("stamp", "replay")  # that all variants are compared with
@@ -24,7 +24,7 @@ _PARAMETERS = (
 )
 _OWN_COLUMNS = {"name", "kind", "memory", "ratio", "prototype"}  # parameters shown in a column
 _CELLS: dict[str, page.Cell] = {
-    "accuracy": page.percent("main_accuracy"),
+    **{name: page.percent(column) for name, column in page.ENDPOINTS.items()},
     "forgetting": page.percent("main_forgetting"),
     "learning accuracy": page.percent("main_learning_accuracy"),
     "update length": page.average("relative_length"),
@@ -102,9 +102,9 @@ def ablation_table(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def ablation_findings(records: Sequence[Record]) -> str:
-    """List items: which variants are above and below stamp and replay, by setting and part."""
+    """List items: the verdicts on all variants beside stamp and replay, by setting and part."""
     rows = _by_part(records)
-    pairs = model_differences(rows, BASES, JUDGED)
+    pairs = model_differences(rows, BASES, page.ENDPOINTS)
     pairs["part"] = pairs.method.map(dict(zip(rows.method, rows.part, strict=True)))
     heading = "{setting}, {measure} of {part} compared with {base}"
     return page.difference_findings(pairs, heading)

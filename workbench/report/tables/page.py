@@ -12,7 +12,6 @@ from pathlib import Path
 from string import Formatter
 from typing import Any, NamedTuple
 
-import numpy as np
 import pandas as pd
 from IPython.display import display
 
@@ -23,15 +22,21 @@ from workbench.report.text import DASH, MB, count_range, marked, mean_std, plain
 
 Cell = Callable[[pd.DataFrame], str]  # text for the runs of a group
 
-_ACCURACY = {"accuracy": "main_accuracy"}  # a measure and its column
-_OUTCOMES = {  # of a 95 % interval, and how a sentence puts it
-    "above 0": "higher for",
-    "below 0": "lower for",
-    "includes 0": "the 95 % interval includes 0 for",
-    "undefined": "no interval (fewer than two common seeds) for",
+FINAL = "final accuracy"
+ENDPOINTS = {  # what findings judge: measures and their columns
+    FINAL: "main_accuracy",
+    "average incremental accuracy": "main_average_incremental_accuracy",
+}
+EQUAL = 0.5  # points: an interval that contains 0 and lies within ± so many shows equality
+_VERDICTS = {  # and how a sentence puts them
+    "above": "above",
+    "below": "below",
+    "equal": f"equal within ±{EQUAL} points",
+    "open": "open",
+    "undefined": "no interval (fewer than two common seeds)",
 }
 _PERCENT = pd.Series({"mean": 100, "std": 100, "count": 1})  # and the count as it is
-_EXCLUDES_0 = ("above 0", "below 0")
+_EXCLUDES_0 = ("above", "below")
 HOLDS = "‡"  # differs from 0 after Holm's correction for the table
 
 
@@ -60,8 +65,8 @@ def group_table(rows: pd.DataFrame, keys: Sequence[str], cells: Mapping[str, Cel
 def score_table(rows: pd.DataFrame, keys: Sequence[str], scores: Mapping[str, str]) -> pd.DataFrame:
     """One row a group of runs with the same keys, as numbers in %: mean, std and n of each score.
 
-    `keys` and the number of runs are the index, columns are pairs as ("accuracy", "mean"): so
-    `table["accuracy"].sort_values("mean")` sorts it, `.plot.barh()` draws it, and `.to_latex()`
+    `keys` and the number of runs are the index, columns are pairs as ("forgetting", "mean"): so
+    `table["forgetting"].sort_values("mean")` sorts it, `.plot.barh()` draws it, and `.to_latex()`
     prints it for a paper.
     """
     counted = rows.assign(runs=rows.groupby(list(keys)).seed.transform("size"))
@@ -116,18 +121,26 @@ def accuracy_table(rows: pd.DataFrame, keys: Sequence[str], heading: str) -> pd.
 # --- differences
 
 
+def verdict(low: float, high: float) -> str:
+    """What a 95 % interval in points shows: above, below, equal, open; undefined without one."""
+    if math.isnan(low) or math.isnan(high):
+        return "undefined"
+    if low > 0 or high < 0:
+        return "above" if low > 0 else "below"
+    return "equal" if max(-low, high) <= EQUAL else "open"
+
+
 def paired_differences(
     rows: pd.DataFrame,
     name: str,
     bases: Iterable[object],
     by: Sequence[str],
-    measures: Mapping[str, str] = _ACCURACY,
+    measures: Mapping[str, str] = ENDPOINTS,
 ) -> pd.DataFrame:
     """One row for each base, `name`, model, group of `by` and measure: the difference from `base`.
 
     Differences are paired by seed, in percentage points, with n, the ends of their 95 % interval
-    and where it lies (above 0, below 0, includes 0, undefined). `measures` are names and columns.
-    Of a base the first model counts.
+    and its `verdict`. `measures` are names and columns. Of a base the first model counts.
     """
     keys = list(dict.fromkeys([*by, name, "model"]))
     table = []
@@ -145,18 +158,22 @@ def paired_differences(
                 table.append({**about, **pair})
     columns = ["base", *keys, "measure", "difference", "low", "high", "n"]
     pairs = pd.DataFrame(table, columns=columns)
-    places = {"above 0": pairs.low > 0, "below 0": pairs.high < 0, "undefined": pairs.low.isna()}
-    return pairs.assign(interval=np.select([*places.values()], [*places], "includes 0"))
+    return pairs.assign(interval=[*map(verdict, pairs.low, pairs.high)])
 
 
 def difference_sections(pairs: pd.DataFrame, keys: Sequence[str], heading: str) -> list[str]:
-    """For each base its table, and how many intervals exclude 0, also after Holm."""
+    """For each base its table, and how many intervals exclude 0, also after Holm.
+
+    Where `heading` does not name the measure, each has a table of its own.
+    """
+    by = ["base"] if "measure" in columns_in(heading) else ["base", "measure"]
     sections = []
-    for base, own in pairs.groupby("base", sort=False):
+    for values, own in pairs.groupby(by, sort=False):
+        place = " in ".join(str(value) for value in values if value != FINAL)
         p = [ranks.interval_p_value(pair.low, pair.high, pair.n) for pair in own.itertuples()]
         corrected = own.assign(holds=ranks.holm(p) < ranks.LEVEL)
         table = difference_table(corrected, keys, heading)
-        sections += [f"Difference from {base}:", markdown(table)]
+        sections += [f"Difference from {place}:", markdown(table)]
         if count := int(own.low.notna().sum()):
             outside = int(own.interval.isin(_EXCLUDES_0).sum())
             chance = f"{outside} of {count} intervals exclude 0; by chance alone about"
@@ -182,7 +199,7 @@ def _cell(row: Mapping[str, Any]) -> str:
         return text
     low, high = (_limit(row[end], row["interval"]) for end in ("low", "high"))
     text += f" ({low} to {high})"
-    text = text if row["interval"] == "includes 0" else f"**{text}**"
+    text = f"**{text}**" if row["interval"] in _EXCLUDES_0 else text
     return f"{text} {HOLDS}" if row.get("holds") else text
 
 
@@ -194,13 +211,13 @@ def _limit(value: float, interval: str) -> str:
 
 
 def difference_findings(pairs: pd.DataFrame, heading: str) -> str:
-    """A list item for each base and heading: whose differences are above 0, below 0 or neither."""
+    """A list item for each base and heading: the names with each verdict."""
     items, name = [], "selection" if "selection" in pairs else "method"
     by = dict.fromkeys(["base", *columns_in(heading)])
     for _, group in pairs.groupby([*by], sort=False):
         outcomes = [
-            f"{words} {', '.join(_names(group[group.interval == outcome], name))}"
-            for outcome, words in _OUTCOMES.items()
+            f"{words}: {', '.join(_names(group[group.interval == outcome], name))}"
+            for outcome, words in _VERDICTS.items()
             if outcome in set(group.interval)
         ]
         place = heading.format(**group.iloc[0].to_dict())
@@ -234,7 +251,7 @@ class Comparison(NamedTuple):
     finding: str = ""  # none: no sentences
     heading: str = ""  # none: no tables
     keys: Sequence[str] = ("method",)
-    measures: Mapping[str, str] = _ACCURACY
+    measures: Mapping[str, str] = ENDPOINTS
     select: Callable[[pd.DataFrame], pd.DataFrame] = lambda rows: rows  # and sort
 
     def differences(self, rows: pd.DataFrame) -> pd.DataFrame:

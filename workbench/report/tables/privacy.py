@@ -8,7 +8,6 @@ import pandas as pd
 from stamp_core.results.records import Record
 from workbench.report.frames import projection_frame, run_frame
 from workbench.report.tables import page
-from workbench.report.tables.results import JUDGED
 from workbench.report.text import epsilon_text, mean_std
 
 # a method, and the one that lacks nothing but what the pair is about
@@ -18,6 +17,7 @@ PAIRS = (
     ("stamp_without_coreset_mean", "replay"),
     ("stamp", "replay"),
 )
+_MEASURES = {**page.ENDPOINTS, "forgetting": "main_forgetting"}
 _SCORES = {"psnr": "PSNR, dB", "ssim": "SSIM", "identified": "identified"}
 Spent = Mapping[tuple[str, str], float]
 
@@ -26,7 +26,7 @@ def noise_differences(records: Sequence[Record]) -> pd.DataFrame:
     """One row a setting, pair, value and measure: what matching changes under noise."""
     rows, by = run_frame(records), ["setting", "value"]
     found = [
-        page.paired_differences(rows[rows.method.isin(pair)], "method", pair[1:], by, JUDGED)
+        page.paired_differences(rows[rows.method.isin(pair)], "method", pair[1:], by, _MEASURES)
         for pair in PAIRS
     ]
     numbers = [pairs for pairs in found if len(pairs)]  # an empty one would make them objects
@@ -60,14 +60,14 @@ def write_privacy(
     """The file written, privacy.md; `inversion`: cases, contrasts, windows, gains of rounds."""
     pairs = noise_differences(noisy)
     pairs["pair"] = [f"{pair.method} - {pair.base}" for pair in pairs.itertuples()]
-    accuracy = pairs[pairs.measure == "accuracy"].assign(base="the method without it, in accuracy")
+    judged = pairs[pairs.measure.isin(page.ENDPOINTS)].assign(base="the method without it")
     rows = projection_frame(projected, exact)
     keys = ["setting", "method"]
     sizes = page.paired_differences(rows, "value", ["exact"], keys).assign(base="exact matching")
     parts = [
         *("# Privacy", page.describe_runs(noisy), "## Noise"),
         page.markdown(noise_table(noisy, spent)),
-        *page.difference_sections(accuracy, ["setting", "pair"], "{value}"),
+        *page.difference_sections(judged, ["setting", "pair"], "{value}"),
         *("## Matching on projections", page.describe_runs(projected)),
         page.markdown(projection_table(rows)),
         *page.difference_sections(sizes, keys, "k = {value}"),

@@ -30,10 +30,9 @@ from workbench.report.text import DASH, MB, mean_std, significant
 _BASES = ("fedavg", "replay", "stamp")  # that the page compares all methods with
 _BOUND = "joint"  # has the data of all clients: it is no method under a budget
 _FEWEST = 5  # methods, below which an order says nothing
-JUDGED = {"accuracy": "main_accuracy", "forgetting": "main_forgetting"}  # in findings
 _MEASURES = {
-    **JUDGED,
-    "average incremental accuracy": "main_average_incremental_accuracy",
+    **page.ENDPOINTS,
+    "forgetting": "main_forgetting",
     "learning accuracy": "main_learning_accuracy",
 }
 _SUMMARY = """accuracy nearest_mean personal_accuracy local_accuracy
@@ -41,9 +40,10 @@ main_average_incremental_accuracy main_learning_accuracy main_forgetting main_fo
 main_worst_client gap images update_length bytes_up bytes_down disk"""
 
 _SCORES = {  # and the columns of `run_frame` behind them
-    "accuracy": "accuracy",
+    **page.ENDPOINTS,
     "nearest mean": "nearest_mean",
-    "personal accuracy": "personal_accuracy",
+    "personal final accuracy": "personal_accuracy",
+    "personal average incremental accuracy": "personal_average_incremental_accuracy",
     "local accuracy": "local_accuracy",
     "task-incremental": "task_accuracy",
     "learning accuracy": "main_learning_accuracy",
@@ -139,8 +139,8 @@ def model_differences(
 
 
 def findings(records: Sequence[Record]) -> str:
-    """List items: which methods are above and below fedavg and replay, by setting and measure."""
-    pairs = model_differences(run_frame(records), _BASES[:2], JUDGED)
+    """List items: the verdicts on all methods beside fedavg and replay, by setting and endpoint."""
+    pairs = model_differences(run_frame(records), _BASES[:2], page.ENDPOINTS)
     return page.difference_findings(pairs, "{setting}, {measure} compared with {base}")
 
 
@@ -188,7 +188,7 @@ def result_summary(records: Sequence[Record]) -> dict[str, dict[str, dict[str, A
 
 
 def accuracy_csv(records: Sequence[Record]) -> str:
-    """Accuracy, forgetting and gap of every run after each experience, as fractions."""
+    """Accuracies, forgetting and gap of every run after each experience, as fractions."""
     curves: str = experience_frame(records).round(4).to_csv(index=False, lineterminator="\n")
     return curves
 

@@ -25,6 +25,7 @@ from workbench.report.text import DASH, MB, count_range, marked, mean_std
 _BASES = ("fedavg", "replay")  # that pages compare methods with, where they were run
 _CONTROLS = (*_BASES, "stamp_without_coreset_mean")
 _RANDOM = RULES["uniform"]
+_IOU = dict(zip(("mean IoU", "average incremental IoU"), page.ENDPOINTS.values(), strict=True))
 
 
 # --- sensitivity
@@ -88,7 +89,7 @@ _BY_RULE = Comparison(
 )
 _JUDGED = _BY_RULE._replace(
     bases=[_RANDOM, RULES["herding"]],
-    finding="{setting}, accuracy compared with {base} at {exemplars} per class",
+    finding="{setting}, {measure} compared with {base} at {exemplars} per class",
     heading="",
 )
 CORESETS = Page("coresets", "Coresets", coreset_frame, _coreset_accuracies, [_JUDGED, _BY_RULE])
@@ -109,7 +110,7 @@ def write_coresets(records: Sequence[Record], folder: Path) -> Path:
 
 def _by_method(column: str, heading: str, changes: Comparison) -> list[Comparison]:
     """Of each method from itself, then from the controls at each value of a column."""
-    finding = f"{{setting}}, accuracy compared with {{base}} at {heading}"
+    finding = f"{{setting}}, {{measure}} compared with {{base}} at {heading}"
     controls = Comparison("method", _CONTROLS, ["setting", column], finding, heading)
     by_value = partial(pd.DataFrame.sort_values, by=column, kind="stable")
     return [changes, controls._replace(select=by_value)]
@@ -122,8 +123,8 @@ def _alpha_ends(rows: pd.DataFrame) -> pd.DataFrame:
 
 _ITSELF = ["setting", "method"]
 _ALPHA, _NORM = "α = {alpha:g}", "normalisation {value}"
-_ALPHA_CHANGE = "{setting}, accuracy at α = {alpha:g} compared with α = {base:g}"
-_NORM_CHANGE = "{setting}, accuracy at normalisation {value} compared with normalisation {base}"
+_ALPHA_CHANGE = "{setting}, {measure} at α = {alpha:g} compared with α = {base:g}"
+_NORM_CHANGE = "{setting}, {measure} at normalisation {value} compared with normalisation {base}"
 HETEROGENEITY = Page(
     "heterogeneity",
     "Data heterogeneity",
@@ -160,7 +161,7 @@ _FROM_REPLAY = Comparison(
     "method",
     ["replay"],
     ["size", "overlap", "setting"],
-    "{size} classes per task, {overlap:g} % in common, accuracy compared with {base}",
+    "{size} classes per task, {overlap:g} % in common, {measure} compared with {base}",
     "{size}, {overlap:g} %",
 )
 OVERLAP = Page("overlap", "Overlap", overlap_frame, overlap_table, [_FROM_REPLAY])
@@ -180,7 +181,7 @@ def protection_table(rows: pd.DataFrame) -> pd.DataFrame:
     """One row a sweep and value, as text."""
     cells = {
         "update inside, %": page.percent("inside"),
-        "accuracy": page.percent("main_accuracy"),
+        **{name: page.percent(column) for name, column in page.ENDPOINTS.items()},
         "forgetting": page.percent("main_forgetting"),
     }
     return page.group_table(rows, ["setting", "sweep", "value"], cells)
@@ -199,7 +200,7 @@ def returning_table(rows: pd.DataFrame) -> pd.DataFrame:
 def masks_table(rows: pd.DataFrame) -> pd.DataFrame:
     """One row a method as text: intersection over union, and the accuracy of pixels."""
     cells = {
-        "mean IoU": page.percent("main_accuracy"),
+        **{name: page.percent(column) for name, column in _IOU.items()},
         "learning IoU": page.percent("main_learning_accuracy"),
         "forgetting": page.percent("main_forgetting"),
         "pixel accuracy": page.percent("pixels"),
@@ -219,31 +220,31 @@ RETURNING = Page(
             "cycles",
             [],
             ["setting", "method", "model"],
-            "{setting}, accuracy with {cycles} cycles compared with one",
+            "{setting}, {measure} with {cycles} cycles compared with one",
             select=lambda rows: rows.sort_values(["model", "cycles"]),  # global models first
         ),
         Comparison(
             "method",
             _BASES,
             ["setting", "cycles"],
-            "{setting}, accuracy with cycles = {cycles} compared with {base}",
+            "{setting}, {measure} with cycles = {cycles} compared with {base}",
             "cycles = {cycles}",
             ["setting", "method", "model"],
         ),
     ],
 )
-_MEASURES = {"mean IoU": "main_accuracy", "forgetting": "main_forgetting"}
 _FROM_FEDAVG = Comparison(
-    *("method", _BASES[:1], ["setting"], "{setting}, {measure} compared with {base}"),
-    heading="{measure}",
-    measures=_MEASURES,
+    *("method", _BASES[:1], ["setting"], "{setting}, {measure} compared with {base}"), measures=_IOU
 )
-MASKS = Page("masks", "Masks", mask_frame, masks_table, [_FROM_FEDAVG])
+_SHOWN = _FROM_FEDAVG._replace(
+    finding="", heading="{measure}", measures={**_IOU, "forgetting": "main_forgetting"}
+)
+MASKS = Page("masks", "Masks", mask_frame, masks_table, [_FROM_FEDAVG, _SHOWN])
 _RELATED = (PROTECTION, RETURNING, MASKS)
 
 
 def related_findings(records: Mapping[str, Sequence[Record]]) -> str:
-    """List items on tasks that return and on masks: whose intervals exclude 0."""
+    """List items: the verdicts on tasks that return and on masks."""
     found = (each.findings(each.frame(records[each.name])) for each in _RELATED)
     return "\n".join(filter(None, found))
 
