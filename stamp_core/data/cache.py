@@ -1,12 +1,15 @@
 """A data set on disk: one .npy file per array, written by one process, checked, memory-mapped.
 
-Images decoded from files are written in chunks. The file x_train.jsonl or x_test.jsonl then holds
-a note on each chunk: the number of its images, their sha256 and their sums by channel.
+Images that are decoded or encoded are written in chunks. The file x_train.jsonl or x_test.jsonl
+then holds a note on each chunk: the number of its images, their sha256 and their sums by channel.
 """
 
 import fcntl
 import hashlib
 import json
+import math
+import os
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stamp_core.core.atomic import add_path_to_errors, open_lock
+from stamp_core.core.processes import progress_bar, progress_form
 
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.int64]
@@ -75,6 +79,41 @@ def is_large(path: Path) -> bool:
     return path.stat().st_size > LARGE
 
 
+def write_chunks(
+    path: Path, shape: tuple[int, ...], step: int, make: Callable[[slice], npt.ArrayLike]
+) -> None:
+    """Write the images [N, H, W, C] that the array at `path` lacks, `step` made at a time."""
+    (total, *image), name, began = shape, f"{path.parent.stem} {path.stem}", time.perf_counter()
+    done, form = _lay_out(path, shape), progress_form()
+    with (
+        progress_bar(form, desc=name, total=total, initial=done, unit="image") as bar,
+        path.open("r+b") as images,
+        path.with_suffix(".jsonl").open("a") as notes,
+    ):
+        images.seek((done - total) * math.prod(image), os.SEEK_END)
+        for start in range(done, total, step):
+            end = min(start + step, total)
+            chunk = np.ascontiguousarray(make(slice(start, end)))
+            images.write(chunk.data)  # a full disk is an error here, a crash in a memory map
+            images.flush()
+            os.fsync(images.fileno())
+            # The newline comes first: it also ends a line that was cut short.
+            notes.write(f"\n{json.dumps(note_chunk(chunk))}")
+            notes.flush()
+            if bar is not None:
+                bar.update(end - start)
+            if form == "lines" and 10 * end // total > 10 * start // total:
+                seconds = time.perf_counter() - began
+                print(f"{name}  {end}/{total} images  {seconds:.1f} s", flush=True)
+
+
+def train_moments(draft: Path) -> NamedArrays:
+    """Mean and standard deviation by channel of the images for training, from their notes."""
+    count, height, width, _ = np.load(draft / "x_train.npy", mmap_mode="r").shape
+    sums = np.sum([note["sums"] for note in read_notes(draft / "x_train.jsonl")], axis=0)
+    return channel_moments(sums, count * height * width)
+
+
 def note_chunk(x: Bytes) -> ChunkNote:
     """The note on a chunk of images [N, H, W, C]."""
     checksum = hashlib.sha256(np.ascontiguousarray(x).data).hexdigest()
@@ -94,7 +133,7 @@ def read_notes(path: Path) -> list[ChunkNote]:
 def channel_sums(x: Bytes) -> Numbers:
     """The exact sums of the pixels of [N, C, H, W] and of their squares, by channel.  # [2, C]"""
     total = x.sum((0, 2, 3), dtype=np.int64)
-    squares = [np.square(x[:, c], dtype=np.uint16).sum(dtype=np.int64) for c in range(x.shape[1])]
+    squares = np.einsum("nchw,nchw->c", x, x, dtype=np.int64)  # without a copy of all
     return np.stack([total, squares])
 
 
@@ -104,6 +143,18 @@ def channel_moments(sums: Numbers, count: int) -> NamedArrays:
     std = np.sqrt(sums[1] / count - mean**2)
     std = np.where(std > 0, std / 255, 1)
     return {"mean": (mean / 255).astype(np.float32), "std": std.astype(np.float32)}
+
+
+def _lay_out(path: Path, shape: tuple[int, ...]) -> int:
+    """The number of images that the array at `path` holds already; if none, it is created anew."""
+    log = path.with_suffix(".jsonl")
+    done = int(sum(note["images"] for note in read_notes(log)))
+    with suppress(*READ_ERRORS):  # the array is missing, or was cut short
+        if done and np.load(path, mmap_mode="r").shape == shape:
+            return done
+    log.unlink(missing_ok=True)
+    np.lib.format.open_memmap(path, "w+", np.uint8, shape)
+    return 0
 
 
 def _map_files(folder: Path) -> tuple[NamedArrays, dict[str, list[ChunkNote]]]:

@@ -4,9 +4,7 @@ import hashlib
 import json
 import math
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -15,7 +13,6 @@ from pathlib import Path
 import numpy as np
 
 from stamp_core.core import fingerprint
-from stamp_core.core.processes import progress_bar, progress_form
 from stamp_core.data import cache
 from stamp_core.data.cache import SUBSETS, Bytes, NamedArrays, Numbers
 
@@ -54,7 +51,7 @@ class Listing:
         return self.size, self.size, 1 if self.grey else 3
 
 
-def listing_key(listing: Listing) -> str:
+def key(listing: Listing, make: bool) -> str:
     """A hash of all that decides the arrays: names, sizes, times, labels; this code; Pillow."""
     code = [fingerprint.code_digest(str(file)) for file in (__file__, cache.__file__)]
     shared = [version("pillow"), code, listing.classes, listing.domains, listing.shape]
@@ -70,16 +67,14 @@ def listing_key(listing: Listing) -> str:
     return digest.hexdigest()
 
 
-def write_listing(listing: Listing, draft: Path) -> None:
+def write(listing: Listing, draft: Path) -> None:
     """Decode all images that `draft` does not hold yet, then complete the data set."""
     arrays: NamedArrays = {}
     for name, images in zip(SUBSETS, (listing.train, listing.test), strict=True):
-        path = draft / f"x_{name}.npy"
-        _decode_files(listing, images.files, _lay_out(listing, images, path), path)
+        _decode_files(listing, images.files, draft / f"x_{name}.npy")
         arrays |= {f"y_{name}": images.labels, f"domain_{name}": images.domains}
-    sums = np.sum([note["sums"] for note in cache.read_notes(draft / "x_train.jsonl")], axis=0)
-    arrays |= cache.channel_moments(sums, len(listing.train.files) * listing.size**2)
-    cache.complete(draft, arrays, [list(listing.classes), list(listing.domains)])
+    names = [list(listing.classes), list(listing.domains)]
+    cache.complete(draft, arrays | cache.train_moments(draft), names)
 
 
 def decode_image(path: Path, size: int, grey: bool) -> Bytes:
@@ -109,43 +104,12 @@ def _check_shape(width: int, height: int, size: int) -> None:
         raise ValueError(f"{what}, as read or resized; it must have at most {MAX_PIXELS:,}")
 
 
-def _lay_out(listing: Listing, images: ImageFiles, path: Path) -> int:
-    """The number of images that the array at `path` holds already; if none, it is created anew."""
-    log, shape = path.with_suffix(".jsonl"), (len(images.files), *listing.shape)
-    done = int(sum(note["images"] for note in cache.read_notes(log)))
-    with suppress(*cache.READ_ERRORS):  # the array is missing, or was cut short
-        if done and np.load(path, mmap_mode="r").shape == shape:
-            return done
-    log.unlink(missing_ok=True)
-    np.lib.format.open_memmap(path, "w+", np.uint8, shape)
-    return 0
-
-
-def _decode_files(listing: Listing, files: list[str], done: int, path: Path) -> None:
-    """Decode all but the first `done` files in chunks; note each chunk once it is on disk."""
+def _decode_files(listing: Listing, files: list[str], path: Path) -> None:
+    """Decode the files whose images the array at `path` lacks."""
     decode = partial(decode_image, size=listing.size, grey=listing.grey)
     step = max(1, CHUNK_BYTES // math.prod(listing.shape))
-    total, name, began = len(files), f"{path.parent.stem} {path.stem}", time.perf_counter()
-    form = progress_form()
-    with (
-        ThreadPoolExecutor(os.cpu_count()) as pool,
-        progress_bar(form, desc=name, total=total, initial=done, unit="image") as bar,
-        path.open("r+b") as images,
-        path.with_suffix(".jsonl").open("a") as notes,
-    ):
-        images.seek((done - total) * math.prod(listing.shape), os.SEEK_END)
-        for start in range(done, total, step):
-            end = min(start + step, total)
-            chunk = np.stack([*pool.map(decode, map(listing.root.joinpath, files[start:end]))])
-            images.write(chunk.data)  # a full disk is an error here, a crash in a memory map
-            images.flush()
-            os.fsync(images.fileno())
-            # The newline comes first: it also ends a line that was cut short.
-            notes.write(f"\n{json.dumps(cache.note_chunk(chunk))}")
-            notes.flush()
-            if bar is not None:
-                bar.update(end - start)
-            if form == "lines" and 10 * end // total > 10 * start // total:
-                print(
-                    f"{name}  {end}/{total} images  {time.perf_counter() - began:.1f} s", flush=True
-                )
+    shape, at = (len(files), *listing.shape), listing.root.joinpath
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        cache.write_chunks(
+            path, shape, step, lambda part: [*pool.map(decode, map(at, files[part]))]
+        )

@@ -27,8 +27,10 @@ from stamp_core.data.images import ImageArrays, array_error
 def load_dataset(spec: Mapping[str, Any], make: bool = True) -> ImageDataset:
     """The data set of a block `data`, mapped from the cache; made if missing, with `make` alone."""
     (source, options), name = find_source(spec), str(spec["source"])
-    listing = source.listing(options) if hasattr(source, "listing") else None
-    key = decoding.listing_key(listing) if listing else _make_key(source, options)
+    if hasattr(source, "listing"):
+        source, options = decoding, source.listing(options)
+    writes = hasattr(source, "write")  # its arrays itself, part by part
+    key = source.key(options, make) if writes else _make_key(source, options)
     folder = paths.CACHE / f"{name}-{key[:12]}"
     if folder.exists():
         try:
@@ -38,8 +40,8 @@ def load_dataset(spec: Mapping[str, Any], make: bool = True) -> ImageDataset:
             shutil.rmtree(folder, ignore_errors=True)
     if not make:
         raise FileNotFoundError(f"{name} must be in {paths.CACHE}: train with these data first")
-    if listing:
-        cache.create(folder, partial(decoding.write_listing, listing))
+    if writes:
+        cache.create(folder, partial(source.write, options))
     else:
         arrays, names = _make_arrays(source.make(options), name)
         cache.create(folder, lambda draft: cache.complete(draft, arrays, names))

@@ -144,7 +144,7 @@ def test_every_part_of_a_listing_is_in_its_key(images):
         {"train": replace(train, files=train.files[::-1])},
         {"test": replace(test, labels=1 - test.labels)},
     ]
-    keys = {decoding.listing_key(replace(listing, **change)) for change in ({}, *changes)}
+    keys = {decoding.key(replace(listing, **change), make=True) for change in ({}, *changes)}
     assert len(keys) == len(changes) + 1
 
 

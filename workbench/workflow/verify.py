@@ -119,7 +119,7 @@ def _check_shapes(record: Record, shape: tuple[int, ...]) -> None:
 def _is_drawn(experiment: Experiment) -> bool:
     """Whether data are drawn here. Others must be in the cache: a record starts no download."""
     source, _ = find_source(experiment.setting.data)
-    read = hasattr(source, "inputs") or hasattr(source, "listing")
+    read = any(hasattr(source, hook) for hook in ("inputs", "listing", "write"))
     return not read and "torchvision" not in source.PACKAGES
 
 
