@@ -75,9 +75,11 @@ class Split:
 class Network:
     """An encoder and a linear head over all classes of the data."""
 
-    kind: Literal["mlp", "cnn", "lenet", "resnet18", "swin_t", "fcn"]  # fcn: a class per pixel
+    # fcn: a class per pixel; identity and last_block: on features of a pre-trained encoder
+    kind: Literal["mlp", "cnn", "lenet", "resnet18", "swin_t", "fcn", "identity", "last_block"]
     features: Count = 64  # width of the last hidden layer (mlp, cnn, fcn)
-    # cnn: one 5 x 5 convolution with pooling each; fcn: at the full and at half the size
+    # cnn: one 5 x 5 convolution with pooling each; fcn: at the full and at half the size;
+    # last_block: one number, after the block
     channels: tuple[Count, ...] = (16, 32)
     norm: Literal["none", "batch", "group"] = "none"  # normalisation (cnn, resnet18)
     stem: Literal["published", "small"] = "published"  # resnet18: 7 x 7 / 2 and pooling, or 3 x 3

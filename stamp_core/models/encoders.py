@@ -1,4 +1,4 @@
-"""Encoders and their numbers of features: MLP, CNN, LeNet-5, FCN; ResNet-18 and Swin-T."""
+"""Encoders and their numbers of features: MLP, CNN, LeNet-5, FCN; ResNet-18, Swin-T; last block."""
 
 import math
 from collections.abc import Sequence
@@ -132,6 +132,18 @@ def _swin_t(network: Network, shape: Shape) -> tuple[nn.Module, int]:
     return encoder, 768
 
 
+def _last_block(network: Network, shape: Shape) -> tuple[nn.Module, int]:
+    """EfficientNet-Lite's last inverted residual block and what follows, its norms folded in."""
+    if len(network.channels) != 1:
+        right = "one number, as kind is 'last_block': channels after the block"
+        raise invalid("network.channels", list(network.channels), right)
+    (width,), wide = network.channels, 6 * shape[0]
+    layers = [nn.Conv2d(shape[0], wide, 1), nn.ReLU6()]
+    layers += [nn.Conv2d(wide, wide, 3, padding=1, groups=wide), nn.ReLU6()]
+    layers += [nn.Conv2d(wide, width, 1), nn.Conv2d(width, 1280, 1), nn.ReLU6()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()), 1280
+
+
 def _require_sides(network: Network, shape: Shape, minimum: int, multiple: int = 1) -> None:
     """Refuse images that are too small for a network, or do not divide into its patches."""
     if min(shape[1:]) < minimum or any(side % multiple for side in shape[1:]):
@@ -149,4 +161,6 @@ ENCODERS = {
     "fcn": _fcn,
     "resnet18": _resnet18,
     "swin_t": _swin_t,
+    "identity": lambda network, shape: (nn.Flatten(), math.prod(shape)),
+    "last_block": _last_block,
 }

@@ -22,6 +22,7 @@ CODE = Network("cnn", features=512, channels=(32, 64))  # of the paper's public 
 RESNET = Network("resnet18", norm="batch")
 SMALL_STEM = Network("resnet18", norm="batch", stem="small")
 LENET, SWIN, FCN = Network("lenet"), Network("swin_t"), Network("fcn")
+IDENTITY, LAST_BLOCK = Network("identity"), Network("last_block", channels=(10,))
 SMALL = [
     Network("mlp", features=8),
     Network("cnn", features=8, channels=(4, 6)),
@@ -36,6 +37,8 @@ ALL: list[tuple[Network, Shape]] = [
     (SMALL_STEM, (3, 8, 8)),
     (Network("resnet18", norm="group", stem="small"), (1, 5, 5)),
     (SWIN, (1, 20, 24)),
+    (IDENTITY, (30, 1, 1)),
+    (LAST_BLOCK, (6, 4, 3)),
 ]
 
 
@@ -130,6 +133,8 @@ def test_a_network_for_pixels():
         (Network("resnet18", norm="group"), (3, 32, 32), 11_176_512, 513),
         (SWIN, (3, 224, 224), 27_519_354, 769),
         (SWIN, (1, 224, 224), 27_516_282, 769),
+        (IDENTITY, (1280, 1, 1), 0, 1281),
+        (Network("last_block", channels=(320,)), (192, 4, 4), 1_013_696, 1281),
     ],
     ids=name,
 )
@@ -139,7 +144,8 @@ def test_sizes_are_the_published_ones(network, shape, encoder, per_class, classe
     120 * 401 = 48,120 (28 x 28: 4 x 4 left, 120 * 257 = 30,840); 84 * 121 = 10,164. ResNet-18:
     11,689,512 - 1000 * 513; one channel has 2 * 49 * 64 weights less, a stem of 3 x 3 has
     64 * 3 * (49 - 9) less. Swin-T: 28,288,354 - 1000 * 769; one channel has 2 * 16 * 96 weights
-    less."""
+    less. The last block of EfficientNet-Lite0: 192 * 1152 + 1152; 9 * 1152 + 1152;
+    1152 * 320 + 320; 320 * 1280 + 1280."""
     model = on_meta(network, shape, classes)
     assert size(model.encoder) == encoder and size(model) == encoder + per_class * classes
 
@@ -248,6 +254,11 @@ TOO_SMALL: list[tuple[Network, Shape, Shape, str]] = [  # network, images, large
     (SWIN, (3, 16, 32), (3, 20, 32), "kind is 'swin_t'; it must be another"),
     (SWIN, (3, 32, 30), (3, 32, 28), "kind is 'swin_t'; it must be another"),
 ]
+
+
+def test_the_widths_of_a_last_block_are_one_number():
+    with pytest.raises(ParameterError, match=r"network.channels is \[16, 32\]; it must be one num"):
+        build_network(Network("last_block"), (6, 4, 4), 5, seed=0)
 
 
 @pytest.mark.parametrize(("network", "shape", "fits", "message"), TOO_SMALL, ids=name)

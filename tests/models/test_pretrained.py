@@ -23,6 +23,7 @@ NETWORKS = [
     Network("lenet"),
     SMALL_STEM,
     Network("swin_t"),
+    Network("last_block", channels=(5,)),
 ]
 
 
