@@ -58,6 +58,7 @@ class ClientRuntime:
         self.training = setting.training
         set_deterministic(self.device)
         self.shape: Shape = dataset.shape
+        self.has_features = self.shape[0] not in (1, 3)  # of an encoder: neither grey nor coloured
         self.classes = len(dataset.classes)
         self.scorings = PIXEL_SCORINGS if dataset.masks else SCORINGS
         check_masks(setting, dataset)
@@ -286,6 +287,9 @@ def check_masks(setting: Setting, dataset: ImageDataset) -> None:
     if (kind == "fcn") != dataset.masks:
         right = "'fcn', as the data have masks" if dataset.masks else "another: no masks are there"
         raise invalid("network.kind", kind, right)
+    for name in ("shift", "flip"):
+        if (value := getattr(setting.training, name)) and dataset.shape[1:] == (1, 1):
+            raise invalid(f"training.{name}", value, "absent: it does nothing to 1 x 1 features")
     if not dataset.masks:
         return
     found = (split.kind, split.classes_per_task, split.cycles)

@@ -11,6 +11,7 @@ from torch import Tensor
 from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.by_class import class_means
 from stamp_core.client.runtime import ClientRuntime
+from stamp_core.config.decode import invalid
 from stamp_core.config.limits import Positive, PositiveInt
 from stamp_core.methods.base.method import (
     ClientRound,
@@ -46,6 +47,10 @@ class FedAS(Method):
 
     def __init__(self, params: FedASParams, runtime: ClientRuntime) -> None:
         super().__init__(params, runtime)
+        if params.align and not runtime.encoder_size:
+            raise invalid(
+                "align", True, "false, as an encoder without weights has nothing to align"
+            )
         self.base = slice(runtime.encoder_size)  # of the vector of parameters
         self.head = slice(runtime.encoder_size, None)
         if params.head != "local":

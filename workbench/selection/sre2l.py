@@ -15,6 +15,7 @@ from stamp_core.coresets.selection.base import Proposal, TaskData
 from stamp_core.models.networks import Classifier
 from workbench.adam import Adam
 
+IMAGES = True  # it makes images, which it cannot where the data are features
 FIRST_LAYER = 10.0  # weight of the first batch normalisation's statistics; the others have 1
 BETAS = (0.5, 0.9)  # of Adam
 FALLBACK_LOGIT = 10.0  # of the label where the teacher's logits are not finite

@@ -132,6 +132,7 @@ class Method:
     fedavg_equivalent: ClassVar[Mapping[str, Any] | None] = {}
     group: ClassVar[Group] = "federated"
     masks: ClassVar[bool] = False  # whether it can learn masks of images instead of labels
+    images: ClassVar[bool] = False  # whether it makes images, as it cannot of features
     averages: bool = True  # whether the server uses only the mean of the clients' models
     in_clear: ClassVar[tuple[str, ...]] = ()  # vectors of a message that secure sums do not hide
     # Whether a step depends only on its batch, the live model and the tensors of its context, so
@@ -151,9 +152,11 @@ class Method:
             cls.graph_safe = False
 
     def __init__(self, params: Any, runtime: ClientRuntime) -> None:
+        name = type(self).__name__
         if runtime.dataset.masks and not self.masks:
-            name = type(self).__name__
             raise invalid("method", name, "one that learns masks, as those of the data")
+        if self.images and runtime.has_features:
+            raise invalid("method", name, "one that makes no images, as the data are features")
         self.params = params
         self.runtime = runtime
         self.model = runtime.model

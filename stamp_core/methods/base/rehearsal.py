@@ -28,6 +28,7 @@ from stamp_core.coresets.selection.base import (
     Proposal,
     TaskData,
     hard_label_proposal,
+    load_rule,
     needs_features,
     propose_exemplars,
     proposes,
@@ -71,6 +72,8 @@ class Rehearsal(Method):
         if runtime.dataset.masks and proposes(rule):
             right = "one that needs no labels of images, as the data have masks"
             raise invalid("memory.selection", rule, right)
+        if runtime.has_features and hasattr(load_rule(rule), "IMAGES"):
+            raise invalid("memory.selection", rule, "one that makes no images: these are features")
 
     def init_client(self, client: int, server: State) -> State:
         soft = self.params.memory.soft

@@ -65,6 +65,7 @@ class DataFree(TaskServer, ABC):
 
     Params: ClassVar[type[Any]] = DataFreeParams
     group: ClassVar[Group] = "continual"
+    images: ClassVar = True
 
     def __init__(self, params: DataFreeParams, runtime: ClientRuntime) -> None:
         super().__init__(params, runtime)

@@ -72,6 +72,7 @@ class FedCIL(TaskServer):
         "consolidation": 0,
     }
     group = "continual"
+    images: ClassVar = True
 
     def __init__(self, params: FedCILParams, runtime: ClientRuntime) -> None:
         super().__init__(params, runtime)

@@ -6,6 +6,8 @@ from typing import Any, Literal, TypedDict
 import torch
 from torch import Tensor
 
+from stamp_core.client.runtime import ClientRuntime
+from stamp_core.config.decode import invalid
 from stamp_core.config.limits import NonNegative, NonNegativeInt
 from stamp_core.methods.base.method import FedAvgParams, Log, Message, Reply, State
 from workbench.methods.base.task_server import TaskServer, pack_bits
@@ -48,6 +50,13 @@ class BestModel(TypedDict):
 
 class ProxyServer(TaskServer):
     """A server that announces the most accurate model on images it has reconstructed."""
+
+    def __init__(self, params: Any, runtime: ClientRuntime) -> None:
+        super().__init__(params, runtime)
+        if runtime.has_features and params.proxy == "dlg" and params.old_weight:
+            raise invalid(
+                "proxy", params.proxy, "'none': no images are made where data are features"
+            )
 
     def init_server(self, seed: int) -> State:
         server: State = super().init_server(seed)

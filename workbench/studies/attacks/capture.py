@@ -58,6 +58,10 @@ def start_run(experiment: Experiment, seed: int) -> Run:
     torch.set_num_threads(1)  # sums are split by threads: their number would change last digits
     plan = make_plan(experiment.setting.split, experiment.dataset(), seed)
     worker = Worker(experiment, {seed: plan}, "cpu")
+    if worker.runtime.has_features:
+        raise invalid(
+            "data", dict(experiment.setting.data), "images: scores of features say nothing"
+        )
     return Run(experiment, plan, worker, SerialExecutor(worker), None)
 
 
