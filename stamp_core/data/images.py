@@ -61,11 +61,11 @@ def array_error(where: object, name: str, array: npt.NDArray[Any], expected: str
 
 def convert_images(images: ImageArrays, options: ImageOptions) -> ImageArrays:
     """The same images in the size and colours of `options`."""
-    train, test = (_convert(x, options) for x in (images.x_train, images.x_test))
+    train, test = (convert(x, options) for x in (images.x_train, images.x_test))
     return replace(images, x_train=train, x_test=test)
 
 
-def _convert(x: Bytes, options: ImageOptions) -> Bytes:
+def convert(x: Bytes, options: ImageOptions) -> Bytes:
     """Images [N, C, H, W] in the size and colours of `options`."""
     from PIL import Image  # only here: a cached data set needs no conversion
 

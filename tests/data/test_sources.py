@@ -322,7 +322,7 @@ def test_grey_is_the_usual_weighted_sum():
     x = drawn((1, 2, 3), 3, 9, 7)
     weights = np.array([19595, 38470, 7471])[:, None, None]
     expected = ((x * weights).sum(1, keepdims=True) + 32768) >> 16
-    found = images_module._convert(x, Options(grey=True))
+    found = images_module.convert(x, Options(grey=True))
     assert found.dtype == np.uint8 and np.array_equal(found, expected)
 
 
@@ -333,7 +333,7 @@ def test_half_the_size_is_a_weighted_mean_of_neighbours():
     for row, column in np.ndindex(6, 12):
         weights[row, column] = max(0, 2 - abs(2 * row + 0.5 - column))
     weights /= weights.sum(1, keepdims=True)
-    found = images_module._convert(x, Options(size=6))
+    found = images_module.convert(x, Options(size=6))
     assert np.abs(found[0, 0] - weights @ x[0, 0] @ weights.T).max() <= 1
 
 
