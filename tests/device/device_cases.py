@@ -151,7 +151,8 @@ def layouts() -> Iterator[tuple[str, Experiment]]:
 def numbers(record: Record) -> Iterator[Any]:
     yield from record.weights.values()
     for row in record.history:
-        yield np.array([row["loss"], *row["notes"].values()])
+        loss = [] if row["loss"] is None else [row["loss"]]  # of a round without steps
+        yield np.array([*loss, *row["notes"].values()])
 
 
 def moved(experiment: Experiment) -> float:
@@ -160,7 +161,7 @@ def moved(experiment: Experiment) -> float:
     first = engine.train(experiment, plans, device="cpu")[0]
     with small.channels_last():
         last = engine.train(experiment, plans, device="cpu")[0]
-    pairs = zip(numbers(first), numbers(last), strict=True)
+    pairs = [pair for pair in zip(numbers(first), numbers(last), strict=True) if pair[0].any()]
     return max(float(np.nanmax(abs(one - other)) / np.nanmax(abs(one))) for one, other in pairs)
 
 
