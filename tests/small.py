@@ -35,6 +35,7 @@ from stamp_core.methods.base.method import ClientRound, Method
 from stamp_core.models import networks as models
 from stamp_core.models.networks import Classifier
 from stamp_core.results.records import Record
+from workbench.methods.base.statistics_server import StatisticsServer
 
 Some = Mapping[str, Any]
 
@@ -42,6 +43,7 @@ DATA = {"source": "digits"}
 NOTHING: Some = MappingProxyType({})
 SPLIT = {"kind": "classes", "clients": 4, "tasks": 3, "classes_per_task": 2}
 NETWORK = {"kind": "mlp", "features": 32}
+IDENTITY = {"kind": "identity"}  # in its place for methods that train no encoder
 TRAINING = {"rounds": 2, "epochs": 1, "batch_size": 16, "lr": 0.1}
 
 P = 64 * 32 + 32 + 32 * 10 + 10  # parameters of NETWORK on the digits
@@ -62,6 +64,7 @@ SYNTHESIS: Some = MappingProxyType(
 )
 
 PARTS: dict[str, Some] = {
+    "class_gaussians": {"samples": 20, "epochs": 1},
     "fbl": {"memory": {"exemplars_per_class": 3}},
     "fedcil": {"width": 8, "noise": 4, "consolidation": 2, "every": 2},
     "feddbe": {"feddbe_kappa": 5.0, "refresh": "task"},
@@ -72,6 +75,7 @@ PARTS: dict[str, Some] = {
     "srfdil": {"cache": 10, "steps": 2, "gan_steps": 2},
     "fedweit": {"lambda1": 0.0},  # the size of a message must not depend on rounding
     "pfeddil": {"models": 2, "migration": 0.1, "threshold": 1.1},
+    "stsa": {"expansion": 40, "ridge": 1.0},
     "stamp": {
         "memory": {"exemplars_per_class": 5},
         "ratio": 0.5,
@@ -151,6 +155,9 @@ def tiny(
     **params: Any,
 ) -> Experiment:
     """The setting `tiny` with some changes, and a method with some parameters."""
+    method = registry.get_method(kind)
+    if issubclass(method, StatisticsServer) and network["kind"] in ("mlp", "cnn"):
+        network = IDENTITY
     blocks = {
         "name": "tiny",
         "data": dict(source),
@@ -159,7 +166,6 @@ def tiny(
         "training": {**TRAINING, **training},
         "diagnostics": diagnostics,
     }
-    method = registry.get_method(kind)
     setting = build(Setting, blocks, "small")
     return Quick(setting, kind, method, build(method.Params, params, f"small: {kind}"))
 

@@ -71,9 +71,10 @@ def test_the_device_counts_what_crosses():
 
 # copies to the device, copies back and values read that a step may cost; no other method has any
 ALLOWED = {"gem": (0, 1, 0), "gradma": (0, 1, 0)}  # a quadratic program, solved on the CPU
+WITHOUT_STEPS = ("class_gaussians", "nearest_class_mean", "stsa")  # their costs are NaN
 
 
-@pytest.mark.parametrize("kind", child.kinds())
+@pytest.mark.parametrize("kind", sorted({*child.kinds()} - {*WITHOUT_STEPS}))
 def test_a_step_copies_and_waits_for_nothing(kind):
     pairs = zip(results()["steps"][kind], ALLOWED.get(kind, (0, 0, 0)), strict=True)
     assert all(counted <= allowed for counted, allowed in pairs)

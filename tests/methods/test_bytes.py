@@ -1,5 +1,6 @@
 """What is sent and what clients keep, to the byte, for ResNet-18 with 100 classes."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -8,10 +9,12 @@ import torch
 from small import tiny
 
 from stamp_core.client.runtime import ClientRuntime, RoundId
+from stamp_core.config.schema import Setting
 from stamp_core.data import split
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.methods.base import registry
 from stamp_core.results.records import tree_bytes
+from workbench.methods.base.statistics_server import StatisticsServer
 
 P = 11_227_812  # parameters
 B = 9_600  # float buffers
@@ -60,10 +63,16 @@ EXPECTED: dict[str, tuple[int, int]] = {
     "joint": (4 * (P + B), 4 * (P + B)),  # one learner: its buffers are the server's
     "local": (0, 0),
     "fedweit": (4 * P + KNOWN, 4 * (KEPT + P - CONVOLUTIONS) + 4800 // 8),
+    # on 1,280 features, in float64: a class with its count, its mean and its variances
+    "class_gaussians": (0, 8 * (1 + 1 + 1280 + 1280)),
+    "nearest_class_mean": (0, 8 * (100 * 1280 + 100)),
+    "stsa": (0, 8 * (64 * 64 + 64 * 100 + 100)),  # with an expansion of 64
 }
 # A last round: FedWeIT also sends A where it is above lambda1, here nowhere.
 OPTIONS: dict[str, dict[str, Any]] = {
+    "class_gaussians": {"covariance": "diagonal"},
     "fedweit": {"lambda1": 1000.0},
+    "stsa": {"expansion": 64},
     "tagfed": {"exchange": "weights"},
     "vrmcl": {"inner_steps": 1, "r": 0.0},
 }
@@ -89,12 +98,27 @@ def images() -> ImageDataset:
 @cache
 def runtime_of(buffers: str) -> ClientRuntime:
     """The network of the paper on noise; two clients, two tasks of one class, a batch of two."""
-    setting = tiny(
+    return ClientRuntime(small_setting(buffers, {"kind": "resnet18", "norm": "batch"}), images())
+
+
+def small_setting(buffers: str, network: dict[str, Any]) -> Setting:
+    return tiny(
         split={"clients": 2, "tasks": 2, "classes_per_task": 1},
         training={"batch_size": 2, "buffers": buffers},
-        network={"kind": "resnet18", "norm": "batch"},
+        network=network,
     ).setting
-    return ClientRuntime(setting, images())
+
+
+def runtime_of_features() -> ClientRuntime:
+    """The same without an encoder: 1,280 features are noise."""
+    data = images()
+    x = {
+        name: getattr(data, name).flatten(1)[:, :1280, None, None] for name in ("x_train", "x_test")
+    }
+    moments = {"mean": torch.full((1280,), 0.5), "std": torch.full((1280,), 0.3)}
+    return ClientRuntime(
+        small_setting("local", {"kind": "identity"}), replace(data, **x, **moments)
+    )
 
 
 class Sizes(NamedTuple):
@@ -106,8 +130,10 @@ class Sizes(NamedTuple):
 
 @cache
 def first_round(kind: str, buffers: str = "local", **options: Any) -> Sizes:
-    runtime = runtime_of(buffers)
-    method = registry.get_method(kind)(tiny(kind, **options).params, runtime)
+    found = registry.get_method(kind)
+    statistics = issubclass(found, StatisticsServer)
+    runtime = runtime_of_features() if statistics else runtime_of(buffers)
+    method = found(tiny(kind, **options).params, runtime)
     plan = split.make_plan(runtime.setting.split, runtime.dataset, seed=0)
     server, (state, *_), *setup = method.initial_states(plan)
     sent = method.broadcast(server, 0)
@@ -143,6 +169,20 @@ def test_a_round_of_resnet18_costs_what_is_published(kind):
 )
 def test_a_client_keeps_what_is_published(kind, kept):
     assert first_round(kind).disk - 4 * B == kept
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "numbers"),
+    [
+        ("stsa", {"expansion": 0}, 1280**2 + 100 * 1280 + 100),
+        ("stsa", {"expansion": 64, "estimate": 20}, 1 + 20 * 64 + 20),  # sums, sizes, the class
+        ("class_gaussians", {"covariance": "full"}, 1 + 1 + 1280 + 1280**2),
+        ("class_gaussians", {"covariance": "shared"}, 1 + 1 + 1280 + 1280**2),  # of all classes
+        ("nearest_class_mean", {"metric": "cosine"}, 100 * 1280 + 100),
+    ],
+)
+def test_statistics_are_sent_in_float64(kind, options, numbers):
+    assert first_round(kind, **options)[:3] == (0, 8 * numbers, 0)
 
 
 def test_the_mean_of_feddbe_is_sent_once_each_way():

@@ -28,7 +28,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "network": small.BATCH_NORM,
     },
 }
-SHORTER = ("fedcil", "glfc", "lander", "srfdil", "target")  # whose networks take their time
+SHORTER = ("fedcil", "glfc", "lander", "srfdil", "stsa", "target")  # large networks take time
 SCHEDULE = "as published, the learning rate decays after more rounds than there are"
 WITHOUT_EFFECT = {
     ("fedomg", "spatial.softmax.decay"): SCHEDULE,

@@ -20,7 +20,8 @@ SPLIT = {"clients": 2, "tasks": 2, "images_per_class": 10}
 
 def experiment(preset: str, noise: Any) -> Experiment:
     kind, params = resolve_preset(preset, read_params())
-    setting = replace(tiny(split=SPLIT).setting, privacy=Privacy(1.0, 0.1, noise))
+    setting = tiny(kind.__module__.rpartition(".")[2], split=SPLIT).setting
+    setting = replace(setting, privacy=Privacy(1.0, 0.1, noise))
     return small.Quick(setting, preset, kind, params)
 
 
