@@ -21,10 +21,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator
 from PIL import Image
 
+from stamp_core.config.params import read_params
 from workbench.report import figures
 from workbench.report.figures import analyses, style
 from workbench.report.tables.page import write_parts
-from workbench.workflow.profiles import expand_grid, read_profile
+from workbench.report.text import SCENES
 
 DRAWN = Path(__file__).parent / "drawn"
 
@@ -94,9 +95,8 @@ def test_a_figure_is_as_stored(name):
     assert as_text(DRAW[name]()) + "\n" == (DRAWN / f"{name}.txt").read_text("utf-8")
 
 
-@pytest.mark.parametrize("page", ["comparison", "ablation"])
-def test_methods_of_a_page_differ_in_colour_or_marker(page):
-    names = {method for _, method, _ in expand_grid(page, read_profile())}
+def test_presets_differ_in_colour_or_marker():
+    names = {name.removesuffix(SCENES) for name in read_params()["methods"]}
     marks = [style.method_style(name) for name in names]
     assert len({(to_hex(each["color"]), each["marker"]) for each in marks}) == len(names)
 
