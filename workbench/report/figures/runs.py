@@ -18,9 +18,7 @@ from matplotlib.ticker import MaxNLocator
 from stamp_core.results.metrics import last_cycle, micro_average
 from stamp_core.results.records import SCORINGS, Record
 from workbench.report import frames
-from workbench.report import ranks as significance
 from workbench.report.figures import style
-from workbench.report.tables.ablation import BASES, PARTS, ablation_frame
 
 _SHAPES = "osD^vPX"  # of settings in one panel
 _NAMED = 8  # methods in a figure whose lines have names
@@ -226,32 +224,6 @@ def forgetting(records: Sequence[Record]) -> Figure:
     return figure
 
 
-def ranks(records: Sequence[Record]) -> Figure:
-    """Mean ranks over settings and seeds, and the methods that are as good as the best one."""
-    rows = frames.run_frame(records)
-    rows = rows[rows.method != "joint"]
-    blocks = frames.block_frame(rows)
-    means = significance.block_ranks(blocks).mean().sort_values()
-    critical = significance.critical_difference(*blocks.shape[::-1])
-    names = {str(m): style.method_label(own) for m, own in rows.groupby("method")}
-    figure, [axis] = style.panels(1, height=max(1.8, 0.24 * len(means) + 0.6))
-    axis.axvspan(means.iloc[0], means.iloc[0] + critical, color="0.9", zorder=0)
-    for place, (method, rank) in enumerate(means.items()):
-        axis.plot(rank, place, linestyle="none", **style.row_style(str(method)))
-    style.set_rows(axis, [names[str(method)] for method in means.index])
-    axis.set(xlabel="mean rank by final accuracy (1 is the best)")
-    ranked = rows.set_index(["setting", "seed"]).loc[blocks.index].reset_index()
-    caption = (
-        f"{len(blocks)} blocks, a setting with a seed each: {', '.join(blocks.index.unique(0))}; "
-    )
-    caption += style.seed_caption(ranked)
-    caption += f"\ngrey area: not distinguishable from the best (Nemenyi, {critical:.1f} ranks)"
-    caption += f"; Friedman's test: p = {significance.friedman(blocks):.1g}"
-    caption += "\ncolour: headline methods"
-    style.add_caption(figure, "Ranks", caption)
-    return figure
-
-
 def _ordered_names(rows: pd.DataFrame, score: str, best: int = -1) -> dict[str, str]:
     """Methods and labels: headline ones, then by score over settings (`best` -1: high is good)."""
     means = rows.groupby(["setting", "method"], sort=False)[score].mean().unstack("setting")
@@ -275,42 +247,6 @@ def _row_caption(names: Iterable[str]) -> str:
     if set(names) <= set(style.HIGHLIGHTED):
         return ""
     return "\ncolour: headline methods, above the line; no mark: not run or undefined"
-
-
-def ablation(records: Sequence[Record]) -> Figure:
-    """Final accuracy and forgetting, a row per variant: its seeds, mean and interval."""
-    rows = ablation_frame(frames.shared_seeds(records))
-    names: list[str] = []
-    for part in PARTS.values():
-        variants = rows[rows.part == part].variant.unique()
-        names += [part, *variants] if len(variants) else []
-    units = {"accuracy": "%", "forgetting": "points"}
-    shown = [(setting, measure) for measure in units for setting in rows.setting.unique()]
-    figure, axes = style.panels(len(shown), len(shown), 0.24 * len(names) + 0.6, sharey=True)
-    for axis, (setting, measure) in zip(axes, shown, strict=True):
-        own = rows[rows.setting == setting].dropna(subset=f"main_{measure}")
-        for (method, variant), group in own.groupby(["method", "variant"], sort=False):
-            values = 100 * group[f"main_{measure}"]
-            style.draw_interval(axis, names.index(variant), values, method)
-            if method in BASES:
-                colour = style.method_style(method)["color"]
-                axis.axvline(values.mean(), color=colour, linewidth=0.8, zorder=1)
-        for variant in set(names) - set(own.variant) - set(PARTS.values()):
-            style.add_note(axis, names.index(variant), "not run")
-        if measure == "accuracy":  # an interval may leave 0 to 100 %
-            axis.set_xlim(max(axis.get_xlim()[0], -3), min(axis.get_xlim()[1], 103))
-        axis.set(xlabel=units[measure])
-        axis.set_title(f"{setting}\n{measure}", fontsize=8)
-        axis.grid(alpha=0.3, axis="x")
-        axis.tick_params(length=0, axis="y")
-    style.set_rows(axes[0], names)
-    for text in axes[0].get_yticklabels():
-        text.set_fontweight("bold" if text.get_text() in PARTS.values() else "normal")
-    lines = " and ".join(method for method in BASES if method in set(rows.method))
-    caption = f"{style.seed_caption(rows)}; {style.INTERVALS}"
-    caption += f"; lines: means of {lines}" if lines else ""
-    style.add_caption(figure, "Effect of each part of STAMP, compared with controls", caption)
-    return figure
 
 
 def nearest_mean(records: Sequence[Record]) -> Figure:
