@@ -142,6 +142,18 @@ def test_differences_are_from_replay_or_else_from_fedavg(methods, base):
     ]
 
 
+@pytest.mark.parametrize(
+    ("draw", "tops"), [(figures.accuracy_all, (30, 60)), (figures.matrices, (50, 70))]
+)
+def test_personal_models_have_a_scale_of_their_own(draw, tops):
+    records = three_seeds(finals=[(0.1, 0.2)] * 3, first=(0.3, 0.0))
+    records += three_seeds("local", first=(0.55, 0.0), personal_only=True)
+    records += three_seeds(setting="other", finals=[(0.1, 0.45)] * 3, first=(0.3, 0.0))
+    bars = [axis for axis in draw(records).axes if axis.get_ylabel()]
+    ends = {axis.get_ylabel(): axis.get_ylim()[1] for axis in bars}
+    assert ends == dict(zip(("accuracy, %", "personal\nmodels, %"), tops, strict=True))
+
+
 BYTES: dict[str, Callable[[], Figure]] = {
     **{name: DRAW[name] for name in ("accuracy", "differences")},
     "ablation": lambda: figures.ablation(made_records.ablated()),
