@@ -117,7 +117,7 @@ def test_a_row_is_the_difference_of_the_tables_and_far_ones_are_numbers():
     records = [r for r in made_records.compared() if r.run[0] == "toy"]
     figure = figures.differences(records)
     pairs = tables.differences(records, "replay")
-    pairs = pairs[pairs.measure == "accuracy"].set_index(["method", "model"]).difference
+    pairs = pairs[pairs.measure == "final accuracy"].set_index(["method", "model"]).difference
     axis, names = figure.axes[0], [label.get_text() for label in figure.axes[0].get_yticklabels()]
     dots = [bar.lines[0].get_xydata()[0] for bar in axis.containers]
     drawn = {names[int(place)]: value for value, place in dots}

@@ -13,14 +13,9 @@ from stamp_core.results.records import Record
 from workbench.report import frames
 from workbench.report.figures import style
 from workbench.report.tables.ablation import PARTS, ablation_frame
-from workbench.report.tables.page import paired_differences
+from workbench.report.tables.page import ENDPOINTS, EQUAL, paired_differences
 
 _BASES = ("replay", "fedavg")  # the first that a setting has
-_MEASURES = {
-    "final accuracy": "main_accuracy",
-    "average incremental accuracy": "main_average_incremental_accuracy",
-}
-_BAND = 0.5  # points
 _ROW = 0.18  # inches
 _HEADINGS = ("reference", "methods")
 _CAPTION = """\
@@ -61,7 +56,7 @@ def _draw(rows: pd.DataFrame, parts: Sequence[str], far: float, title: str) -> F
     for line, (about, own, places) in enumerate(zip(runs, pairs, names, strict=True)):
         left, right = axes[2 * line : 2 * line + 2]
         left.set_xlim(_limits(own, far))
-        for axis, measure in zip((left, right), _MEASURES, strict=True):
+        for axis, measure in zip((left, right), ENDPOINTS, strict=True):
             _draw_pairs(axis, own[own.measure == measure], places)
             axis.set_title(measure, fontsize=10)
             axis.set_xlabel(f"percentage points from {about.base.iloc[0]}", fontsize=9)
@@ -71,7 +66,7 @@ def _draw(rows: pd.DataFrame, parts: Sequence[str], far: float, title: str) -> F
             text.set_fontweight("bold" if text.get_text() in parts else "normal")
     every = pd.concat(runs)
     compared = every[every.paired & (every.method != every.base)]
-    caption = f"{_CAPTION.format(band=_BAND, far=far)}\n{style.seed_caption(compared)}"
+    caption = f"{_CAPTION.format(band=EQUAL, far=far)}\n{style.seed_caption(compared)}"
     style.add_caption(figure, title.format(" or ".join(every.base.unique())), caption)
     return figure
 
@@ -84,13 +79,13 @@ def _with_base(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _pairs(rows: pd.DataFrame) -> pd.DataFrame:
     """The differences of one setting's runs from its base."""
-    pairs = paired_differences(rows, "method", rows.base[:1], ["setting"], _MEASURES)
+    pairs = paired_differences(rows, "method", rows.base[:1], ["setting"], ENDPOINTS)
     return pairs.merge(rows[["method", "model", "label", "part"]].drop_duplicates())
 
 
 def _row_names(pairs: pd.DataFrame, parts: Sequence[str]) -> list[str]:
     """The labels below their parts, by the difference in the first measure."""
-    rows = pairs[pairs.measure == next(iter(_MEASURES))]
+    rows = pairs[pairs.measure == next(iter(ENDPOINTS))]
     rows = rows.sort_values("difference", ascending=False, kind="stable")
     groups = {part: rows.label[rows.part == part] for part in parts}
     return [name for part, own in groups.items() if len(own) for name in (part, *own)]
@@ -105,7 +100,7 @@ def _limits(pairs: pd.DataFrame, far: float) -> tuple[float, float]:
 
 def _draw_pairs(axis: Axes, pairs: pd.DataFrame, names: Sequence[str]) -> None:
     """In each row the mean with its interval, or a number for a mean beyond the axis."""
-    axis.axvspan(-_BAND, _BAND, color="0.9", zorder=0)
+    axis.axvspan(-EQUAL, EQUAL, color="0.9", zorder=0)
     axis.axvline(0, color="0.3", linewidth=0.8, zorder=1)
     low, high = axis.get_xlim()
     for pair in pairs.dropna(subset="difference").itertuples():
