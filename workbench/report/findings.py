@@ -214,7 +214,7 @@ class Book:
             parts += [f"({name})=\n## {title}", self.sentences(name, f"{each.text} {each.more}")]
             parts += [self._claims_table(name)] if self.claims[name] else []
             parts += [f"![{title}](../figures/{each.figure})"] if each.figure else []
-            links = ", ".join(f"[{text}](../{to})" for text, to in each.links.items())
+            links = ", ".join(f"[{text}]({_from_docs(to)})" for text, to in each.links.items())
             parts += [f"Details: {links}."] if links else []
         return "\n\n".join(parts)
 
@@ -247,6 +247,11 @@ class Book:
             with atomic_write(path) as part:
                 part.write_text(text, encoding="utf-8")
         return [*made]
+
+
+def _from_docs(path: str) -> str:
+    """A path of the project as a link of a page in docs/."""
+    return path.removeprefix("docs/") if path.startswith("docs/") else f"../{path}"
 
 
 def between_markers(text: str, name: str, content: str, path: Path) -> str:
