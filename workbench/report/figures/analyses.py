@@ -30,7 +30,7 @@ cosine: 1 same direction, 0 orthogonal, below 0 conflicting
 wide grey line: value for orthogonal updates (update and clients) or smallest possible mean"""
 
 _DESCRIBED = ("fedavg", "replay", "stamp")  # methods in `features`
-_CLASSES = color_sequences["tab10"]  # as many as can be told apart
+_CLASSES = color_sequences["tab10"]  # as many as can be distinguished
 _PERPLEXITY = 30.0  # of t-SNE
 _TSNE_SEED = 42
 _FEATURES = """\

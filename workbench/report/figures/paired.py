@@ -44,7 +44,7 @@ def ablation(records: Sequence[Record]) -> Figure:
 def _draw(rows: pd.DataFrame, parts: Sequence[str], far: float, title: str) -> Figure:
     """For each setting two panels with a row per `label`, below the heading of its part.
 
-    No axis goes beyond `far`: differences near 0 could not be told apart.
+    No axis goes beyond `far`: differences near 0 could not be distinguished.
     """
     runs = [_with_base(own) for _, own in rows.groupby("setting", sort=False)]
     pairs = [_pairs(own) for own in runs]

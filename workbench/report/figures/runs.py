@@ -87,7 +87,7 @@ def _highlights(rows: pd.DataFrame, title: str, unit: str) -> Figure:
 
 
 def _draw_context(axis: Axes, rows: pd.DataFrame) -> None:
-    """The range of the methods' means as a grey band: forty lines could not be told apart."""
+    """The range of the methods' means as a grey band: forty lines could not be distinguished."""
     means = rows.groupby(["method", "experience"]).percent.mean().groupby("experience")
     low, high = means.min().dropna(), means.max().dropna()
     if len(low):
