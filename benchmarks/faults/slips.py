@@ -159,7 +159,7 @@ HOLDERS: dict[str, tuple[Edit, tuple[str, ...]]] = {  # who has a hostile name; 
     "setting": (renamed("tiny"), (SETTINGS, GRID, "params/paper.yaml")),
     "method": (renamed("spatial_only"), (METHODS, GRID)),
     "sweep": (renamed("kappa"), (GRID,)),
-    "source": (put("tiny", "data", "source"), (SETTINGS,)),
+    "source": (put("digits", "data", "source"), (SETTINGS,)),  # which tiny extends
     "weights": (put("tiny", "network", "pretrained"), (SETTINGS,)),
     "seeds": (put("grid", "seeds"), (GRID,)),
     "kind": (put("spatial_only", "kind"), (METHODS,)),

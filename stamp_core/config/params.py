@@ -65,10 +65,10 @@ def lineage(params: Params, section: str, name: str) -> dict[str, dict[str, Any]
     found: dict[str, dict[str, Any]] = {}
     below, base = name, name
     while base is not None:
-        if base in found:
-            raise invalid(f"{where} {below}.extends", base, "another, which does not extend it")
         if not isinstance(base, str) or base not in known:
             raise unknown_name(where, base, known)
+        if base in found:
+            raise invalid(f"{where} {below}.extends", base, "another, which does not extend it")
         if not isinstance(known[base], Mapping | None):
             raise invalid(f"{where} {base}", known[base], "a block of keys")
         found[base] = dict(known[base] or {})

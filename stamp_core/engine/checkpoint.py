@@ -76,12 +76,12 @@ class Checkpoint:
                 self._refuse(f"belongs to other {', '.join(other)}")
                 return None
             state = self._read_parts(tree)
+            for part in self.folder.glob("*.part"):  # the process was killed while it saved
+                part.unlink()
+            self.store.keep_only(self.named)  # fails at a folder in the place of a file
         except UNUSABLE as error:
             self._refuse(f"is damaged ({error})")
             return None
-        for part in self.folder.glob("*.part"):  # the process was killed while it saved
-            part.unlink()
-        self.store.keep_only(self.named)
         return state
 
     def _read_parts(self, tree: Tree) -> Tree:

@@ -177,7 +177,6 @@ def test_methods_with_a_memory_learn_from_its_masks(past):
         ({"split": {"classes_per_task": 2, "tasks": 1}}, "split: kind, classes_per_task, cycles "),
         ({"diagnostics": {"features": 3}}, "diagnostics.features is 3; it must be 0, as the data"),
         ({"kind": "fedprox"}, "method is 'FedProx'; it must be one that learns masks, as"),
-        ({"kind": "replay", "weight": 1.0, "anchor": 1.0}, "anchor is 1.0; it must be one that"),
         ({"kind": "replay", "memory": small.kept(3, selection="ocs")}, "memory.selection is 'ocs'"),
         ({"kind": "stamp", "prototype": 0.1}, "prototype is 0.1; it must be 0, as the data have"),
         ({"network": {**FCN, "channels": [4]}}, "network.channels is [4]; it must be two numbers"),

@@ -91,6 +91,7 @@ PROFILE: list[Row] = [
     ("settings.other", {"data": {"source": "digits"}}, "params/settings.yaml: other.split is miss"),
     # what extends something unknown or, at once or through another, itself
     ("methods.rare.extends", "oftn", f"{M} 'oftn' is unknown; did you mean 'often'? known: "),
+    ("methods.rare.extends", ["often"], f"{M} ['often'] is unknown; "),
     ("methods.often.extends", "rare", f"{M} rare.extends is 'often'; it must be another, whi"),
     (f"{SETTING}.extends", "one", f"{S}.extends is 'one'; it must be another, which does not"),
 ]

@@ -99,7 +99,7 @@ def cases() -> Iterator[tuple[str, Experiment]]:
         yield f"{kind}, batch norm", few(kind, network=small.BATCH_NORM)
     for rule in selection_rules():
         memory = small.kept(3, selection=rule, options=OPTIONS.get(rule, {}))
-        yield f"{rule}", few("replay", memory=memory, weight=1.0, anchor=0.5)
+        yield f"{rule}", few("replay", memory=memory, weight=1.0)
     for name, options in EXTRAS.items():
         for kind in ("fedavg", "stamp"):
             yield f"{kind}, {name}", few(kind, **options)

@@ -29,7 +29,7 @@ from stamp_core.results.records import Record
 # warmed up.
 SPLIT = {"clients": 3, "tasks": 2, "images_per_class": 6}
 TRAINING = {"rounds": 3, "momentum": 0.9}
-WEIGHTED = {"weight": 1.0, "anchor": 0.5, "ratio": 0.5}
+WEIGHTED = {"weight": 1.0, "ratio": 0.5}
 SOFT = small.kept(3, selection="sre2l", options=OPTIONS["sre2l"])
 
 
@@ -45,7 +45,7 @@ def cases() -> Iterator[tuple[str, Experiment]]:
             yield f"{kind}, batch norm", longer(kind, network=small.BATCH_NORM)
     for name, options in {
         "exemplars apart": {"memory": small.kept(3), **WEIGHTED},
-        "soft labels": {"memory": SOFT, **WEIGHTED, "anchor": 0.0},
+        "soft labels": {"memory": SOFT, **WEIGHTED},
     }.items():
         yield f"replay, {name}", longer("replay", **options)
         yield f"stamp, {name}", longer("stamp", prototype=0.0, **options)

@@ -252,6 +252,11 @@ def test_a_sound_file_with_another_content_is_damage(folder):
     assert refused(folder) == "is damaged ('tree')"
 
 
+def test_a_folder_among_the_states_is_damage(folder):
+    (folder / "run-1.5-0" / "states" / "0123.safetensors").mkdir()
+    assert refused(folder).startswith("is damaged ([Errno")
+
+
 class Trap:
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,7 +1,7 @@
 """Budgets: a method is shown if and only if none that costs no more is as accurate."""
 
 import pandas as pd
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.report.made_records import fake_record, shifted, three_seeds
@@ -14,6 +14,7 @@ def costing(method: str, images: int, accuracy: float) -> list:
     return [fake_record(method, seed, (accuracy, accuracy), rounds=rounds) for seed in (0, 1)]
 
 
+@settings(deadline=None)  # runs are made, which takes its time on a busy machine
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), min_size=1, max_size=6))
 def test_exactly_the_methods_that_no_other_dominates_are_shown(others):
     """The naive definition, over pairs; equal ones are decided by the order of rows."""

@@ -21,10 +21,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator
 from PIL import Image
 
-from workbench.report import figures
+from stamp_core.config.params import read_params
+from workbench.report import figures, tables
 from workbench.report.figures import analyses, style
 from workbench.report.tables.page import write_parts
-from workbench.workflow.profiles import expand_grid, read_profile
+from workbench.report.text import SCENES
 
 DRAWN = Path(__file__).parent / "drawn"
 
@@ -39,7 +40,7 @@ CAPTIONS = {"kappa": ("radius κ", "2"), "other": ("other", ""), "server_lr": ("
 DRAW: dict[str, Callable[[], Figure]] = {  # those that are stored
     "accuracy": lambda: figures.accuracy(made_records.compared()),
     "gap": lambda: figures.gap(made_records.compared()),
-    "ranks": lambda: figures.ranks(made_records.compared()),
+    "differences": lambda: figures.differences(made_records.compared()),
     "sensitivity": lambda: figures.sensitivity(made_records.sensitive(), CAPTIONS),
 }
 
@@ -94,9 +95,8 @@ def test_a_figure_is_as_stored(name):
     assert as_text(DRAW[name]()) + "\n" == (DRAWN / f"{name}.txt").read_text("utf-8")
 
 
-@pytest.mark.parametrize("page", ["comparison", "ablation"])
-def test_methods_of_a_page_differ_in_colour_or_marker(page):
-    names = {method for _, method, _ in expand_grid(page, read_profile())}
+def test_presets_differ_in_colour_or_marker():
+    names = {name.removesuffix(SCENES) for name in read_params()["methods"]}
     marks = [style.method_style(name) for name in names]
     assert len({(to_hex(each["color"]), each["marker"]) for each in marks}) == len(names)
 
@@ -113,8 +113,49 @@ def test_labels_keep_the_order_of_their_points_and_a_line_of_distance():
     assert heights[0] == pytest.approx(0.045, abs=0.02)
 
 
+def test_a_row_is_the_difference_of_the_tables_and_far_ones_are_numbers():
+    records = [r for r in made_records.compared() if r.run[0] == "toy"]
+    figure = figures.differences(records)
+    pairs = tables.differences(records, "replay")
+    pairs = pairs[pairs.measure == "final accuracy"].set_index(["method", "model"]).difference
+    axis, names = figure.axes[0], [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    dots = [bar.lines[0].get_xydata()[0] for bar in axis.containers]
+    drawn = {names[int(place)]: value for value, place in dots}
+    near, far = pairs[pairs.abs() <= 20], pairs[pairs.abs() > 20]
+    assert sorted(drawn.values()) == pytest.approx(sorted(near))
+    assert [text.get_text() for text in axis.texts] == [f"◂ {value:.1f}" for value in far]
+    assert drawn["fedala (personal)"] == pairs["fedala", "personal"] == max(drawn.values())
+    assert names[:2] == ["methods", "fedala (personal)"]
+
+
+@pytest.mark.parametrize(
+    ("methods", "base"), [("fedavg replay joint", "replay"), ("a fedavg", "fedavg")]
+)
+def test_differences_are_from_replay_or_else_from_fedavg(methods, base):
+    records = [record for name in methods.split() for record in three_seeds(name)]
+    figure = figures.differences(records)
+    assert figure.get_suptitle() == f"Accuracy compared with {base}"
+    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert names == (["reference", "joint"] if "joint" in methods else []) + [
+        "methods",
+        "fedavg" if base == "replay" else "a",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("draw", "tops"), [(figures.accuracy_all, (30, 60)), (figures.matrices, (50, 70))]
+)
+def test_personal_models_have_a_scale_of_their_own(draw, tops):
+    records = three_seeds(finals=[(0.1, 0.2)] * 3, first=(0.3, 0.0))
+    records += three_seeds("local", first=(0.55, 0.0), personal_only=True)
+    records += three_seeds(setting="other", finals=[(0.1, 0.45)] * 3, first=(0.3, 0.0))
+    bars = [axis for axis in draw(records).axes if axis.get_ylabel()]
+    ends = {axis.get_ylabel(): axis.get_ylim()[1] for axis in bars}
+    assert ends == dict(zip(("accuracy, %", "personal\nmodels, %"), tops, strict=True))
+
+
 BYTES: dict[str, Callable[[], Figure]] = {
-    **{name: DRAW[name] for name in ("accuracy", "ranks")},
+    **{name: DRAW[name] for name in ("accuracy", "differences")},
     "ablation": lambda: figures.ablation(made_records.ablated()),
     "features": lambda: figures.features([made_records.with_features(spread=0.7)], "toy", "A$~"),
 }
@@ -167,6 +208,15 @@ def test_what_is_undefined_for_all_is_not_drawn(draw):
     assert not figure.axes[-1].collections and not figure.axes[-1].containers
     title = figure.legends[0].get_title().get_text()
     assert draw is figures.ablation or title.startswith("undefined for all methods")
+
+
+def test_features_are_of_ten_classes_after_the_first_a_middle_and_the_last_task():
+    record = made_records.with_features(classes=12, experiences=6)
+    figure = figures.features([record], "toy", "abcdefghijkl")
+    assert [axis.get_title() for axis in figure.axes] == [f"after task {k}" for k in (1, 3, 6)]
+    dots = [sum(len(part.get_offsets()) for part in axis.collections) for axis in figure.axes]
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert dots == [40, 40, 40] and names == [*"abcdefghij"]
 
 
 def test_the_nearest_mean_leaves_out_the_image():

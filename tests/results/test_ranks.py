@@ -1,48 +1,15 @@
 """Ranks and corrected p-values against published tables and naive second implementations."""
 
 import numpy as np
-import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import spearmanr, ttest_1samp
 
 from workbench.report.metrics import confidence_interval
-from workbench.report.ranks import (
-    block_ranks,
-    critical_difference,
-    friedman,
-    holm,
-    interval_p_value,
-    rank_correlation,
-)
+from workbench.report.ranks import holm, interval_p_value, rank_correlation
 
 P_VALUES = st.lists(st.floats(0, 1), min_size=1, max_size=12)
-
-
-@pytest.mark.parametrize(
-    ("methods", "quantile"), [(2, 1.960), (3, 2.343), (5, 2.728), (8, 3.031), (10, 3.164)]
-)
-def test_critical_differences_have_the_quantiles_of_demsars_table(methods, quantile):
-    expected = quantile * np.sqrt(methods * (methods + 1) / (6 * 14))
-    assert critical_difference(methods, 14) == pytest.approx(expected, rel=5e-4)
-
-
-def test_equal_scores_share_the_mean_of_their_ranks():
-    ranks = block_ranks(pd.DataFrame({"a": [3.0, 1.0], "b": [3.0, 2.0], "c": [1.0, 5.0]}))
-    assert ranks.to_numpy().tolist() == [[1.5, 1.5, 3.0], [3.0, 2.0, 1.0]]
-
-
-def test_friedman_is_small_where_all_blocks_agree_and_not_where_none_does():
-    order = pd.DataFrame([[3.0, 2.0, 1.0]] * 8, columns=list("abc"))
-    turned = pd.DataFrame([[3.0, 2.0, 1.0], [2.0, 1.0, 3.0], [1.0, 3.0, 2.0]])
-    assert friedman(order) < 0.001
-    assert friedman(turned) == pytest.approx(1.0)
-
-
-def test_few_methods_have_no_test_and_one_alone_no_difference():
-    assert np.isnan(friedman(pd.DataFrame({"a": [1.0], "b": [2.0]})))
-    assert critical_difference(1, 5) == 0.0
 
 
 @given(st.lists(st.floats(-5, 5), min_size=2, max_size=12).filter(lambda x: np.std(x) > 1e-3))

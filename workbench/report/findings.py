@@ -146,7 +146,8 @@ class Book:
         verdicts = {}
         for name, claim in ((n, c) for n in self.findings for c in self.claims[n]):
             holds = [not self.findings[name].readme or next(family) for _ in claim.found]
-            found = [*map(_verdict, claim.found, holds)]
+            intervals = zip(claim.found, holds, strict=True)
+            found = [page.verdict(each["low"], each["high"], held) for each, held in intervals]
             if found != list(claim.expected):
                 where = f"findings.{name}.claims.{claim.method} - {claim.base}.{claim.setting}"
                 raise invalid(where, ", ".join(claim.expected), ", ".join(found))
@@ -174,7 +175,7 @@ class Book:
         return f"{metrics.summarise(scores.values())['mean']:.1f} %"
 
     def _share(self, method: str, setting: str, where: str) -> str:
-        """How much of the way from FedAvg, at its best step, to joint training a method goes."""
+        """How much of the distance from FedAvg, at its best step, to joint training is closed."""
         low, own, high = (
             metrics.summarise(self.scores(each, setting, ENDPOINTS[0], where).values())["mean"]
             for each in ("fedavg_step", method, "joint")
@@ -184,7 +185,7 @@ class Book:
     def readme_list(self) -> str:
         shown = [(name, each) for name, each in self.findings.items() if each.readme]
         return "\n".join(
-            f"{place}. **{each.title}** {self.sentences(name, each.text)}"
+            f"{place}. **{each.title.removesuffix('.')}**. {self.sentences(name, each.text)}"
             for place, (name, each) in enumerate(shown, 1)
         )
 
@@ -214,7 +215,7 @@ class Book:
             parts += [f"({name})=\n## {title}", self.sentences(name, f"{each.text} {each.more}")]
             parts += [self._claims_table(name)] if self.claims[name] else []
             parts += [f"![{title}](../figures/{each.figure})"] if each.figure else []
-            links = ", ".join(f"[{text}](../{to})" for text, to in each.links.items())
+            links = ", ".join(f"[{text}]({_from_docs(to)})" for text, to in each.links.items())
             parts += [f"Details: {links}."] if links else []
         return "\n\n".join(parts)
 
@@ -249,6 +250,11 @@ class Book:
         return [*made]
 
 
+def _from_docs(path: str) -> str:
+    """A path of the project as a link of a page in docs/."""
+    return path.removeprefix("docs/") if path.startswith("docs/") else f"../{path}"
+
+
 def between_markers(text: str, name: str, content: str, path: Path) -> str:
     """The text with other content between `<!-- name -->` and `<!-- end of name -->`."""
     start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
@@ -257,15 +263,6 @@ def between_markers(text: str, name: str, content: str, path: Path) -> str:
     if not (found and closed):
         raise ParameterError(f"{path.name} has no {start} with {end} after it")
     return f"{before}{start}\n{content}\n{end}{after}"
-
-
-def _verdict(difference: Mapping[str, float], holds: bool) -> str:
-    """The verdict of an interval; what Holm's correction does not leave is open, or equal."""
-    word = page.verdict(difference["low"], difference["high"])
-    if holds or word not in ("above", "below"):
-        return word
-    inside = difference["low"] >= -page.EQUAL and difference["high"] <= page.EQUAL
-    return "equal" if inside else "open"
 
 
 def _page_difference(table: Table, method: str, base: str, where: str) -> dict[str, float]:

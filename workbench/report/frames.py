@@ -165,13 +165,6 @@ def model_frame(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([rows, both.assign(model="personal", **personal)], ignore_index=True)
 
 
-def block_frame(rows: pd.DataFrame) -> pd.DataFrame:
-    """Final accuracies by method, in the blocks (a setting with a seed) with the most methods."""
-    blocks = rows.pivot(index=["setting", "seed"], columns="method", values="main_accuracy")
-    counts = blocks.notna().sum(axis=1)
-    return blocks[counts == counts.max()].dropna(axis=1)
-
-
 def experience_frame(records: Sequence[Record], personal: bool = False) -> pd.DataFrame:
     """One row an experience of a run: accuracy over the tasks met so far, forgetting and gap.
 

@@ -1,4 +1,4 @@
-"""Comparisons of many methods (Demšar, 2006): ranks with a critical difference, Holm's p-values."""
+"""Comparisons of many methods: rank correlation, p-values of intervals, Holm's correction."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,30 +6,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 from scipy.special import stdtr, stdtrit
-from scipy.stats import friedmanchisquare, studentized_range
 
 Values = NDArray[np.float64]
 LEVEL = 0.05
-
-
-def block_ranks(scores: pd.DataFrame) -> pd.DataFrame:
-    """The rank of each column in each row: 1 is the highest score, equal ones share the mean."""
-    return scores.rank(axis=1, ascending=False)
-
-
-def friedman(scores: pd.DataFrame) -> float:
-    """The p-value of Friedman's test that all columns have the same ranks; NaN for fewer than 3."""
-    if scores.shape[1] < 3:
-        return np.nan
-    return float(friedmanchisquare(*scores.to_numpy().T).pvalue)
-
-
-def critical_difference(methods: int, blocks: int, level: float = LEVEL) -> float:
-    """Nemenyi's: mean ranks further apart differ, at `level` for all pairs together."""
-    if methods < 2:
-        return 0.0
-    quantile = studentized_range.ppf(1 - level, methods, np.inf) / np.sqrt(2)
-    return float(quantile * np.sqrt(methods * (methods + 1) / (6 * blocks)))
 
 
 def rank_correlation(a: Iterable[float], b: Iterable[float]) -> dict[str, float]:

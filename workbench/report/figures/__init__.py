@@ -1,7 +1,7 @@
 """Figures from images, plans and run records: one function per figure, which returns a Figure.
 
-`images` draws data and plans, `runs`, `sweeps` and `analyses` what was recorded, `privacy` what
-noise costs and what uploads give away; `style` holds what all share.
+`images` draws data and plans, `runs`, `paired`, `sweeps` and `analyses` what was recorded,
+`privacy` what noise costs and what uploads give away; `style` holds what all share.
 
 Every figure says its n and what its bars mean. Clients count from 0, as in the records, tasks from
 1, as in "after 3 tasks". Figures stay open: a notebook shows those of a cell at its end, so end the
@@ -13,9 +13,9 @@ from stamp_core.core.processes import without_garbage_collection
 with without_garbage_collection():
     from .analyses import angles, features
     from .images import exemplars, images, scenes, schedule, shares, synthetic
+    from .paired import ablation, differences
     from .privacy import noise, projection, reconstructions, rounds_together
     from .runs import (
-        ablation,
         accuracy,
         accuracy_all,
         cost,
@@ -23,7 +23,6 @@ with without_garbage_collection():
         gap,
         matrices,
         nearest_mean,
-        ranks,
         training,
     )
     from .style import save

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib import color_sequences
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
@@ -28,14 +29,13 @@ _COSINES = """\
 cosine: 1 same direction, 0 orthogonal, below 0 conflicting
 wide grey line: value for orthogonal updates (update and clients) or smallest possible mean"""
 
-_DESCRIBED = ("fedavg", "stamp")  # methods in `features`
-_LEGIBLE = 10  # classes in a small panel
-_MOST_CLASSES = 20  # shown in one panel
+_DESCRIBED = ("fedavg", "replay", "stamp")  # methods in `features`
+_CLASSES = color_sequences["tab10"]  # as many as can be distinguished
 _PERPLEXITY = 30.0  # of t-SNE
 _TSNE_SEED = 42
 _FEATURES = """\
-Each character is a test image of that class. Numbers: nearest mean, the share of images that are
-nearer to the mean of their class's other images than to that of any other class, before t-SNE"""
+Each dot is a test image. Nearest mean: the share of images that are nearer to the mean of their
+class's other images than to that of any other class shown, before t-SNE"""
 
 
 # --- angles
@@ -99,7 +99,7 @@ def _draw_cosines(axis: Axes, rows: pd.DataFrame, name: str) -> None:
 
 
 def features(records: Sequence[Record], setting: str, classes: Sequence[str]) -> Figure:
-    """t-SNE of the same test images after each experience: a row per method, a sign per image."""
+    """t-SNE of the same test images after the first, a middle and the last task, by method."""
     described = {record.run: record for record in frames.unique_runs(records) if record.features}
     seed = min((run[2] for run in described if run[0] == setting), default=0)
     shown = [described[run] for name in _DESCRIBED if (run := (setting, name, seed)) in described]
@@ -108,38 +108,36 @@ def features(records: Sequence[Record], setting: str, classes: Sequence[str]) ->
         raise ValueError(f"no features of {names} on {setting}: see `diagnostics`")
     labels = shown[0].features["labels"]
     every = np.unique(labels)
-    most, height = (5, 2.1) if len(every) <= _LEGIBLE else (3, 3.2)
-    some = np.isin(labels, every[:_MOST_CLASSES])
-    count = len(shown[0].features["features"])
-    experiences = sorted({round(e) for e in np.linspace(count - 1, 0, min(count, most))})
-    figure, axes = style.panels(len(shown) * len(experiences), len(experiences), height)
+    some = np.isin(labels, every[: len(_CLASSES)])
+    last = len(shown[0].features["features"]) - 1
+    experiences = sorted({0, last // 2, last})
+    figure, axes = style.panels(len(shown) * len(experiences), len(experiences), 2.3, 1.3)
     for axis, (record, experience) in zip(axes, product(shown, experiences), strict=True):
         vectors = record.features["features"][experience]
         _draw_features(axis, vectors[some], labels[some], classes)
-        axis.set_title(f"after task {experience + 1}", fontsize=11)
-        if experience == experiences[0]:
+        if record is shown[0]:
+            axis.set_title(f"after task {experience + 1}", fontsize=11)
+        if experience == 0:
             axis.set_ylabel(record.run[1], fontsize=11)
     title = f"Features of {some.sum()} test images by t-SNE: {setting}, seed {seed}"
-    if len(every) > _MOST_CLASSES:
-        title += f", the first {_MOST_CLASSES} of {len(every)} classes"
-    style.add_caption(figure, title, _FEATURES)
+    if len(every) > len(_CLASSES):
+        title += f", {len(_CLASSES)} of {len(every)} classes"
+    style.add_caption(figure, title, _FEATURES, True)
     return figure
 
 
 def _draw_features(
     axis: Axes, vectors: NDArray[Any], labels: NDArray[np.int64], classes: Sequence[str]
 ) -> None:
-    signs = classes if max(map(len, classes)) == 1 else range(len(classes))
     places = _embed(vectors)
-    axis.update_datalim(places)
-    for (x, y), label in zip(places, labels.tolist(), strict=True):
-        sign = axis.text(x, y, str(signs[label]), ha="center", va="center", parse_math=False)
-        sign.set(color=style.COLOURS[label % len(style.COLOURS)], fontsize=7, in_layout=False)
+    for color, label in zip(_CLASSES, np.unique(labels).tolist(), strict=False):
+        name = style.plain_text(classes[label])
+        x, y = places[labels == label].T
+        axis.scatter(x, y, s=16, color=color, linewidths=0, label=name)
     right, n = _count_nearest_mean(vectors, labels)
-    axis.set_xlabel(f"{100 * right / n:.0f} %" if n else DASH)
+    axis.set_xlabel(f"nearest mean: {100 * right / n:.0f} %" if n else DASH, fontsize=9)
     axis.set(xticks=[], yticks=[])
-    axis.autoscale_view()
-    axis.spines[:].set_visible(False)
+    axis.spines[:].set(visible=True, color="0.8")
 
 
 def _embed(vectors: NDArray[np.float32]) -> style.Values:

@@ -18,14 +18,13 @@ from matplotlib.ticker import MaxNLocator
 from stamp_core.results.metrics import last_cycle, micro_average
 from stamp_core.results.records import SCORINGS, Record
 from workbench.report import frames
-from workbench.report import ranks as significance
 from workbench.report.figures import style
-from workbench.report.tables.ablation import BASES, PARTS, ablation_frame
 
 _SHAPES = "osD^vPX"  # of settings in one panel
 _NAMED = 8  # methods in a figure whose lines have names
 _MATRICES = 9  # in a line of panels
 _HEIGHT = 1.12  # inches of a line of matrices
+_ROW = 0.19  # inches of a row in a heat map
 _ANNOTATED = 6  # tasks in a heat map whose numbers can be read
 _HEAT: dict[str, Any] = {"cmap": "viridis", "fmt": ".0f", "vmin": 0}
 
@@ -88,7 +87,7 @@ def _highlights(rows: pd.DataFrame, title: str, unit: str) -> Figure:
 
 
 def _draw_context(axis: Axes, rows: pd.DataFrame) -> None:
-    """The range of the methods' means as a grey band: forty lines could not be told apart."""
+    """The range of the methods' means as a grey band: forty lines could not be distinguished."""
     means = rows.groupby(["method", "experience"]).percent.mean().groupby("experience")
     low, high = means.min().dropna(), means.max().dropna()
     if len(low):
@@ -98,54 +97,65 @@ def _draw_context(axis: Axes, rows: pd.DataFrame) -> None:
 def accuracy_all(records: Sequence[Record]) -> Figure:
     """Accuracy over the tasks learnt so far: a row per method, a column per task, by setting."""
     rows = _accuracies(frames.shared_seeds(records))
-    last = rows.groupby("setting").experience.transform("max")
-    names = _ordered_names(rows[rows.experience == last], "percent")
-    figure, panels = style.setting_panels(rows, 0.19 * len(names) + 0.9, "", sharey=True)
-    means = rows.groupby(["setting", "method", "experience"]).percent.mean()
-    top = _scale_end(means)
-    for axis, setting, _ in panels:
-        table = means[setting].unstack().reindex([*names])
-        table.index = pd.Index([*names.values()])
-        style.draw_table(axis, table, annot=table.shape[1] <= _ANNOTATED, vmax=top, **_HEAT)
-        axis.set(xlabel="tasks learnt", facecolor="0.93")
-    _add_colour_bar(figure, [axis for axis, *_ in panels], top)
+    means = rows.groupby(["method", "setting", "experience"]).percent.mean().unstack([1, 2])
+    finals = rows[rows.experience == rows.groupby("setting").experience.transform("max")]
+    names = {str(m): _ordered_names(own, "percent") for m, own in finals.groupby("model")}
+    heights = [_ROW * max(3, len(own)) for own in names.values()]  # 3 hold a colour bar's label
+    settings, height = rows.setting.unique(), sum(heights) / len(heights) + 0.5
+    grid: dict[str, Any] = {"sharey": "row", "height_ratios": heights}
+    figure, axes = style.panels(len(names) * len(settings), len(settings), height, 0.9, **grid)
+    for inches, (model, own) in zip(heights, names.items(), strict=True):
+        line, axes = axes[: len(settings)], axes[len(settings) :]
+        table = means.loc[[*own]].set_axis([*own.values()])
+        for axis, setting in zip(line, settings, strict=True):
+            options = {"annot": table[setting].shape[1] <= _ANNOTATED, "vmax": _scale_end(table)}
+            style.draw_table(axis, table[setting], **options, **_HEAT)
+            title = setting if model == next(iter(names)) else "personal models"
+            axis.set(xlabel="tasks learnt", facecolor="0.93", title=title)
+        _add_colour_bar(figure, line, _scale_end(table), model, inches)
     caption = f"means, grey: not run; {style.seed_caption(rows)}"
     style.add_caption(figure, "Accuracy over the tasks learnt so far, %", caption)
     return figure
 
 
-def _scale_end(percent: pd.Series | style.Values) -> float:
+def _scale_end(percent: pd.DataFrame | style.Values) -> float:
     """The first multiple of ten that no value exceeds."""
     highest: float = np.fmax.reduce(np.ravel(percent), initial=1)
     return 10 * math.ceil(highest / 10)
 
 
-def _add_colour_bar(figure: Figure | SubFigure, axes: Sequence[Axes], top: float) -> None:
+def _add_colour_bar(
+    figure: Figure | SubFigure, axes: Sequence[Axes], top: float, model: str, inches: float
+) -> None:
     scale = ScalarMappable(Normalize(_HEAT["vmin"], top), _HEAT["cmap"])
-    figure.colorbar(scale, ax=axes, label="accuracy, %", shrink=0.8, aspect=30, pad=0.01)
+    options: dict[str, Any] = {"shrink": 0.8, "aspect": 8 * inches, "pad": 0.01}
+    bar = figure.colorbar(scale, ax=axes, ticks=[0, top / 2, top], **options)
+    bar.set_label("accuracy, %" if model == "global" else "personal\nmodels, %", fontsize=9)
 
 
 def matrices(records: Sequence[Record]) -> Figure:
     """Accuracy on each task after each task of the last cycle, mean over seeds, per method."""
     records = frames.shared_seeds(records)
     rows = frames.run_frame(records).assign(matrix=[_last_matrix(record) for record in records])
-    names = _ordered_names(rows, "main_accuracy")
-    maps = {
-        str(setting): _mean_matrices(part, names)
-        for setting, part in rows.groupby("setting", sort=False)
-    }
-    top = _scale_end(np.concatenate([m.ravel() for own in maps.values() for m in own.values()]))
+    names, tops = _ordered_names(rows, "main_accuracy"), dict[str, float]()
+    maps = dict[tuple[str, str], dict[str, style.Values]]()
+    for setting, part in rows.groupby("setting", sort=False):
+        for model, own in part.groupby("model"):
+            maps[str(setting), model] = means = _mean_matrices(own, names)
+            tops[model] = max(tops.get(model, 0), _scale_end(np.stack([*means.values()])))
     widest = max(map(len, maps.values()))
     columns = math.ceil(widest / math.ceil(widest / _MATRICES))
     lines = [math.ceil(len(own) / columns) for own in maps.values()]
     figure = plt.figure(figsize=(style.WIDTH, sum(lines) * _HEIGHT + 1), layout="constrained")
     heights = [count + 0.25 for count in lines]  # with the name of the setting
     blocks: Any = figure.subfigures(len(lines), squeeze=False, height_ratios=heights)
-    for block, count, (setting, own) in zip(blocks.ravel(), lines, maps.items(), strict=True):
+    for block, count, (key, own) in zip(blocks.ravel(), lines, maps.items(), strict=True):
+        setting, model = key
         axes = np.ravel(block.subplots(count, columns, squeeze=False)).tolist()
-        block.suptitle(setting, fontsize=11, fontweight="bold")
-        _draw_matrices(axes, own, top)
-        _add_colour_bar(block, axes[: len(own)], top)
+        title = setting if model == "global" else f"{setting}, personal models"
+        block.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+        _draw_matrices(axes, own, tops[model])
+        _add_colour_bar(block, axes, tops[model], model, _HEIGHT * count)
     caption = f"means, grey: undefined; {style.seed_caption(rows)}"
     style.add_caption(figure, "Accuracy on each task (column) after each task (row), %", caption)
     return figure
@@ -166,10 +176,10 @@ def _draw_matrices(axes: Sequence[Axes], means: dict[str, style.Values], top: fl
         style.draw_table(axis, pd.DataFrame(mean, numbers, numbers), **options)
         axis.tick_params(labelsize=6, pad=1)
         axis.set_facecolor("0.7")
-        title = textwrap.fill(label, 14, break_long_words=False)
-        axis.set_title(title, fontsize=7, pad=2)
+        title = textwrap.fill(label.replace("_", "_ "), 15, break_long_words=False)
+        axis.set_title(title.replace("_ ", "_"), fontsize=7, pad=2)
     for axis in axes[len(means) :]:
-        axis.remove()
+        axis.set_axis_off()
 
 
 def _last_matrix(record: Record) -> style.Values:
@@ -217,38 +227,15 @@ def forgetting(records: Sequence[Record]) -> Figure:
         for place, method in enumerate(names):
             values = 100 * own[own.method == method].main_forgetting
             if len(values):
-                style.draw_interval(axis, place, values, method)
+                marks = style.row_style(method)
+                places = [place + 0.3] * len(values)
+                axis.scatter(values, places, s=14, alpha=0.5, linewidths=0, **marks)
+                style.draw_interval(axis, place, values, markersize=6, **marks)
         axis.axvline(0, color="0.3", linewidth=0.8, zorder=1)
         axis.set(title=setting, xlabel="percentage points")
         _draw_rows(axis, names)
     caption = f"{style.seed_caption(defined)}; {style.INTERVALS}{_row_caption(names)}"
     style.add_caption(figure, "Forgetting (lower is better)", caption)
-    return figure
-
-
-def ranks(records: Sequence[Record]) -> Figure:
-    """Mean ranks over settings and seeds, and the methods that are as good as the best one."""
-    rows = frames.run_frame(records)
-    rows = rows[rows.method != "joint"]
-    blocks = frames.block_frame(rows)
-    means = significance.block_ranks(blocks).mean().sort_values()
-    critical = significance.critical_difference(*blocks.shape[::-1])
-    names = {str(m): style.method_label(own) for m, own in rows.groupby("method")}
-    figure, [axis] = style.panels(1, height=max(1.8, 0.24 * len(means) + 0.6))
-    axis.axvspan(means.iloc[0], means.iloc[0] + critical, color="0.9", zorder=0)
-    for place, (method, rank) in enumerate(means.items()):
-        axis.plot(rank, place, linestyle="none", **style.row_style(str(method)))
-    style.set_rows(axis, [names[str(method)] for method in means.index])
-    axis.set(xlabel="mean rank by final accuracy (1 is the best)")
-    ranked = rows.set_index(["setting", "seed"]).loc[blocks.index].reset_index()
-    caption = (
-        f"{len(blocks)} blocks, a setting with a seed each: {', '.join(blocks.index.unique(0))}; "
-    )
-    caption += style.seed_caption(ranked)
-    caption += f"\ngrey area: not distinguishable from the best (Nemenyi, {critical:.1f} ranks)"
-    caption += f"; Friedman's test: p = {significance.friedman(blocks):.1g}"
-    caption += "\ncolour: headline methods"
-    style.add_caption(figure, "Ranks", caption)
     return figure
 
 
@@ -277,60 +264,24 @@ def _row_caption(names: Iterable[str]) -> str:
     return "\ncolour: headline methods, above the line; no mark: not run or undefined"
 
 
-def ablation(records: Sequence[Record]) -> Figure:
-    """Final accuracy and forgetting, a row per variant: its seeds, mean and interval."""
-    rows = ablation_frame(frames.shared_seeds(records))
-    names: list[str] = []
-    for part in PARTS.values():
-        variants = rows[rows.part == part].variant.unique()
-        names += [part, *variants] if len(variants) else []
-    units = {"accuracy": "%", "forgetting": "points"}
-    shown = [(setting, measure) for measure in units for setting in rows.setting.unique()]
-    figure, axes = style.panels(len(shown), len(shown), 0.24 * len(names) + 0.6, sharey=True)
-    for axis, (setting, measure) in zip(axes, shown, strict=True):
-        own = rows[rows.setting == setting].dropna(subset=f"main_{measure}")
-        for (method, variant), group in own.groupby(["method", "variant"], sort=False):
-            values = 100 * group[f"main_{measure}"]
-            style.draw_interval(axis, names.index(variant), values, method)
-            if method in BASES:
-                colour = style.method_style(method)["color"]
-                axis.axvline(values.mean(), color=colour, linewidth=0.8, zorder=1)
-        for variant in set(names) - set(own.variant) - set(PARTS.values()):
-            style.add_note(axis, names.index(variant), "not run")
-        if measure == "accuracy":  # an interval may leave 0 to 100 %
-            axis.set_xlim(max(axis.get_xlim()[0], -3), min(axis.get_xlim()[1], 103))
-        axis.set(xlabel=units[measure])
-        axis.set_title(f"{setting}\n{measure}", fontsize=8)
-        axis.grid(alpha=0.3, axis="x")
-        axis.tick_params(length=0, axis="y")
-    style.set_rows(axes[0], names)
-    for text in axes[0].get_yticklabels():
-        text.set_fontweight("bold" if text.get_text() in PARTS.values() else "normal")
-    lines = " and ".join(method for method in BASES if method in set(rows.method))
-    caption = f"{style.seed_caption(rows)}; {style.INTERVALS}"
-    caption += f"; lines: means of {lines}" if lines else ""
-    style.add_caption(figure, "Effect of each part of STAMP, compared with controls", caption)
-    return figure
-
-
 def nearest_mean(records: Sequence[Record]) -> Figure:
-    """Final accuracy by the head and by the nearest class mean: a row per method."""
+    """Final accuracy by the classifier and by the nearest class mean: a row per method."""
     rows = frames.run_frame(frames.shared_seeds(records))
     rows = rows.dropna(subset=["accuracy", "nearest_mean"])
     names = _ordered_names(rows, "accuracy")
-    height, xlabel = 0.22 * len(names) + 0.8, "final accuracy, %"
+    height, xlabel = 0.22 * len(names) + 1, "final accuracy, %"
     figure, panels = style.setting_panels(rows, height, "", xlabel, sharey=True)
     for axis, _, part in panels:
         for method, group in part.groupby("method", sort=False):
-            place, color = [*names].index(method), style.row_style(str(method))["color"]
-            head, features = 100 * group.accuracy.mean(), 100 * group.nearest_mean.mean()
-            axis.plot([head, features], [place, place], color=color, linewidth=1)
-            axis.plot(features, place, "o", color=color, markerfacecolor="white", markersize=9)
-            axis.plot(head, place, "o", color=color, markersize=4.5)
+            place, marks = [*names].index(str(method)), style.row_style(str(method))
+            for column, offset in {"accuracy": -0.17, "nearest_mean": 0.17}.items():
+                face = {"marker": "o", "markerfacecolor": "white" if offset > 0 else None}
+                style.draw_interval(axis, place + offset, 100 * group[column], **marks | face)
+        axis.set_xlim(max(axis.get_xlim()[0], -3), min(axis.get_xlim()[1], 103))
         _draw_rows(axis, names)
-    caption = "dot: the network with its head; ring: the nearest class mean of its features"
-    caption += f"\nmeans; {style.seed_caption(rows)}{_row_caption(names)}"
-    style.add_caption(figure, "Final accuracy of the head and of the features", caption)
+    caption = "filled: the network's classifier; white: the nearest class mean of its features"
+    caption += f"\nbars: 95 % interval of the mean; {style.seed_caption(rows)}{_row_caption(names)}"
+    style.add_caption(figure, "Final accuracy of the classifier and of the features", caption)
     return figure
 
 

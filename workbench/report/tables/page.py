@@ -23,7 +23,7 @@ from workbench.report.text import DASH, MB, count_range, marked, mean_std, plain
 Cell = Callable[[pd.DataFrame], str]  # text for the runs of a group
 
 FINAL = "final accuracy"
-ENDPOINTS = {  # what findings judge: measures and their columns
+ENDPOINTS = {  # what findings compare: measures and their columns
     FINAL: "main_accuracy",
     "average incremental accuracy": "main_average_incremental_accuracy",
 }
@@ -121,11 +121,14 @@ def accuracy_table(rows: pd.DataFrame, keys: Sequence[str], heading: str) -> pd.
 # --- differences
 
 
-def verdict(low: float, high: float) -> str:
-    """What a 95 % interval in points shows: above, below, equal, open; undefined without one."""
+def verdict(low: float, high: float, holds: bool = True) -> str:
+    """What a 95 % interval in points shows: above, below, equal, open; undefined without one.
+
+    An interval that excludes 0 counts as above or below only if it `holds`: after a correction.
+    """
     if math.isnan(low) or math.isnan(high):
         return "undefined"
-    if low > 0 or high < 0:
+    if holds and (low > 0 or high < 0):
         return "above" if low > 0 else "below"
     return "equal" if max(-low, high) <= EQUAL else "open"
 
