@@ -64,8 +64,11 @@ paper cifar100 protocols: $(READY) .dvc/config.local  ## a profile, or one SETTI
 privacy: $(READY) $(PRIVACY)/.ready .dvc/config.local  ## what privacy costs and what uploads give away: an hour
 	PYTHONPATH=$(CURDIR)/$(PRIVACY) dvc repro pipelines/privacy/dvc.yaml
 
-pretrained: $(READY) $(PRETRAINED)/.ready  ## features of CIFAR-100 by a pre-trained encoder, once: half an hour of one core
-	PYTHONPATH=$(CURDIR)/$(PRETRAINED) $(VENV)/bin/python -m workbench.workflow.pretrained
+pretrained: SETTING ?= cifar100_c2_pretrained cifar100_c20_pretrained
+pretrained: $(READY) $(PRETRAINED)/.ready .dvc/config.local  ## photographs on features of a pre-trained encoder: an hour or two
+	PYTHONPATH=$(CURDIR)/$(PRETRAINED) $(VENV)/bin/python -m workbench.workflow.pretrained $(SETTING)
+	python -m workbench.workflow.estimate $@ $(SETTING)
+	dvc repro $(foreach each,$(SETTING),pipelines/$@/dvc.yaml:compare@$(each))
 
 studies: repro  ## more seeds and questions beyond the paper's comparison: two hours
 	dvc repro pipelines/studies/dvc.yaml

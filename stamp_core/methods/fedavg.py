@@ -1,4 +1,4 @@
-"""Federated averaging; its only parameter is the server's learning rate."""
+"""Federated averaging, whose parameters are the two learning rates that every method has."""
 
 from typing import ClassVar
 

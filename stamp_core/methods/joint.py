@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stamp_core.client.batches import Batch
-from stamp_core.config.limits import Positive, PositiveInt
+from stamp_core.config.limits import PositiveInt
 from stamp_core.config.schema import Training
 from stamp_core.data.plan import Plan
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Method, State
@@ -17,7 +17,7 @@ from stamp_core.methods.base.method import ClientRound, FedAvgParams, Method, St
 
 @dataclass(frozen=True)
 class JointParams(FedAvgParams):
-    """The learner's own batch and step; None: the setting's.
+    """The learner's own batch; None: the setting's.
 
     A federated step averages the batches of all clients. On one client's batch alone the learner
     can end in its own noise, below methods that it is to bound; so it can after a last batch of a
@@ -25,7 +25,6 @@ class JointParams(FedAvgParams):
     """
 
     batch_size: PositiveInt | None = None  # of the learner
-    lr: Positive | None = None  # of the learner
 
 
 class Joint(Method):
@@ -38,8 +37,8 @@ class Joint(Method):
 
     @classmethod
     def adapt(cls, training: Training, params: JointParams) -> Training:
-        size, lr = params.batch_size, params.lr
-        return replace(training, batch_size=size or training.batch_size, lr=lr or training.lr)
+        size = params.batch_size or training.batch_size
+        return replace(super().adapt(training, params), batch_size=size)
 
     def participants(self, chosen: list[int], server: State) -> list[int]:
         return [0]

@@ -253,7 +253,7 @@ def test_a_run_with_a_frozen_network_is_that_of_the_reference(tmp_path, monkeypa
 @pytest.mark.parametrize("buffers", ["shared", "local"])
 def test_outer_steps_do_not_change_the_network(buffers):
     training = {"momentum": 0.9, "shift": 1, "participation": 0.75, "buffers": buffers}
-    record = run(tiny("fedl2p", **BN, training=training, outer_steps=2, lr=0.1))
+    record = run(tiny("fedl2p", **BN, training=training, outer_steps=2, finetune_lr=0.1))
     expected = run(tiny(**BN, training=training))
     small.assert_same_weights(record, expected)
     for model in ("initial", "global", "local"):
@@ -330,7 +330,7 @@ def test_outputs_are_clamped_and_the_gradient_passes_through(output, beta, multi
 
 def test_a_step_that_is_not_finite_is_skipped_and_named():
     """With learning rates of 1e30 the meta-networks stay, and all models stay finite."""
-    record = run(tiny("fedl2p", split=FEW, lr=1e30))
+    record = run(tiny("fedl2p", split=FEW, finetune_lr=1e30))
     assert all(row["events"] == {SKIPPED: 4} for row in record.history)
     small.assert_same_weights(record, run(tiny(split=FEW)))
     assert np.isfinite(record.accuracy("personal")).all()

@@ -272,12 +272,13 @@ def main() -> int:
     """The exit status of the command line."""
     parser = argparse.ArgumentParser(description="Estimate what the settings of a profile take.")
     parser.add_argument("profile", choices=PROFILES)
-    parser.add_argument("setting", nargs="?", help="one of the profile's grid; default: all")
+    parser.add_argument("settings", nargs="*", help="some of the profile's grid; default: all")
     arguments = parser.parse_args()
     elsewhere = os.environ.get("RAY") or os.environ.get("SLURM")
     try:
-        page = f"grid.{arguments.setting}" if arguments.setting else "grid"
-        runs = expand_grid(page, read_profile(arguments.profile))
+        params = read_profile(arguments.profile)
+        pages = [f"grid.{name}" for name in arguments.settings] or ["grid"]
+        runs = (run for page in pages for run in expand_grid(page, params))
         for name in dict.fromkeys(setting for setting, _, _ in runs):
             needs = estimate_setting(name, arguments.profile)
             if not elsewhere:

@@ -1,7 +1,7 @@
 """Profiles: files that say what runs. They share the settings and the presets of methods.
 
-params.yaml says what runs by default; quick.yaml, paper.yaml, cifar100.yaml, protocols.yaml,
-privacy.yaml and studies.yaml in params/ are other profiles of the same form.
+params.yaml says what runs by default; quick.yaml, paper.yaml, cifar100.yaml, pretrained.yaml,
+protocols.yaml, privacy.yaml and studies.yaml in params/ are other profiles of the same form.
 """
 
 import itertools
@@ -30,7 +30,9 @@ BLOCKS = {*REQUIRED, *GRIDS, *OWN_PAGES, CHOSEN}
 AXES = ("setting", "method", "seeds")  # of a grid
 DEFAULT, QUICK, PAPER = "default", "quick", "paper"
 # with a pipeline each, and values of their own
-OWN = CIFAR100, PROTOCOLS, PRIVACY, STUDIES = "cifar100", "protocols", "privacy", "studies"
+CIFAR100, PRETRAINED = "cifar100", "pretrained"
+PROTOCOLS, PRIVACY, STUDIES = "protocols", "privacy", "studies"
+OWN = CIFAR100, PRETRAINED, PROTOCOLS, PRIVACY, STUDIES
 PROFILES = {DEFAULT: "params.yaml"} | {name: f"params/{name}.yaml" for name in (QUICK, PAPER, *OWN)}
 PAGES = ("grid", "comparison", "ablation", *OWN_PAGES)  # parts of a profile's grid
 

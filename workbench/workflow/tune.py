@@ -17,12 +17,14 @@ from stamp_core.methods.base.registry import override, resolve_preset
 from stamp_core.results.records import Record
 from workbench.report.frames import CHOOSING
 from workbench.report.tables.sweeps import ALL, KINDS, write_tuning
-from workbench.workflow.profiles import CIFAR100, DEFAULT, read_profile
+from workbench.workflow.profiles import CIFAR100, DEFAULT, PRETRAINED, read_profile
 from workbench.workflow.sweeps import light_experiment
 from workbench.workflow.training import Job, require_trained, train_missing
 
-FILES = {DEFAULT: "params/tuning.yaml", CIFAR100: "params/tuning_cifar100.yaml"}
-FOLDERS = {DEFAULT: "figures", CIFAR100: "figures/cifar100"}
+FILES = {DEFAULT: "params/tuning.yaml"}
+FOLDERS = {DEFAULT: "figures"}
+for name in (CIFAR100, PRETRAINED):
+    FILES[name], FOLDERS[name] = f"params/tuning_{name}.yaml", f"figures/{name}"
 PROFILE = "tuning"  # of the records
 DIVERGED = ("DivergedError", "SeedsDiverged")  # such a candidate counts as undefined
 

@@ -41,9 +41,10 @@ class NoParams:
 
 @dataclass(frozen=True)
 class FedAvgParams:
-    """FedAvg's only parameter, which all methods with a server inherit."""
+    """FedAvg's parameters, which all methods with a server inherit."""
 
     server_lr: Positive = 1.0  # theta + server_lr * (average - theta)
+    lr: Positive | None = None  # of local SGD with this method; null: the setting's
 
 
 @dataclass
@@ -142,8 +143,9 @@ class Method:
 
     @classmethod
     def adapt(cls, training: Training, params: Any) -> Training:
-        """How the method trains in a setting: as all others, unless it is a bound for them."""
-        return training
+        """How the method trains in a setting: as all others, but for a step of its own."""
+        lr: float | None = getattr(params, "lr", None)
+        return training if lr is None else replace(training, lr=lr)
 
     def __init_subclass__(cls) -> None:
         """Let no step be captured that may have become another."""
@@ -283,8 +285,13 @@ class Method:
         """Refuse to go on with other values: lower the cause, or the learning rate."""
         if values.isfinite().all():
             return
-        setting = self.runtime.setting
-        lr = f"params/settings.yaml: {setting.name}.training.lr (now {setting.training.lr:g})"
+        setting, now = self.runtime.setting, f"(now {self.runtime.training.lr:g})"
+        own = getattr(self.params, "lr", None) is not None
+        lr = (
+            f"lr of the method {now}"
+            if own
+            else f"params/settings.yaml: {setting.name}.training.lr {now}"
+        )
         raise DivergedError(
             f"client {client_round.client}, experience {client_round.experience}, "
             f"round {client_round.round}: the weights are no longer finite; lower {cause or lr}"

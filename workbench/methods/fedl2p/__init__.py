@@ -56,7 +56,7 @@ class FedL2PParams(FedAvgParams):
     outer_steps: NonNegativeInt = 1
     inner_steps: PositiveInt = 10  # of fine-tuning before each outer step
     ft_epochs: NonNegativeInt = 15  # of fine-tuning at evaluation
-    lr: NonNegative = 0.001  # initial value of the learnt learning rates of fine-tuning
+    finetune_lr: NonNegative = 0.001  # initial value of the learnt learning rates of fine-tuning
     meta_lr: NonNegative = 0.001  # learning rate of the outer steps, for the meta-networks
     hyper_lr: NonNegative = 0.0001  # learning rate of the outer steps, for the learnt ones
     clamp: Positive = 1.0  # of each number of a hypergradient
@@ -91,7 +91,10 @@ class FedL2P(Method):
             self.models = ("personal",)
 
     def init_server(self, seed: int) -> State:
-        return {**super().init_server(seed), "meta": self.nets.initial(seed, self.params.lr)}
+        return {
+            **super().init_server(seed),
+            "meta": self.nets.initial(seed, self.params.finetune_lr),
+        }
 
     def initial_states(self, plan: Plan) -> InitialStates:
         return self.warm_up(plan) if self.frozen else super().initial_states(plan)

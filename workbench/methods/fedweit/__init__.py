@@ -1,6 +1,6 @@
 """FedWeIT (Yoon et al., 2021): federated base weights, sparse weights of each task, attention."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NotRequired, TypedDict
 
 import torch
@@ -10,8 +10,7 @@ from torch import Tensor
 from stamp_core.client.batches import Batch
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.client.scoring import accuracies, predict, tests_of_tasks
-from stamp_core.config.limits import Fraction, NonNegative, Positive
-from stamp_core.config.schema import Training
+from stamp_core.config.limits import Fraction, NonNegative
 from stamp_core.methods.base.method import ClientRound, FedAvgParams, Log, Message, Reply, State
 from stamp_core.models.flat import FlatSGD
 from stamp_core.results.records import SCORINGS
@@ -30,7 +29,6 @@ from workbench.methods.fedweit.decomposed import (
 class FedWeITParams(FedAvgParams):
     """How weights are decomposed, what is sent of them, and what holds those of past tasks."""
 
-    lr: Positive | None = None  # of all parts, which move the weights together; null: the setting's
     adaptive: NonNegative | None = 1 / 3  # A starts at this share of B; null: nothing is decomposed
     sparsity: Fraction = 0.3  # share of each tensor's channels that is not uploaded
     # weight of |A|; elements of A up to this size are neither sent nor used
@@ -88,10 +86,6 @@ class FedWeIT(TaskServer):
     models: tuple[str, ...] = ("global", "personal", "local")
     fedavg_equivalent: ClassVar = {"adaptive": None}
     group = "continual"
-
-    @classmethod
-    def adapt(cls, training: Training, params: FedWeITParams) -> Training:
-        return replace(training, lr=params.lr or training.lr)
 
     def __init__(self, params: FedWeITParams, runtime: ClientRuntime) -> None:
         super().__init__(params, runtime)
