@@ -11,12 +11,13 @@ import nbformat
 import pytest
 from ruamel.yaml import YAML
 
-from stamp_core.config.params import read_params
+from stamp_core.config.params import parse_seeds, read_params
 from stamp_core.core.fingerprint import find_imports, import_closure
 from stamp_core.core.paths import ROOT
 from stamp_core.methods.base.registry import method_names, read_preset
+from stamp_core.results.records import ARRAYS
 from workbench.workflow import notebooks
-from workbench.workflow.profiles import DEFAULT, OWN, PAPER
+from workbench.workflow.profiles import DEFAULT, OWN, PAPER, expand_grid, read_profile
 
 PACKAGES = [ROOT / "stamp_core", ROOT / "workbench"]
 MODULES = [path for package in PACKAGES for path in sorted(package.rglob("*.py"))]
@@ -110,6 +111,19 @@ def test_names_are_checked_before_they_reach_a_shell(profile):
             assert commands[0] == "${check}" and len(commands) == 2
             with_names.add(name)
     assert "sweep" in with_names
+
+
+def test_the_lock_has_the_records_of_the_grid_alone():
+    """Records that an author still has of other methods would make every other clone's differ."""
+    params, stages = read_profile(), YAML(typ="safe").load(ROOT / "dvc.lock")["stages"]
+    for setting in params["grid"]["setting"]:
+        runs = expand_grid(f"grid.{setting}", params)
+        records = sum(len(parse_seeds(seeds)) for _, _, seeds in runs)
+        (out,) = (
+            out for out in stages[f"train@{setting}"]["outs"] if out["path"].endswith(setting)
+        )
+        files = len(ARRAYS) + 2  # about and history, and the digest; what is measured is not there
+        assert out["nfiles"] == files * records
 
 
 def test_every_method_has_a_preset_and_every_preset_a_method():
