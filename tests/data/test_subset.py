@@ -50,5 +50,5 @@ def test_classes_that_are_not_there_are_refused(classes, words):
 
 
 def test_a_whole_set_that_is_not_known_is_refused():
-    with pytest.raises(ParameterError, match="of.source"):
+    with pytest.raises(ParameterError, match=r"of\.source"):
         find_source({"source": "subset", "of": {"source": "digit"}, "classes": "0to1"})

@@ -1,4 +1,4 @@
-"""`make pretrained`: the features, the last block and the base network of its settings, made once."""
+"""`make pretrained`: features, the last block and the base network of its settings, made once."""
 
 import argparse
 from pathlib import Path
