@@ -188,3 +188,15 @@ def test_a_wheel_trains_in_an_empty_folder(tmp_path):
     where, _, result, kept = ran.stdout.splitlines()
     assert kept.endswith(str(empty / "data/own/tiny"))
     assert Path(where).is_relative_to(site) and result.split()[0] == "fedavg"
+
+
+def test_a_setting_is_shown_with_who_learns_what(capsys):
+    values, schedule = output(capsys, "settings", "--show", "tiny").split("\n\n")
+    assert "split.clients" in values and "params/settings.yaml: tiny" in values
+    experiment = load_experiment("tiny", "fedavg")
+    plan = experiment.plans("0")[0]
+    for client, line in enumerate(schedule.splitlines()[1:]):
+        cells = line.partition(":")[2].split("|")
+        shown = [tuple(map(int, cell.partition("(")[0].split())) for cell in cells]
+        assert shown == [task.classes for task in plan.clients[client]]
+    assert client == len(plan.clients) - 1

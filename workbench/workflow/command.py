@@ -103,8 +103,13 @@ def open_loggers(kind: str | None, out: Path, name: str) -> list[Any]:
     return [loggers.TensorBoardLogger(out / "tensorboard" / name)]
 
 
-def print_names(section: str) -> None:
-    """The names of a section with what sets each apart, a line each."""
+def print_names(section: str, chosen: str | None = None) -> None:
+    """The names of a section with what sets each apart, a line each; or all of one setting."""
+    if chosen is not None:
+        from workbench.workflow.show import shown_setting
+
+        print("\n".join(shown_setting(chosen)))
+        return
     for name, block in read_params()[section].items():
         kind = block.get("kind") or block.get("extends") or block.get("data", {}).get("source")
         print(f"{name:28} {kind or ''}".rstrip())
@@ -176,7 +181,10 @@ def parser() -> argparse.ArgumentParser:
     one.set_defaults(call=run)
     for section in ("methods", "settings"):
         names = commands.add_parser(section, help=f"the names of {section}")
-        names.set_defaults(call=lambda arguments, section=section: print_names(section))
+        if section == "settings":
+            names.add_argument("--show", metavar="SETTING", help="its values, and who learns what")
+        names.set_defaults(section=section, show=None)
+        names.set_defaults(call=lambda arguments: print_names(arguments.section, arguments.show))
     check = commands.add_parser("verify", help="compute again what a record says of itself")
     check.add_argument(
         "folder", nargs="+", type=Path, help="as data/runs/digits/stamp-200to205/200"
