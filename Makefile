@@ -16,7 +16,9 @@ unexport PYTHONDONTWRITEBYTECODE  # with it every process compiles the package a
 .PHONY: tour repro verify paper cifar100 protocols privacy pretrained studies tune test test-device test-end-to-end test-cluster test-federation test-privacy test-pretrained federation estimate lab notebooks findings docs lint bench profile faults clean help
 
 tour: $(READY) .dvc/config.local  ## two minutes: a first table and figures, in figures/tour
-	dvc repro tour
+	@echo "FedAvg, replay and STAMP on drawn digits, six seeds each: about two minutes"
+	@dvc repro --quiet tour
+	@$(VENV)/bin/python -m workbench.workflow.tour
 
 repro: $(READY) .dvc/config.local  ## regenerate what is out of date (RAY=address, SLURM=partition: on a cluster)
 	dvc repro

@@ -25,6 +25,9 @@ RENAMED = {  # keys, values and presets of earlier versions that exist no longer
 }
 
 
+LISTED = 40  # known names that an error lists; of more it says how many there are
+
+
 class ParameterError(ValueError):
     """An invalid parameter: the message names key and value, and says what is valid."""
 
@@ -44,11 +47,13 @@ def require(holder: object, name: str, valid: bool, right: str) -> None:
 def unknown_name(key: str, name: object, known: Iterable[str], more: str = "") -> ParameterError:
     """The error for an unknown name, with its new name or the nearest known one."""
     names = sorted(map(str, known))
-    near = difflib.get_close_matches(str(name), names, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    few = len(names) <= LISTED
+    near = difflib.get_close_matches(str(name), names, n=1 if few else 3)
+    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
     if RENAMED.get(str(name)) in names:
         hint = f"it is now {RENAMED[str(name)]!r}; "
-    return ParameterError(f"{key} {name!r} is unknown; {hint}known: {', '.join(names)}{more}")
+    listed = f"known: {', '.join(names)}" if few else f"there are {len(names)}"
+    return ParameterError(f"{key} {name!r} is unknown; {hint}{listed}{more}")
 
 
 def build(cls: type[_T], values: object, where: str) -> _T:

@@ -118,7 +118,7 @@ def load_experiment(
     """The experiment of a setting and a preset, refused in one line if anything is wrong.
 
     `params` are those of a profile or of `read_params`, for which None stands. `overrides` are
-    other values by key: `spatial.kappa` of the preset, `setting.training.lr` of the setting. They
+    other values by key: `spatial.kappa` of the preset, `training.lr` of the setting. They
     are part of the name: records of changed experiments never take the place of a preset's.
     """
     params = read_params() if params is None else params

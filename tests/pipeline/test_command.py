@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from stamp_core import load_experiment
@@ -14,6 +15,7 @@ from stamp_core.config.params import read_params
 from stamp_core.core.paths import ROOT
 from workbench import export_plan, load_plans
 from workbench.workflow import command
+from workbench.workflow import run as runs
 
 
 def output(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> str:
@@ -23,32 +25,89 @@ def output(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> 
     return shown.err if status else shown.out
 
 
-def test_an_experiment_is_compared_with_another_on_the_same_seeds(monkeypatch, capsys):
+@pytest.fixture
+def ran(tmp_path, monkeypatch, capsys):
+    """What `stamp run tiny` prints, its records in a folder of this test alone."""
     monkeypatch.setenv("STAMP_PROGRESS", "none")
-    words = ("run", "tiny", "fedavg", "--compare", "fedavg")
-    one, other, difference = output(capsys, *words).splitlines()
-    assert one.startswith("fedavg  accuracy ") and one.endswith("n = 2")
+
+    def run(*words: str, out: str = "own") -> list[str]:
+        where = "--out", str(tmp_path / out)
+        return output(capsys, "run", "tiny", *words, *where).splitlines()
+
+    return run
+
+
+def scores(line: str, label: str) -> str:
+    return line.strip().removeprefix(label).strip()
+
+
+def test_an_experiment_is_compared_with_another_on_the_same_seeds(ran):
+    _, one, other, difference, _ = ran("fedavg", "--compare", "fedavg")
+    assert scores(one, "fedavg") == scores(other, "fedavg again") and one.endswith(" 2")
     assert difference.endswith("+0.0 (+0.0 to +0.0)")
-    changed = output(capsys, *words, "--set", "server_lr=0.5")
-    assert changed.splitlines()[0].startswith("fedavg server_lr=0.5  ")
-    assert changed.splitlines()[1].split(None, 1) == other.split(None, 1)
+    changed = ran("fedavg", "--compare", "fedavg", "--set", "server_lr=0.5")
+    assert scores(changed[2], "fedavg") == scores(other, "fedavg again")
+    assert scores(changed[1], "fedavg server_lr=0.5") != scores(one, "fedavg")
 
 
-def test_a_plan_in_a_file_takes_the_place_of_the_settings(tmp_path, monkeypatch, capsys):
+def test_a_seed_with_a_current_record_is_not_trained_again(ran, monkeypatch):
+    trained = list[int]()
+    real = runs.train
+
+    def train(experiment, plans, *rest, **more):
+        trained.extend(plans)
+        return real(experiment, plans, *rest, **more)
+
+    monkeypatch.setattr(runs, "train", train)
+    first = ran("fedavg", "--seeds", "0to1")
+    assert ran("fedavg", "--seeds", "0to1") == first and trained == [0, 1]
+    ran("fedavg", "--seeds", "1to2", "--compare", "replay")
+    assert trained == [0, 1, 2, 1, 2]
+    ran("fedavg", "--seeds", "0", "--set", "training.lr=0.03")
+    assert trained[5:] == [0]
+
+
+def test_records_that_are_kept_verify(ran, tmp_path, capsys):
+    ran("fedavg", "--seeds", "0")
+    shown = output(capsys, "verify", str(tmp_path / "own/tiny/tiny-fedavg/0"))
+    assert " NO " not in shown and "accuracy" in shown
+
+
+def test_a_key_of_a_setting_needs_no_prefix(ran):
+    words = ("fedavg", "--seeds", "0", "--set")
+    plain, prefixed = (ran(*words, f"{before}split.tasks=2") for before in ("", "setting."))
+    one, other = plain[1].split()[2:], prefixed[1].split()[2:]
+    assert one == other != ran("fedavg", "--seeds", "0")[1].split()[1:]
+
+
+@pytest.mark.parametrize("kind", ["md", "csv", "tex"])
+def test_the_table_has_a_file_of_each_kind(kind, ran, tmp_path):
+    file = tmp_path / "tables" / f"mine.{kind}"
+    lines = ran("fedavg", "--compare", "replay", "--table", str(file))
+    text = file.read_text()
+    accuracy = lines[1].split()[1:4]  # mean, sign and deviation
+    assert (r"$\pm$" if kind == "tex" else "±") in text
+    assert all(number in text for number in accuracy[::2]) and "replay" in text
+    if kind == "csv":
+        assert [*pd.read_csv(file).method] == ["fedavg", "replay"]
+
+
+def test_a_plan_in_a_file_takes_the_place_of_the_settings(ran, tmp_path, capsys):
     """The plan of seed 0 from a file is that of seed 0; seed 1 trains with it as well."""
-    monkeypatch.setenv("STAMP_PROGRESS", "none")
     experiment = load_experiment("tiny", "fedavg")
     dataset, path = experiment.dataset(), tmp_path / "plan.csv"
     export_plan(load_plans(experiment.setting, dataset, "0")[0], dataset, path)
-    words = ("run", "tiny", "fedavg", "--seeds")
-    assert output(capsys, *words, "0", "--plan", str(path)) == output(capsys, *words, "0")
-    assert output(capsys, *words, "1", "--plan", str(path)) != output(capsys, *words, "1")
+    words = ("fedavg", "--seeds")
+    file = ("--plan", str(path))
+    assert ran(*words, "0", *file, out="file")[:2] == ran(*words, "0")[:2]
+    assert ran(*words, "1", *file, out="file")[1] != ran(*words, "1")[1]
     path.write_text("client,task,class\n0,0,10\n")
-    error = output(capsys, *words, "0", "--plan", str(path), status=1)
+    error = output(capsys, "run", "tiny", *words, "0", *file, status=1)
     assert "classes[0] is 10; it must be above -1 and below 10" in error and error.count("\n") == 1
-    changed = (*words, "0", "--set", "setting.split.tasks=2", "--plan", str(path))
-    refused = output(capsys, *changed, status=1)
-    assert f"--set setting.split.tasks: --plan {path} has a split of its own" in refused
+    for key in ("setting.split.tasks", "split.tasks"):
+        changed = ("run", "tiny", *words, "0", "--set", f"{key}=2", *file)
+        refused = output(capsys, *changed, status=1)
+        assert f"--set {key}: --plan {path} has a split of its own" in refused
 
 
 HUGE = [
@@ -72,6 +131,7 @@ HUGE = [
             (("run", "tiny", "fedavg", "--set", f"setting.{key}={value}"), key)
             for key, value in HUGE
         ),
+        (("run", "tiny", "fedavg", "--table", "mine.xlsx"), "must end with .csv or .md or .tex"),
         (("verify", "/nowhere"), "/nowhere"),
     ],
 )
@@ -97,15 +157,11 @@ def test_one_set_adds_to_another():
     assert [*command.parse_overrides(command.parser().parse_args(words).set)] == ["a", "b", "c"]
 
 
-def test_both_experiments_have_the_changed_setting_and_the_first_alone_the_changed_preset(
-    monkeypatch, capsys
-):
-    monkeypatch.setenv("STAMP_PROGRESS", "none")
-    setting = "setting.training.lr=0.03"
-    words = ("run", "tiny", "fedavg", "--compare", "replay", "--set")
-    changed = output(capsys, *words, setting, "server_lr=0.5").splitlines()
-    alone = output(capsys, "run", "tiny", "replay", "--set", setting).splitlines()
-    assert changed[1].split(None, 1)[1] == alone[0].split(None, 2)[2]
+def test_both_experiments_have_the_changed_setting_and_the_first_alone_the_changed_preset(ran):
+    words = ("fedavg", "--compare", "replay", "--set")
+    changed = ran(*words, "training.lr=0.03", "server_lr=0.5")
+    alone = ran("replay", "--set", "training.lr=0.03")
+    assert scores(changed[2], "replay") == scores(alone[1], "replay training.lr=0.03")
 
 
 def test_a_wheel_trains_in_an_empty_folder(tmp_path):
@@ -129,5 +185,18 @@ def test_a_wheel_trains_in_an_empty_folder(tmp_path):
         text=True,
     )
     assert ran.returncode == 0, ran.stderr
-    where, result = ran.stdout.splitlines()
-    assert Path(where).is_relative_to(site) and result.startswith("fedavg  accuracy ")
+    where, _, result, kept = ran.stdout.splitlines()
+    assert kept.endswith(str(empty / "data/own/tiny"))
+    assert Path(where).is_relative_to(site) and result.split()[0] == "fedavg"
+
+
+def test_a_setting_is_shown_with_who_learns_what(capsys):
+    values, schedule = output(capsys, "settings", "--show", "tiny").split("\n\n")
+    assert "split.clients" in values and "params/settings.yaml: tiny" in values
+    experiment = load_experiment("tiny", "fedavg")
+    plan = experiment.plans("0")[0]
+    for client, line in enumerate(schedule.splitlines()[1:]):
+        cells = line.partition(":")[2].split("|")
+        shown = [tuple(map(int, cell.partition("(")[0].split())) for cell in cells]
+        assert shown == [task.classes for task in plan.clients[client]]
+    assert client == len(plan.clients) - 1

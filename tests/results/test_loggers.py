@@ -1,16 +1,18 @@
 """Learning curves in files, and calls of libraries that need not be there."""
 
 import csv
+import math
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import small
 from small import ROUNDS, plans, run, tiny
 
 from stamp_core.engine import train as engine
-from workbench.workflow.loggers import CsvLogger, DvcliveLogger, TensorBoardLogger
+from workbench.workflow.loggers import CsvLogger, DvcliveLogger, TensorBoardLogger, WandbLogger
 
 NAN = float("nan")
 
@@ -74,7 +76,8 @@ def test_a_second_training_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("logger", "package"), [(TensorBoardLogger, "tensorboard"), (DvcliveLogger, "dvclive")]
+    ("logger", "package"),
+    [(TensorBoardLogger, "tensorboard"), (DvcliveLogger, "dvclive"), (WandbLogger, "wandb")],
 )
 def test_a_missing_library_is_named_with_its_extra(logger, package, tmp_path, monkeypatch):
     if find_spec(package):
@@ -82,3 +85,25 @@ def test_a_missing_library_is_named_with_its_extra(logger, package, tmp_path, mo
             monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=rf"{package} is missing; the extra `live` has it"):
         logger(tmp_path)
+
+
+def test_curves_for_weights_and_biases_have_an_axis_each(monkeypatch):
+    """Seeds arrive in turn: one step for all would not rise, and such points are dropped."""
+    logged, axes = [], {}
+
+    class Pretended:
+        def define_metric(self, name: str, step_metric: str) -> None:
+            axes[name] = step_metric
+
+        def log(self, values: dict[str, float]) -> None:
+            logged.append(values)
+
+    package = SimpleNamespace(init=lambda project, name: Pretended())
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    experiment = tiny()
+    engine.train(experiment, plans(experiment, 0, 1), 1, "cpu", loggers=[WandbLogger("tiny")])
+    for seed in (0, 1):
+        rounds = [each[f"seed{seed}/round"] for each in logged if f"seed{seed}/round" in each]
+        assert rounds == [*range(ROUNDS)]
+        assert axes[f"seed{seed}/round/*"] == f"seed{seed}/round"
+    assert not any(math.isnan(value) for values in logged for value in values.values())

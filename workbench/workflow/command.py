@@ -11,6 +11,7 @@ from ruamel.yaml.error import YAMLError
 
 from stamp_core.config.decode import ParameterError
 from stamp_core.config.params import parse_seeds, read_params
+from stamp_core.core.paths import DATA
 from stamp_core.core.processes import without_garbage_collection
 from workbench.workflow.profiles import DEFAULT
 
@@ -49,47 +50,66 @@ def run(arguments: argparse.Namespace) -> None:
     """Train an experiment, and one with the same setting to compare it with; print accuracies."""
     with without_garbage_collection():
         from stamp_core.engine.experiment import load_experiment
-        from stamp_core.engine.train import train
         from stamp_core.engine.worker import explain_memory_errors
+        from stamp_core.methods.base.registry import is_of_setting
+        from workbench.workflow.run import (
+            FORMS,
+            aligned,
+            difference,
+            result_table,
+            train_kept,
+            write_table,
+        )
 
+    if arguments.table and arguments.table.suffix not in FORMS:
+        raise ParameterError(f"--table {arguments.table}: it must end with {' or '.join(FORMS)}")
     params = read_params()
     chosen = parse_overrides(arguments.set)
     for key in chosen:
-        if arguments.plan is not None and key.startswith("setting.split"):
+        if arguments.plan is not None and key.removeprefix("setting.").startswith("split."):
             raise ParameterError(f"--set {key}: --plan {arguments.plan} has a split of its own")
-    tried = [load_experiment(arguments.setting, arguments.method, params, chosen)]
+    label = " ".join([arguments.method, *arguments.set])
+    tried = {label: load_experiment(arguments.setting, arguments.method, params, chosen)}
     if arguments.compare is not None:
-        shared = {key: value for key, value in chosen.items() if key.startswith("setting.")}
-        tried.append(load_experiment(arguments.setting, arguments.compare, params, shared))
-    found = []
-    for experiment in tried:
+        shared = {key: value for key, value in chosen.items() if is_of_setting(key)}
+        other = load_experiment(arguments.setting, arguments.compare, params, shared)
+        tried[arguments.compare if arguments.compare != label else f"{label} again"] = other
+    found = dict[str, list[Any]]()
+    for label, experiment in tried.items():
         plans = read_plans(experiment, arguments.seeds, arguments.plan)
+        loggers = open_loggers(arguments.log, arguments.out, experiment.name)
         with explain_memory_errors(experiment.setting):
-            found.append([*train(experiment, plans, arguments.workers).values()])
-    labels = [" ".join([arguments.method, *arguments.set]), arguments.compare]
-    print_comparison(labels[: len(found)], found)
+            found[label] = train_kept(
+                experiment, plans, arguments.out, arguments.workers, arguments.device, loggers
+            )
+    table = result_table(found)
+    print(aligned(table))
+    if len(found) == 2:
+        print(f"difference in final accuracy, points, 95 % interval: {difference(found)}")
+    if arguments.table:
+        write_table(table, arguments.table)
+        print(f"table in {arguments.table}")
+    print(f"records in {arguments.out / arguments.setting}")
 
 
-def print_comparison(labels: Sequence[str], found: Sequence[Sequence[Any]]) -> None:
-    """A line per experiment, and the paired difference of the first from the second."""
-    from workbench.report.frames import run_frame
-    from workbench.report.metrics import paired_difference
-    from workbench.report.text import mean_std
+def open_loggers(kind: str | None, out: Path, name: str) -> list[Any]:
+    """What follows a training, by the name of the program that shows it."""
+    if kind is None:
+        return []
+    from workbench.workflow import loggers
 
-    frames = [run_frame(records) for records in found]
-    for label, rows in zip(labels, frames, strict=True):
-        forgetting = mean_std(rows.main_forgetting)
-        scores = f"accuracy {mean_std(rows.main_accuracy)} %  forgetting {forgetting}"
-        print(f"{label:{max(map(len, labels))}}  {scores}  n = {len(rows)}")
-    if len(frames) == 2:
-        by_seed = [dict(zip(f.seed, 100 * f.main_accuracy, strict=True)) for f in frames]
-        pair = paired_difference(*by_seed)
-        interval = f"{pair['mean']:+.1f} ({pair['low']:+.1f} to {pair['high']:+.1f})"
-        print(f"difference in points, 95 % interval: {interval}")
+    if kind == "wandb":
+        return [loggers.WandbLogger(name)]
+    return [loggers.TensorBoardLogger(out / "tensorboard" / name)]
 
 
-def print_names(section: str) -> None:
-    """The names of a section with what sets each apart, a line each."""
+def print_names(section: str, chosen: str | None = None) -> None:
+    """The names of a section with what sets each apart, a line each; or all of one setting."""
+    if chosen is not None:
+        from workbench.workflow.show import shown_setting
+
+        print("\n".join(shown_setting(chosen)))
+        return
     for name, block in read_params()[section].items():
         kind = block.get("kind") or block.get("extends") or block.get("data", {}).get("source")
         print(f"{name:28} {kind or ''}".rstrip())
@@ -153,10 +173,18 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--plan", metavar="FILE", help="who learns what when: a .json or .csv file")
     one.add_argument("--workers", type=int, default=1, help="processes; 0: one per core")
     one.add_argument("--compare", metavar="METHOD", help="train this as well: the difference")
+    one.add_argument("--device", default="auto", help="cpu, cuda or auto, a GPU where there is one")
+    out = one.add_argument("--out", type=Path, default=DATA / "own", metavar="FOLDER")
+    out.help = "where records are kept; a seed that has a current one is not trained again"
+    one.add_argument("--table", type=Path, metavar="FILE", help="a .md, .csv or .tex file as well")
+    one.add_argument("--log", choices=("tensorboard", "wandb"), help="curves while it trains")
     one.set_defaults(call=run)
     for section in ("methods", "settings"):
         names = commands.add_parser(section, help=f"the names of {section}")
-        names.set_defaults(call=lambda arguments, section=section: print_names(section))
+        if section == "settings":
+            names.add_argument("--show", metavar="SETTING", help="its values, and who learns what")
+        names.set_defaults(section=section, show=None)
+        names.set_defaults(call=lambda arguments: print_names(arguments.section, arguments.show))
     check = commands.add_parser("verify", help="compute again what a record says of itself")
     check.add_argument(
         "folder", nargs="+", type=Path, help="as data/runs/digits/stamp-200to205/200"

@@ -1,4 +1,4 @@
-"""Loggers for `train`, each of which starts anew: files, TensorBoard or DVCLive while it trains."""
+"""Loggers for `train`, each of which starts anew: files, TensorBoard, DVCLive, Weights & Biases."""
 
 import csv
 import math
@@ -91,6 +91,31 @@ class DvcliveLogger:
         for name, value in _defined(values).items():
             self.live.log_metric(f"seed{seed}/{name}", value)
         self.live.make_summary()
+
+
+class WandbLogger:
+    """Curves for Weights & Biases; `WANDB_MODE=offline` keeps them in `./wandb` until `wandb sync`.
+
+    Rounds and experiences have an axis each: those of several seeds arrive in turn.
+    """
+
+    def __init__(self, name: str, project: str = "stamp") -> None:
+        self.run = _load("wandb", "wandb").init(project=project, name=name)
+        self.seeds = set[int]()
+
+    def on_round(self, seed: int, round: int, values: Values) -> None:
+        self._add(seed, "round", round, values)
+
+    def on_experience(self, seed: int, experience: int, values: Values) -> None:
+        self._add(seed, "experience", experience, values)
+
+    def _add(self, seed: int, axis: str, step: int, values: Values) -> None:
+        if seed not in self.seeds:
+            self.seeds.add(seed)
+            for each in ("round", "experience"):
+                self.run.define_metric(f"seed{seed}/{each}/*", step_metric=f"seed{seed}/{each}")
+        named = {f"seed{seed}/{axis}/{name}": value for name, value in _defined(values).items()}
+        self.run.log({f"seed{seed}/{axis}": step, **named})
 
 
 def _defined(values: Values) -> dict[str, float]:

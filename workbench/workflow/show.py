@@ -1,6 +1,6 @@
 """Every value of an experiment, and where it comes from: a file and its block, or a default."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -18,6 +18,8 @@ from stamp_core.config.params import (
     set_value,
 )
 from stamp_core.core.paths import PARAMS
+from stamp_core.data.dataset import ImageDataset
+from stamp_core.data.plan import Plan
 from stamp_core.engine.experiment import load_experiment
 from stamp_core.methods.base.registry import with_all_methods
 from workbench.workflow.profiles import PROFILES, read_profile
@@ -40,8 +42,35 @@ def shown(setting: str, method: str, profile: str) -> list[str]:
         changed = path in own and own[path] != value  # as joint has a batch size of its own
         place = f"the method {method}" if changed else places.get(path, "default")
         rows.append((".".join(path), str(value), place))
+    return _aligned(rows)
+
+
+def _aligned(rows: Sequence[tuple[str, str, str]]) -> list[str]:
     key_width, value_width = (max(len(row[column]) for row in rows) for column in range(2))
     return [f"{key:{key_width}}  {value:{value_width}}  {place}" for key, value, place in rows]
+
+
+def shown_setting(name: str, seed: int = 0) -> list[str]:
+    """A line for each value of a setting and its place, then who learns what in one plan."""
+    params = read_params()
+    places = dict(leaves(reduce(merge_blocks, setting_places(name, params))))
+    values = leaves(to_plain(read_setting(name, params)))
+    rows = [(".".join(path), str(value), places.get(path, "default")) for path, value in values]
+    experiment = load_experiment(name, "fedavg", params)
+    plan = experiment.plans(str(seed))[seed]
+    return [*_aligned(rows[1:]), "", *_schedule(plan, experiment.dataset())]
+
+
+def _schedule(plan: Plan, dataset: ImageDataset) -> list[str]:
+    """A line a client: the classes of each of its tasks, and how many images it trains on."""
+    lines = [f"classes by client and task, with images for training; seed {plan.seed}"]
+    for client, tasks in enumerate(plan.clients):
+        cells = list[str]()
+        for number, task in enumerate(tasks):
+            images = len(plan.train_indices(dataset, client, number))
+            cells.append(f"{' '.join(map(str, task.classes))} ({images})")
+        lines.append(f"{client:3}:  {'  |  '.join(cells)}")
+    return lines
 
 
 def setting_places(setting: str, params: Params) -> Iterator[dict[str, Any]]:

@@ -1,10 +1,12 @@
 """Methods, found by their file names, and the presets of their parameters."""
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from stamp_core.config.decode import build, unknown_name
 from stamp_core.config.params import FILES, Params, lineage, read_block, with_values
+from stamp_core.config.schema import Setting
 from stamp_core.core.plugins import METHODS, find_modules, load_module, more_elsewhere
 from stamp_core.methods.base.method import Method
 
@@ -41,14 +43,19 @@ def read_preset(name: str, params: Params) -> dict[str, Any]:
 def override(
     params: Params, method: str, values: Mapping[str, Any], setting: str = ""
 ) -> dict[str, Any]:
-    """A copy of `params` with other values of a preset; keys `setting.*` are of the setting."""
-    of_setting = {key: value for key, value in values.items() if key.startswith("setting.")}
+    """A copy of `params` with other values of a preset, and of the setting: `is_of_setting`."""
+    of_setting = {key: value for key, value in values.items() if is_of_setting(key)}
     of_preset = {key: value for key, value in values.items() if key not in of_setting}
     changed = with_values(with_all_methods(params), "methods", method, of_preset)
     if not setting:
         return changed
     short = {key.removeprefix("setting."): value for key, value in of_setting.items()}
     return with_values(changed, "settings", setting, short)
+
+
+def is_of_setting(key: str) -> bool:
+    """Whether a key such as `training.lr` or `setting.training.lr` is one of settings."""
+    return key.partition(".")[0] in {"setting", *(each.name for each in fields(Setting))}
 
 
 def with_all_methods(params: Params) -> dict[str, Any]:
