@@ -46,7 +46,7 @@ class FedL2PReference(FedAvgReference):
             for b, a in mlp:
                 deviation = 0.1 * (2 / (a + b)) ** 0.5
                 parts += [deviation * torch.randn(b, a, generator=draw), torch.full((b,), bias)]
-        parts.append(torch.full((k,), self.params.lr))
+        parts.append(torch.full((k,), self.params.finetune_lr))
         self.meta = torch.cat([part.flatten() for part in parts]).double()
 
     def settings(self, meta: Tensor, statistics: list[Tensor]) -> tuple[Tensor, Tensor]:

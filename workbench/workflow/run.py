@@ -78,7 +78,7 @@ def difference(found: Mapping[str, Sequence[Record]]) -> str:
 
 def aligned(table: pd.DataFrame) -> str:
     """The table for a terminal."""
-    return table.reset_index().to_string(index=False)
+    return str(table.reset_index().to_string(index=False))
 
 
 def write_table(table: pd.DataFrame, path: Path) -> None:
