@@ -53,9 +53,13 @@ def shell(root: Path, script: str) -> str:
 
 
 def test_every_block_of_commands(clone):
+    output = ""
     for block in blocks("sh"):
         lines = [line for line in block.splitlines() if not line.startswith(HOURS)]
-        shell(clone, "\n".join(lines))
+        output += shell(clone, "\n".join(lines))
+    assert f"figure: {clone / 'figures/tour/accuracy.png'}" in output  # how the tour ends
+    assert re.search(r"^stamp - replay on digits: [+-]\d+\.\d \(", output, re.M)
+    assert not re.search("dvc push|without encryption|Executing notebook", output)
     assert (clone / "figures/tour/results.md").exists()
     assert (clone / "data/runs/digits/replay-200to205/200/run.json").exists()
 
