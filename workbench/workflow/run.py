@@ -73,12 +73,16 @@ def difference(found: Mapping[str, Sequence[Record]]) -> str:
     frames = map(run_frame, found.values())
     by_seed = [dict(zip(f.seed, 100 * f.main_accuracy, strict=True)) for f in frames]
     pair = paired_difference(*by_seed)
-    return f"{pair['mean']:+.1f} ({pair['low']:+.1f} to {pair['high']:+.1f})"
+    return f"{pair['mean']:+z.1f} ({pair['low']:+z.1f} to {pair['high']:+z.1f})"
 
 
 def aligned(table: pd.DataFrame) -> str:
     """The table for a terminal."""
-    return str(table.reset_index().to_string(index=False))
+    rows = table.reset_index()
+    lines = [list(rows.columns), *rows.to_numpy().tolist()]
+    first, *others = (max(map(len, column)) for column in zip(*lines, strict=True))
+    ends = [[f"{t:>{w}}" for t, w in zip(line[1:], others, strict=True)] for line in lines]
+    return "\n".join("  ".join([f"{a[0]:{first}}", *b]) for a, b in zip(lines, ends, strict=True))
 
 
 def write_table(table: pd.DataFrame, path: Path) -> None:
