@@ -15,6 +15,7 @@ from stamp_core.core.paths import ROOT
 
 TEXT = (ROOT / "README.md").read_text("utf-8")
 TRAINING = r"make (?:tour|repro|cifar100|protocols|privacy|studies|paper SETTING=\w+)"
+WEIGHTS = ROOT / ".venv-pretrained"  # most machines do not have it: `make test-pretrained` makes it
 
 
 SOURCE = '''
@@ -27,6 +28,7 @@ import numpy as np
 from stamp_core.data.images import Counts, ImageArrays
 
 PACKAGES = ("numpy",)
+IMAGES = 60000
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,9 @@ def expected(options):
 
 def make(options):
     draw = np.random.default_rng(0)
-    x = draw.integers(0, 256, (60000, 3, 32, 32), np.uint8)
-    y = np.arange(60000) % 100
-    return ImageArrays(x[10000:], y[10000:], x[:10000], y[:10000], tuple(map(str, range(100))))
+    x = draw.integers(0, 256, (IMAGES, 3, 32, 32), np.uint8)
+    y, test = np.arange(IMAGES) % 100, IMAGES // 6 // 100 * 100
+    return ImageArrays(x[test:], y[test:], x[:test], y[:test], tuple(map(str, range(100))))
 '''
 
 
@@ -60,6 +62,20 @@ def clone(tmp_path_factory):
 
 @pytest.mark.parametrize("command", sorted({*re.findall(TRAINING, TEXT)}))
 def test_a_command_comes_to_its_first_training(clone, command):
+    come_to_a_training(clone, command)
+
+
+@pytest.mark.skipif(not WEIGHTS.exists(), reason="`make test-pretrained` installs the weights")
+def test_features_are_encoded_and_come_to_their_first_training(clone):
+    """Of six images a class: to encode all takes ten minutes."""
+    assert "`make pretrained`" in TEXT
+    source = clone / "workbench" / "sources" / "cifar100.py"
+    source.write_text(SOURCE.replace("IMAGES = 60000", "IMAGES = 600"))
+    (clone / WEIGHTS.name).symlink_to(WEIGHTS)
+    come_to_a_training(clone, "make pretrained")
+
+
+def come_to_a_training(clone, command):
     environment = {"HOME": str(clone.parent), "PATH": os.defpath, "PYTHONPATH": str(clone)}
     started = clone / "data" / "resume"
     shutil.rmtree(started, ignore_errors=True)
