@@ -11,7 +11,7 @@ from stamp_core.config.limits import Positive, PositiveInt
 from stamp_core.core.seeding import generator
 from stamp_core.methods.base.method import ClientRound, DivergedError, Message, State
 from stamp_core.models.flat import FlatSGD
-from workbench.methods.base.statistics_server import StatisticsServer
+from workbench.methods.base.statistics_server import StatisticsServer, product
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ClassGaussians(StatisticsServer):
 
     def scatter(self, away: Tensor) -> Tensor:
         """The sum of the squares of rows, or of their outer products.  # [n, D] -> [D(, D)]"""
-        return away.square().sum(0) if self.params.covariance == "diagonal" else away.T @ away
+        return away.square().sum(0) if self.params.covariance == "diagonal" else product(away, away)
 
     def places(self, classes: Tensor) -> Tensor:
         """Which scatter is that of each class; ascending, as classes are.  # [k]"""

