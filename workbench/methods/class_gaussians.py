@@ -95,7 +95,7 @@ class ClassGaussians(StatisticsServer):
             for label in labels[places == place].tolist():
                 draw = generator(server["seed"], label, "draws")
                 noise = torch.randn(self.params.samples, len(root), generator=draw).double()
-                noise = noise * root if root.dim() == 1 else noise @ root.T
+                noise = noise * root if root.dim() == 1 else product(noise.T, root.T)
                 features.append((server["means"][label] + noise).float())
         return torch.cat(features), labels.repeat_interleave(self.params.samples)
 
