@@ -79,7 +79,7 @@ estimate: $(READY)  ## what `make paper SETTING=...` takes on this machine
 	python -m workbench.workflow.estimate paper $(SETTING)
 
 lab: $(READY)  ## explore in JupyterLab
-	$(VENV)/bin/jupyter lab --LabApp.default_url=/lab/tree/notebooks
+	$(VENV)/bin/jupyter lab --LabApp.default_url=/lab/tree/notebooks/0_start.ipynb
 
 notebooks: $(READY)  ## run every notebook at its defaults and store its outputs
 	STAMP_PROGRESS=none $(VENV)/bin/python -m workbench.workflow.notebooks

@@ -42,12 +42,14 @@ def scores(line: str, label: str) -> str:
 
 
 def test_an_experiment_is_compared_with_another_on_the_same_seeds(ran):
-    _, one, other, difference, _ = ran("fedavg", "--compare", "fedavg")
-    assert scores(one, "fedavg") == scores(other, "fedavg again") and one.endswith(" 2")
-    assert difference.endswith("+0.0 (+0.0 to +0.0)")
-    changed = ran("fedavg", "--compare", "fedavg", "--set", "server_lr=0.5")
-    assert scores(changed[2], "fedavg") == scores(other, "fedavg again")
-    assert scores(changed[1], "fedavg server_lr=0.5") != scores(one, "fedavg")
+    _, one, other, same, _ = ran("fedavg", "fedavg", "--set", "server_lr=1.0")
+    assert scores(one, "fedavg server_lr=1.0") == scores(other, "fedavg") and one.endswith(" 2")
+    assert same.startswith("fedavg server_lr=1.0 - fedavg: +0.0 (+0.0 to +0.0) points")
+    changed = ran("fedavg", "fedavg", "replay", "--set", "server_lr=0.5")
+    assert scores(changed[2], "fedavg") == scores(other, "fedavg") != scores(changed[1], "fedavg")
+    assert [line.partition(":")[0] for line in changed[4:6]] == [
+        f"fedavg server_lr=0.5 - {name}" for name in ("fedavg", "replay")
+    ]
 
 
 def test_a_seed_with_a_current_record_is_not_trained_again(ran, monkeypatch):
@@ -61,10 +63,10 @@ def test_a_seed_with_a_current_record_is_not_trained_again(ran, monkeypatch):
     monkeypatch.setattr(runs, "train", train)
     first = ran("fedavg", "--seeds", "0to1")
     assert ran("fedavg", "--seeds", "0to1") == first and trained == [0, 1]
-    ran("fedavg", "--seeds", "1to2", "--compare", "replay")
-    assert trained == [0, 1, 2, 1, 2]
+    ran("fedavg", "--seeds", "1to2")
+    assert trained == [0, 1, 2]
     ran("fedavg", "--seeds", "0", "--set", "training.lr=0.03")
-    assert trained[5:] == [0]
+    assert trained[3:] == [0]
 
 
 def test_records_that_are_kept_verify(ran, tmp_path, capsys):
@@ -83,7 +85,7 @@ def test_a_key_of_a_setting_needs_no_prefix(ran):
 @pytest.mark.parametrize("kind", ["md", "csv", "tex"])
 def test_the_table_has_a_file_of_each_kind(kind, ran, tmp_path):
     file = tmp_path / "tables" / f"mine.{kind}"
-    lines = ran("fedavg", "--compare", "replay", "--table", str(file))
+    lines = ran("fedavg", "replay", "--table", str(file))
     text = file.read_text()
     accuracy = lines[1].split()[1:4]  # mean, sign and deviation
     assert (r"$\pm$" if kind == "tex" else "±") in text
@@ -125,7 +127,8 @@ HUGE = [
         (("run", "tiny", "fedavg", "--set", "server_lr=[1"), "must be YAML"),
         (("run", "tiny", "fedavg", "--seeds", "2to1"), "rising range"),
         (("run", "tiny", "fedavg", "--seeds", "0to999999999"), "seeds is '0to999999999'"),
-        (("run", "tiny", "fedavg", "--compare", ""), "'' is unknown"),
+        (("run", "tiny", "fedavg", ""), "'' is unknown"),
+        (("run", "tiny", "fedavg", "fedavg"), "named once each"),
         (("run", "tiny", "fedavg", *["--set", "server_lr=1"] * 2), "--set server_lr: it must be"),
         *(
             (("run", "tiny", "fedavg", "--set", f"setting.{key}={value}"), key)
@@ -154,11 +157,11 @@ def test_a_pipe_is_no_file_and_an_interrupt_is_a_line(tmp_path, monkeypatch, cap
 
 def test_one_set_adds_to_another():
     words = ["run", "tiny", "fedavg", "--set", "a=1", "b=2", "--set", "c=3"]
-    assert [*command.parse_overrides(command.parser().parse_args(words).set)] == ["a", "b", "c"]
+    assert [*runs.parse_overrides(command.parser().parse_args(words).set)] == ["a", "b", "c"]
 
 
 def test_both_experiments_have_the_changed_setting_and_the_first_alone_the_changed_preset(ran):
-    words = ("fedavg", "--compare", "replay", "--set")
+    words = ("fedavg", "replay", "--set")
     changed = ran(*words, "training.lr=0.03", "server_lr=0.5")
     alone = ran("replay", "--set", "training.lr=0.03")
     assert scores(changed[2], "replay") == scores(alone[1], "replay training.lr=0.03")

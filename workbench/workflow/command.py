@@ -4,13 +4,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
-
-from stamp_core.config.decode import ParameterError
-from stamp_core.config.params import parse_seeds, read_params
+from stamp_core.config.params import read_params
 from stamp_core.core.paths import DATA
 from stamp_core.core.processes import without_garbage_collection
 from workbench.workflow.profiles import DEFAULT
@@ -18,89 +13,12 @@ from workbench.workflow.profiles import DEFAULT
 ERRORS = (OSError, ValueError, ArithmeticError, MemoryError)
 
 
-def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
-    """Values by key of words like `spatial.kappa=0.9`; a value is YAML."""
-    values = {}
-    for pair in pairs:
-        key, equals, text = pair.partition("=")
-        if not (key and equals):
-            raise ParameterError(f"--set {pair}: it must be key=value, as spatial.kappa=0.9")
-        if key in values:
-            raise ParameterError(f"--set {key}: it must be there once")
-        try:
-            values[key] = YAML(typ="safe").load(text)
-        except (YAMLError, ValueError) as error:  # or a number of thousands of digits
-            why = " ".join(str(error).split())
-            raise ParameterError(f"--set {key}: the value must be YAML: {why}") from None
-    return values
-
-
-def read_plans(experiment: Any, seeds: str, file: str | None) -> dict[int, Any]:
-    """The plan in a file for every seed; without a file, those of the setting."""
-    from workbench.exchange import import_plan
-    from workbench.workflow.grid import load_plans
-
-    dataset = experiment.dataset()
-    if file is None:
-        return load_plans(experiment.setting, dataset, seeds)
-    return {seed: import_plan(file, dataset, seed) for seed in parse_seeds(seeds)}
-
-
 def run(arguments: argparse.Namespace) -> None:
-    """Train an experiment, and one with the same setting to compare it with; print accuracies."""
+    """Train methods on the same seeds, and compare them."""
     with without_garbage_collection():
-        from stamp_core.engine.experiment import load_experiment
-        from stamp_core.engine.worker import explain_memory_errors
-        from stamp_core.methods.base.registry import is_of_setting
-        from workbench.workflow.run import (
-            FORMS,
-            aligned,
-            difference,
-            result_table,
-            train_kept,
-            write_table,
-        )
+        from workbench.workflow.run import run_and_compare
 
-    if arguments.table and arguments.table.suffix not in FORMS:
-        raise ParameterError(f"--table {arguments.table}: it must end with {' or '.join(FORMS)}")
-    params = read_params()
-    chosen = parse_overrides(arguments.set)
-    for key in chosen:
-        if arguments.plan is not None and key.removeprefix("setting.").startswith("split."):
-            raise ParameterError(f"--set {key}: --plan {arguments.plan} has a split of its own")
-    label = " ".join([arguments.method, *arguments.set])
-    tried = {label: load_experiment(arguments.setting, arguments.method, params, chosen)}
-    if arguments.compare is not None:
-        shared = {key: value for key, value in chosen.items() if is_of_setting(key)}
-        other = load_experiment(arguments.setting, arguments.compare, params, shared)
-        tried[arguments.compare if arguments.compare != label else f"{label} again"] = other
-    found = dict[str, list[Any]]()
-    for label, experiment in tried.items():
-        plans = read_plans(experiment, arguments.seeds, arguments.plan)
-        loggers = open_loggers(arguments.log, arguments.out, experiment.name)
-        with explain_memory_errors(experiment.setting):
-            found[label] = train_kept(
-                experiment, plans, arguments.out, arguments.workers, arguments.device, loggers
-            )
-    table = result_table(found)
-    print(aligned(table))
-    if len(found) == 2:
-        print(f"difference in final accuracy, points, 95 % interval: {difference(found)}")
-    if arguments.table:
-        write_table(table, arguments.table)
-        print(f"table in {arguments.table}")
-    print(f"records in {arguments.out / arguments.setting}")
-
-
-def open_loggers(kind: str | None, out: Path, name: str) -> list[Any]:
-    """What follows a training, by the name of the program that shows it."""
-    if kind is None:
-        return []
-    from workbench.workflow import loggers
-
-    if kind == "wandb":
-        return [loggers.WandbLogger(name)]
-    return [loggers.TensorBoardLogger(out / "tensorboard" / name)]
+    run_and_compare(arguments)
 
 
 def print_names(section: str, chosen: str | None = None) -> None:
@@ -164,19 +82,19 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     whole = argparse.ArgumentParser("stamp", description="Federated continual learning.")
     commands = whole.add_subparsers(required=True, metavar="command")
-    one = commands.add_parser("run", help="train one experiment, and print its accuracy")
+    one = commands.add_parser("run", help="train methods on a setting, and compare them")
     one.add_argument("setting")
-    one.add_argument("method")
+    one.add_argument("method", nargs="+", help="the first is compared with each of the others")
     pairs = one.add_argument("--set", action="extend", nargs="+", metavar="KEY=VALUE")
-    pairs.help, pairs.default = "other values", []
+    pairs.help, pairs.default = "other values, of the setting and of the first method", []
     one.add_argument("--seeds", default="0to1", help="a range such as 0to5 (default: 0to1)")
     one.add_argument("--plan", metavar="FILE", help="who learns what when: a .json or .csv file")
     one.add_argument("--workers", type=int, default=1, help="processes; 0: one per core")
-    one.add_argument("--compare", metavar="METHOD", help="train this as well: the difference")
     one.add_argument("--device", default="auto", help="cpu, cuda or auto, a GPU where there is one")
     out = one.add_argument("--out", type=Path, default=DATA / "own", metavar="FOLDER")
     out.help = "where records are kept; a seed that has a current one is not trained again"
     one.add_argument("--table", type=Path, metavar="FILE", help="a .md, .csv or .tex file as well")
+    one.add_argument("--profile", default=DEFAULT, help="with its chosen values, as cifar100")
     one.add_argument("--log", choices=("tensorboard", "wandb"), help="curves while it trains")
     one.set_defaults(call=run)
     for section in ("methods", "settings"):

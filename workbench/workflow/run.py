@@ -1,26 +1,115 @@
 """`stamp run`: experiments on the same seeds, whose records are kept, and what they show."""
 
+import argparse
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 
+from stamp_core.config.decode import ParameterError, invalid
+from stamp_core.config.params import parse_seeds
 from stamp_core.core.paths import RESUME
 from stamp_core.data.plan import Plan
-from stamp_core.engine.experiment import Experiment
+from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.engine.progress import Logger
 from stamp_core.engine.train import SeedsDiverged, save_records, train
+from stamp_core.engine.worker import explain_memory_errors
+from stamp_core.methods.base.registry import is_of_setting
 from stamp_core.results.records import Record, RecordFormError
+from workbench.exchange import import_plan
 from workbench.report.frames import run_frame
 from workbench.report.metrics import paired_difference
 from workbench.report.text import mean_std
-from workbench.workflow.grid import changed_parts, load_sound_record
+from workbench.workflow import loggers
+from workbench.workflow.grid import changed_parts, load_plans, load_sound_record
+from workbench.workflow.profiles import DEFAULT, read_profile
 
 SHOWN = {  # columns of a table of results, and of `run_frame`
     "final accuracy (%)": "main_accuracy",
     "average incremental accuracy (%)": "main_average_incremental_accuracy",
     "forgetting (points)": "main_forgetting",
 }
+
+
+def run_and_compare(arguments: argparse.Namespace) -> None:
+    """Train methods on the same seeds; print their accuracies and how the first differs."""
+    if arguments.table and arguments.table.suffix not in FORMS:
+        raise ParameterError(f"--table {arguments.table}: it must end with {' or '.join(FORMS)}")
+    for key in parse_overrides(arguments.set):
+        if arguments.plan is not None and key.removeprefix("setting.").startswith("split."):
+            raise ParameterError(f"--set {key}: --plan {arguments.plan} has a split of its own")
+    found = dict[str, list[Record]]()
+    tried = experiments(arguments.setting, arguments.method, arguments.set, arguments.profile)
+    for label, experiment in tried.items():
+        plans = read_plans(experiment, arguments.seeds, arguments.plan)
+        followers = open_loggers(arguments.log, arguments.out, experiment.name)
+        with explain_memory_errors(experiment.setting):
+            found[label] = train_kept(
+                experiment, plans, arguments.out, arguments.workers, arguments.device, followers
+            )
+    table = result_table(found)
+    print(aligned(table))
+    first, *others = found
+    for other in others:
+        pair = difference(found[first], found[other])
+        print(f"{first} - {other}: {pair} points of final accuracy, with its 95 % interval")
+    if arguments.table:
+        write_table(table, arguments.table)
+        print(f"table in {arguments.table}")
+    print(f"records in {arguments.out / arguments.setting}")
+
+
+def read_plans(experiment: Experiment, seeds: str, file: str | None) -> dict[int, Plan]:
+    """The plan in a file for every seed; without a file, those of the setting."""
+    dataset = experiment.dataset()
+    if file is None:
+        return load_plans(experiment.setting, dataset, seeds)
+    return {seed: import_plan(file, dataset, seed) for seed in parse_seeds(seeds)}
+
+
+def open_loggers(kind: str | None, out: Path, name: str) -> list[Any]:
+    """What follows a training, by the name of the program that shows it."""
+    if kind is None:
+        return []
+    if kind == "wandb":
+        return [loggers.WandbLogger(name)]
+    return [loggers.TensorBoardLogger(out / "tensorboard" / name)]
+
+
+def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
+    """Values by key of words like `spatial.kappa=0.9`; a value is YAML."""
+    values = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not (key and equals):
+            raise ParameterError(f"--set {pair}: it must be key=value, as spatial.kappa=0.9")
+        if key in values:
+            raise ParameterError(f"--set {key}: it must be there once")
+        try:
+            values[key] = YAML(typ="safe").load(text)
+        except (YAMLError, ValueError) as error:  # or a number of thousands of digits
+            why = " ".join(str(error).split())
+            raise ParameterError(f"--set {key}: the value must be YAML: {why}") from None
+    return values
+
+
+def experiments(
+    setting: str, methods: Sequence[str], pairs: Sequence[str], profile: str = DEFAULT
+) -> dict[str, Experiment]:
+    """The experiment of each method by its label; `pairs` change the setting and the first."""
+    chosen = parse_overrides(pairs)
+    params = read_profile(profile)
+    of_setting = {key: value for key, value in chosen.items() if is_of_setting(key)}
+    label = " ".join([methods[0], *pairs])
+    tried = {label: load_experiment(setting, methods[0], params, chosen)}
+    for method in methods[1:]:
+        if method in tried:
+            raise invalid("methods", list(methods), "named once each, unless --set changes one")
+        tried[method] = load_experiment(setting, method, params, of_setting)
+    return tried
 
 
 def train_kept(
@@ -68,9 +157,9 @@ def result_table(found: Mapping[str, Sequence[Record]]) -> pd.DataFrame:
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("method")
 
 
-def difference(found: Mapping[str, Sequence[Record]]) -> str:
-    """The paired difference of the first from the second with its 95 % interval."""
-    frames = map(run_frame, found.values())
+def difference(records: Sequence[Record], others: Sequence[Record]) -> str:
+    """The paired difference of final accuracy in points, with its 95 % interval."""
+    frames = run_frame(records), run_frame(others)
     by_seed = [dict(zip(f.seed, 100 * f.main_accuracy, strict=True)) for f in frames]
     pair = paired_difference(*by_seed)
     return f"{pair['mean']:+z.1f} ({pair['low']:+z.1f} to {pair['high']:+z.1f})"

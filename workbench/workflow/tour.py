@@ -7,14 +7,14 @@ from workbench.workflow.run import aligned, difference, result_table
 
 PAGE = "tour"
 PAIR = ("stamp", "replay")
-NEXT = "stamp run digits stamp --compare replay --set spatial.kappa=0.9"
+NEXT = "stamp run digits stamp replay --set spatial.kappa=0.9"
 
 
 def summary() -> str:
     """The table of the tour's records, one difference, and the paths and commands after it."""
     runs = [*expand_grid(PAGE, read_profile())]
     found = {run[1]: load_runs([run], DEFAULT) for run in runs}
-    pair = difference({name: found[name] for name in PAIR})
+    pair = difference(*(found[name] for name in PAIR))
     setting = runs[0][0]
     return "\n".join(
         [
