@@ -159,7 +159,7 @@ WHOLE = {
     "dvc.lock": "dvc.lock",
     "executed notebook": "data/executed/*.ipynb",
     "plan": "data/splits/*/*",
-    "record": "data/runs/*/*/*",
+    "record": "data/runs/*/*/*/*",
     "record of a sweep": "data/sweeps/*/*/*/*",
     "object of DVC's cache": ".dvc/cache/files/md5/*/*",
     "fingerprint": "data/source/code/*",

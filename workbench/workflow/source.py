@@ -6,9 +6,14 @@ the stages depend on copies of the notebooks without outputs and on fingerprints
 
 import hashlib
 import json
+import os
+import threading
+import time
 from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
+
+import psutil
 
 from stamp_core.config.params import CHOSEN, Params
 from stamp_core.core.atomic import atomic_write
@@ -23,6 +28,7 @@ from workbench.workflow.same_bits import RUNS, SEED
 from workbench.workflow.sweeps import read_sweep, sweep_experiments
 
 WORKBENCH = Path(__file__).parents[1]
+SHELLS = ("sh", "dash", "bash")  # through one of which DVC calls a stage
 Codes = dict[tuple[Path, ...], str]  # fingerprints by the files that they begin with
 
 
@@ -113,5 +119,17 @@ def write_json(name: str, content: object) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
+def end_with_dvc() -> None:
+    """End this process once DVC has been killed: the next call removes what this one writes."""
+    called = psutil.Process()  # by DVC: this process, or the shell around it
+    while (above := called.parent()) and above.name() in SHELLS:
+        called = above
+    dvc = called.ppid()
+    while called.ppid() == dvc:  # a killed process that nobody waits for is still there
+        time.sleep(0.2)
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    threading.Thread(target=end_with_dvc, daemon=True).start()
     write_source()

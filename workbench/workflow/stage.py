@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -27,6 +28,8 @@ def execute() -> None:
             return super().execute_managed_notebook(*arguments, extra_arguments=more, **options)
 
     papermill_engines.register(None, Engine)  # the default one
+    for executed in (Path(word) for word in sys.argv if word.endswith(".ipynb")):
+        executed.parent.mkdir(parents=True, exist_ok=True)  # DVC does not know this folder
     papermill(default_map={"log_level": "WARNING"})
 
 
