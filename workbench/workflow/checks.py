@@ -7,7 +7,7 @@ from stamp_core.data.loading import load_dataset
 from stamp_core.data.split import make_plan
 from stamp_core.engine.experiment import load_experiment
 from stamp_core.methods.base.registry import resolve_preset
-from workbench.workflow.profiles import expand_grid
+from workbench.workflow.profiles import OWN_PAGES, expand_grid
 
 
 def check_params(params: Params) -> int:
@@ -17,6 +17,9 @@ def check_params(params: Params) -> int:
     for method in params["methods"]:
         resolve_preset(method, params)
     experiments = list(expand_grid("grid", params))
+    for page in (page for page in OWN_PAGES if page in params):
+        for _, method, _ in expand_grid(page, params):
+            resolve_preset(method, params)  # a misspelt one is refused with its nearest name
     for setting, method, seeds in experiments:
         load_experiment(setting, method, params)
         parse_seeds(seeds)

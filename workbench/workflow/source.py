@@ -7,6 +7,7 @@ the stages depend on copies of the notebooks without outputs and on fingerprints
 import hashlib
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from stamp_core.config.decode import ParameterError
 from stamp_core.config.params import CHOSEN, Params
 from stamp_core.core.atomic import atomic_write
 from stamp_core.core.fingerprint import combined_fingerprint
@@ -132,4 +134,7 @@ def end_with_dvc() -> None:
 
 if __name__ == "__main__":
     threading.Thread(target=end_with_dvc, daemon=True).start()
-    write_source()
+    try:
+        write_source()
+    except (ParameterError, OSError) as error:
+        sys.exit(f"{type(error).__name__}: {error}")
