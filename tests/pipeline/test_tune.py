@@ -142,7 +142,7 @@ def test_presets_have_the_chosen_values(profile):
             for each in tuning.candidates[method]
             if tune.candidate_name(each) == row["candidate"]
         ]
-        for setting in (name for name in tuning.setting if pd.notna(row[name])):
+        for setting in (name for name in tuning.setting if pd.notna(row.get(name))):
             params = at_setting(read_profile(profile), setting)
             found, right = (
                 resolve_preset(method, each) for each in (params, override(params, method, values))
