@@ -102,7 +102,7 @@ bench: $(READY)  ## measure speed and memory; writes benchmarks/results.md (DEVI
 profile: $(READY)  ## where the time of one training goes: METHOD=stamp SETTING=digits
 	$(VENV)/bin/python -m benchmarks.profile $(or $(SETTING),digits) $(or $(METHOD),stamp)
 
-faults: $(READY)  ## try a thousand faults in 25 minutes; writes benchmarks/faults.md
+faults: $(READY)  ## try 1,500 faults in an hour; writes benchmarks/faults.md
 	$(VENV)/bin/python -m benchmarks.faults
 
 clean:  ## remove everything computed; raw data and the environment stay
