@@ -20,12 +20,8 @@ MADE = {  # what images are for, by method; all else trains
 }
 ALIGNED = {"fedas": "align is True; it must be false, as an encoder without weights has nothing"}
 FROZEN = {
-    kind: f"network.kind is 'last_block'; it must be 'identity': {name} trains no encoder"
-    for kind, name in {
-        "class_gaussians": "ClassGaussians",
-        "nearest_class_mean": "NearestClassMean",
-        "stsa": "STSA",
-    }.items()
+    kind: f"network.kind is 'last_block'; it must be 'identity': {kind} trains no encoder"
+    for kind in ("class_gaussians", "nearest_class_mean", "stsa")
 }
 VECTORS, MAPS = {"kind": "identity"}, {"kind": "last_block", "channels": [4]}
 

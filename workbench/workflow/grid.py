@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from stamp_core.config.decode import ParameterError
 from stamp_core.config.params import parse_seeds
@@ -23,6 +24,11 @@ from stamp_core.results.records import Record, RecordFormError, load_record
 from workbench.workflow.profiles import DEFAULT, QUICK, STUDIES, expand_grid, read_profile
 
 NOT_COMPARED = ("device", "torch")  # parts of an identity that may differ between machines
+
+
+def pictured(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The block `data` of what a page of images shows: of features the images behind them."""
+    return pictured(data["of"]) if data["source"] == "features" else data
 
 
 def data_folder(profile: str) -> str:

@@ -36,7 +36,7 @@ class StatisticsServer(Method):
 
     def __init__(self, params: Any, runtime: ClientRuntime) -> None:
         if (kind := runtime.setting.network.kind) != "identity":
-            name = type(self).__name__
+            name = type(self).__module__.rpartition(".")[2]  # of the method, as it is written
             raise invalid("network.kind", kind, f"'identity': {name} trains no encoder")
         super().__init__(params, runtime)
 
