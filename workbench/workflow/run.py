@@ -22,10 +22,11 @@ from stamp_core.results.records import Record, RecordFormError
 from workbench.exchange import import_plan
 from workbench.report.frames import run_frame
 from workbench.report.metrics import paired_difference
+from workbench.report.tables.page import markdown
 from workbench.report.text import mean_std
 from workbench.workflow import loggers
 from workbench.workflow.grid import changed_parts, load_plans, load_sound_record
-from workbench.workflow.profiles import DEFAULT, read_profile
+from workbench.workflow.profiles import read_profile
 
 SHOWN = {  # columns of a table of results, and of `run_frame`
     "final accuracy (%)": "main_accuracy",
@@ -38,11 +39,12 @@ def run_and_compare(arguments: argparse.Namespace) -> None:
     """Train methods on the same seeds; print their accuracies and how the first differs."""
     if arguments.table and arguments.table.suffix not in FORMS:
         raise ParameterError(f"--table {arguments.table}: it must end with {' or '.join(FORMS)}")
-    for key in parse_overrides(arguments.set):
+    chosen = parse_overrides(arguments.set)
+    for key in chosen:
         if arguments.plan is not None and key.removeprefix("setting.").startswith("split."):
             raise ParameterError(f"--set {key}: --plan {arguments.plan} has a split of its own")
     found = dict[str, list[Record]]()
-    tried = experiments(arguments.setting, arguments.method, arguments.set, arguments.profile)
+    tried = experiments(arguments, chosen)
     for label, experiment in tried.items():
         plans = read_plans(experiment, arguments.seeds, arguments.plan)
         followers = open_loggers(arguments.log, arguments.out, experiment.name)
@@ -96,18 +98,16 @@ def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def experiments(
-    setting: str, methods: Sequence[str], pairs: Sequence[str], profile: str = DEFAULT
-) -> dict[str, Experiment]:
-    """The experiment of each method by its label; `pairs` change the setting and the first."""
-    chosen = parse_overrides(pairs)
-    params = read_profile(profile)
+def experiments(arguments: argparse.Namespace, chosen: Mapping[str, Any]) -> dict[str, Experiment]:
+    """The experiment of each method by its label; `chosen` changes the setting and the first."""
+    params, setting = read_profile(arguments.profile), arguments.setting
+    first, *others = arguments.method
     of_setting = {key: value for key, value in chosen.items() if is_of_setting(key)}
-    label = " ".join([methods[0], *pairs])
-    tried = {label: load_experiment(setting, methods[0], params, chosen)}
-    for method in methods[1:]:
+    tried = {" ".join([first, *arguments.set]): load_experiment(setting, first, params, chosen)}
+    for method in others:
         if method in tried:
-            raise invalid("methods", list(methods), "named once each, unless --set changes one")
+            right = "named once each, unless --set changes one"
+            raise invalid("methods", arguments.method, right)
         tried[method] = load_experiment(setting, method, params, of_setting)
     return tried
 
@@ -180,26 +180,14 @@ def write_table(table: pd.DataFrame, path: Path) -> None:
     path.write_text(FORMS[path.suffix](table))
 
 
-def _markdown(table: pd.DataFrame) -> str:
-    rows = table.reset_index()
-    lines = [list(rows.columns), ["---"] * len(rows.columns), *rows.to_numpy().tolist()]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
 def _latex(table: pd.DataFrame) -> str:
     """A `tabular` with the rules of booktabs."""
-    rows = table.reset_index()
-    lines = [list(rows.columns), *rows.to_numpy().tolist()]
-    head, *body = (" & ".join(map(_escaped, line)) + r" \\" for line in lines)
-    rules = [r"\toprule", head, r"\midrule", *body, r"\bottomrule"]
-    begin = rf"\begin{{tabular}}{{l{'r' * len(table.columns)}}}"
-    return "\n".join([begin, *rules, r"\end{tabular}", ""])
-
-
-def _escaped(text: str) -> str:
-    for sign in r"%_&#$":
-        text = text.replace(sign, rf"\{sign}")
+    text: str = table.reset_index().to_latex(index=False, escape=True)
     return text.replace("±", r"$\pm$")
 
 
-FORMS = {".csv": pd.DataFrame.to_csv, ".md": _markdown, ".tex": _latex}
+FORMS = {
+    ".csv": pd.DataFrame.to_csv,
+    ".md": lambda table: f"{markdown(table.reset_index())}\n",
+    ".tex": _latex,
+}

@@ -6,10 +6,8 @@ the stages depend on copies of the notebooks without outputs and on fingerprints
 
 import hashlib
 import json
-import os
 import sys
 import threading
-import time
 from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +21,7 @@ from stamp_core.core.fingerprint import combined_fingerprint
 from stamp_core.core.paths import PACKAGE, SOURCE
 from stamp_core.core.plugins import SOURCES, find_modules
 from stamp_core.engine.experiment import Experiment, load_experiment
+from workbench.workflow.callers import end_with_caller
 from workbench.workflow.checks import check_params, check_setting
 from workbench.workflow.notebooks import all_notebooks, strip_outputs
 from workbench.workflow.profiles import DEFAULT, OWN, PAPER, expand_grid, read_profile
@@ -126,10 +125,7 @@ def end_with_dvc() -> None:
     called = psutil.Process()  # by DVC: this process, or the shell around it
     while (above := called.parent()) and above.name() in SHELLS:
         called = above
-    dvc = called.ppid()
-    while called.ppid() == dvc:  # a killed process that nobody waits for is still there
-        time.sleep(0.2)
-    os._exit(1)
+    end_with_caller(called)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from stamp_core.core.processes import follow_parent, progress_form
 from stamp_core.engine.executor import resolve_workers
 from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.results.records import Record
+from workbench.workflow.callers import end_with_caller
 from workbench.workflow.clusters import Cluster, ClusterError, chosen_cluster, job_workers
 from workbench.workflow.grid import load_records, train_and_save
 from workbench.workflow.profiles import expand_grid, read_profile
@@ -112,7 +113,8 @@ def train_missing(
     for experiment in {job.experiment.setting.name: job.experiment for job in missing}.values():
         experiment.dataset()  # once: each process would make the images otherwise
     if "DVC_STAGE" in os.environ:
-        threading.Thread(target=_end_with_dvc, daemon=True).start()
+        papermill = psutil.Process(os.getppid())  # which DVC that is killed leaves alone
+        threading.Thread(target=end_with_caller, args=(papermill,), daemon=True).start()
     progress = TrainingProgress(len(missing), len(found))
     failures: dict[str, Failure] = {}
     with runner(len(missing), workers, device) as (run, count):
@@ -124,15 +126,6 @@ def train_missing(
             else:
                 found[job.name] = records
     return {job.name: found[job.name] for job in jobs if job.name in found}, failures
-
-
-def _end_with_dvc() -> None:
-    """End this kernel when papermill's parent ends: DVC that is killed leaves papermill alone."""
-    papermill = psutil.Process(os.getppid())
-    dvc = papermill.ppid()
-    while papermill.ppid() == dvc:
-        time.sleep(1)
-    os._exit(1)
 
 
 def _run_all(jobs: Sequence[Job], run: Run, count: int) -> Iterator[tuple[Job, Failure | None]]:

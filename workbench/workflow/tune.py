@@ -21,10 +21,9 @@ from workbench.workflow.profiles import CIFAR100, DEFAULT, PRETRAINED, read_prof
 from workbench.workflow.sweeps import light_experiment
 from workbench.workflow.training import Job, require_trained, train_missing
 
-FILES = {DEFAULT: "params/tuning.yaml"}
-FOLDERS = {DEFAULT: "figures"}
-for name in (CIFAR100, PRETRAINED):
-    FILES[name], FOLDERS[name] = f"params/tuning_{name}.yaml", f"figures/{name}"
+OTHERS = (CIFAR100, PRETRAINED)
+FILES = {DEFAULT: "params/tuning.yaml"} | {name: f"params/tuning_{name}.yaml" for name in OTHERS}
+FOLDERS = {DEFAULT: "figures"} | {name: f"figures/{name}" for name in OTHERS}
 PROFILE = "tuning"  # of the records
 DIVERGED = ("DivergedError", "SeedsDiverged")  # such a candidate counts as undefined
 
