@@ -10,6 +10,7 @@ from typing import Any
 
 from stamp_core.methods.base.registry import get_method, method_names
 
+DRAWING = ("fedavg", "replay", "affcl", "agem", "fedcil")  # methods with other kinds of draws
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -22,11 +23,11 @@ def kinds() -> list[str]:
 
 
 @cache
-def results(script: str) -> dict[str, Any]:
+def results(script: str, *names: str) -> dict[str, Any]:
     """The JSON that a script prints: a process must register the device before it trains."""
     folders = (ROOT, ROOT / "tests", *filter(None, [os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, Path(__file__).with_name(script)],
+        [sys.executable, Path(__file__).with_name(script), *names],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))},
         capture_output=True,

@@ -1,10 +1,12 @@
 """Runs on the pretend device and on the CPU, in a process of its own: the child of test_device.
 
-It prints, for every case, what was wrong: "" where both are bit-identical.
+It prints, for every case, what was wrong: "" where both are bit-identical. With names of methods it
+tries those alone, without names what is no method's own.
 """
 
 import json
 import pickle
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, replace
 from functools import partial
@@ -14,7 +16,7 @@ import numpy as np
 import small
 import torch
 import torch.nn.functional as F
-from child import kinds
+from child import DRAWING
 from pytest import MonkeyPatch
 from torch import Tensor
 
@@ -48,7 +50,6 @@ BY_POSITION: dict[str, small.Some] = {  # the parameters with which methods do s
     "replay": {"memory": small.kept(3, selection="ocs"), "weight": 1.0},
     "stamp": {"spatial": {"blocks": "layers"}, "temporal": {"blocks": "layers"}},
 }
-DRAWING = ("fedavg", "replay", "affcl", "agem", "fedcil")  # methods with other kinds of draws
 SAMPLES = {"features": 2, "memory": 2}
 SPLIT = {"clients": 2, "tasks": 2, "images_per_class": 6}
 TRAINING = {"rounds": 1, "batch_size": 8}
@@ -93,10 +94,7 @@ def few(kind: str, training: small.Some = small.NOTHING, **options: Any) -> Expe
 
 
 def cases() -> Iterator[tuple[str, Experiment]]:
-    """Every method on every network, every selection rule, and other paths of some methods."""
-    for kind in kinds():
-        yield f"{kind}, mlp", few(kind, AUGMENTED)  # whose draws go to the device
-        yield f"{kind}, batch norm", few(kind, network=small.BATCH_NORM)
+    """Every selection rule, and other paths of some methods."""
     for rule in selection_rules():
         memory = small.kept(3, selection=rule, options=OPTIONS.get(rule, {}))
         yield f"{rule}", few("replay", memory=memory, weight=1.0)
@@ -134,9 +132,7 @@ def different_without_room(experiment: Experiment) -> str:
 
 
 def layouts() -> Iterator[tuple[str, Experiment]]:
-    """Every method, and in more steps those that read the weights of convolutions by position."""
-    for kind in kinds():
-        yield kind, coloured(kind)
+    """Methods that read the weights of convolutions by position, and noise."""
     for kind, options in BY_POSITION.items():
         training = {"rounds": 2, "epochs": 2, "batch_size": 4}  # all parts of the method are used
         longer = {"training": training, "split": {**SPLIT, "tasks": 3}}
@@ -301,26 +297,29 @@ def crossed(chunk: int) -> tuple[int, int, int]:
     return counts.up, counts.down, counts.reads
 
 
-def main() -> None:
-    register()
-    costs: dict[str, list[Counted]] = {name: [] for name, _ in cases()}
-    runs = {name: outcome(partial(difference, each, costs[name])) for name, each in cases()}
-    steps = {
-        kind: astuple(per_step(few(kind, AUGMENTED), costs[f"{kind}, mlp"][0]))
-        for kind in kinds()
-        if costs[f"{kind}, mlp"]
+def of_method(kind: str) -> dict[str, Any]:
+    """What is wrong with a method on the device, and what its steps cost there."""
+    costs = list[Counted]()
+    drawing, channels_last = few(kind, AUGMENTED), coloured(kind)
+    normalised = few(kind, network=small.BATCH_NORM)
+    problems = {
+        "mlp": outcome(partial(difference, drawing, costs)),
+        "batch norm": outcome(partial(difference, normalised)),
+        "no room": outcome(partial(different_without_room, normalised)),
+        "channels last": outcome(partial(different_with_channels_last, channels_last)),
     }
-    epochs = {
-        kind: astuple(per_epoch(few(kind, AUGMENTED), costs[f"{kind}, mlp"][0]))
-        for kind in DRAWING
-        if kind in kinds()
+    return {
+        "problems": problems,
+        "moved": moved(channels_last),
+        "step": astuple(per_step(drawing, costs[0])) if costs else None,
+        "epoch": astuple(per_epoch(drawing, costs[0])) if costs and kind in DRAWING else None,
     }
-    results = {
-        "runs": runs,
-        "no room": {
-            kind: outcome(partial(different_without_room, few(kind, network=small.BATCH_NORM)))
-            for kind in kinds()
-        },
+
+
+def of_all() -> dict[str, Any]:
+    """What belongs to no method or to several."""
+    return {
+        "runs": {name: outcome(partial(difference, each)) for name, each in cases()},
         "layouts": {
             name: outcome(partial(different_with_channels_last, each)) for name, each in layouts()
         },
@@ -328,12 +327,14 @@ def main() -> None:
         "misread": {kind: misread(kind) for kind in MISREADINGS},
         "counted": counted(),
         "chunks": [crossed(512), crossed(4)],
-        "steps": steps,
-        "epochs": epochs,
         "mistakes": {name: mistaken(*each) for name, each in MISTAKES.items()},
     }
-    print(json.dumps(results))
+
+
+def main(kinds: list[str]) -> None:
+    register()
+    print(json.dumps({kind: of_method(kind) for kind in kinds} if kinds else of_all()))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
