@@ -59,9 +59,10 @@ test-pretrained: $(READY) $(PRETRAINED)/.ready  ## the pre-trained encoder, with
 federation: $(FLOWER)/.ready  ## STAMP on three nodes with TLS, compared with the simulation
 	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(FLOWER)/bin/python -m workbench.federation.local
 
-paper cifar100 protocols: $(READY) .dvc/config.local  ## a profile, or one SETTING of it; estimates first
-	python -m workbench.workflow.estimate $@ $(SETTING)
-	dvc repro pipelines/$@/dvc.yaml$(if $(SETTING),:compare@$(SETTING))
+CHOSEN = $(if $(METHOD),--method $(METHOD)) $(if $(SEEDS),--seeds $(SEEDS))
+paper cifar100 protocols: $(READY) .dvc/config.local  ## a profile, or one SETTING of it (METHOD='a b' SEEDS=0to2); estimates first
+	python -m workbench.workflow.estimate $@ $(SETTING) $(CHOSEN)
+	$(if $(METHOD)$(SEEDS),stamp run $(SETTING) $(METHOD) --profile $@ --seeds $(or $(SEEDS),0) --workers 0,dvc repro pipelines/$@/dvc.yaml$(if $(SETTING),:compare@$(SETTING)))
 
 privacy: $(READY) $(PRIVACY)/.ready .dvc/config.local  ## what privacy costs and what uploads give away: an hour
 	PYTHONPATH=$(CURDIR)/$(PRIVACY) dvc repro pipelines/privacy/dvc.yaml
@@ -75,8 +76,8 @@ pretrained: $(READY) $(PRETRAINED)/.ready .dvc/config.local  ## photographs on f
 studies: repro  ## more seeds and questions beyond the paper's comparison: two hours
 	dvc repro pipelines/studies/dvc.yaml
 
-estimate: $(READY)  ## what `make paper SETTING=...` takes on this machine
-	python -m workbench.workflow.estimate paper $(SETTING)
+estimate: $(READY)  ## what `make paper SETTING=...` takes on this machine (PROFILE=cifar100, METHOD='a b', SEEDS=0to2)
+	python -m workbench.workflow.estimate $(or $(PROFILE),paper) $(SETTING) $(CHOSEN)
 
 lab: $(READY)  ## explore in JupyterLab
 	$(VENV)/bin/jupyter lab --LabApp.default_url=/lab/tree/notebooks/0_start.ipynb

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,9 @@ from stamp_core.core.paths import ROOT
 
 TEXT = (ROOT / "README.md").read_text("utf-8")
 TRAINING = r"make (?:tour|repro|cifar100|protocols|privacy|studies|paper SETTING=\w+)"
+CHOSEN = r"^make paper SETTING=\w+ METHOD=.*"
+PAGE = (ROOT / "docs/pipeline.md").read_text("utf-8")
+COMMANDS = sorted({*re.findall(TRAINING, TEXT), *re.findall(CHOSEN, PAGE, re.M)})
 WEIGHTS = ROOT / ".venv-pretrained"  # most machines do not have it: `make test-pretrained` makes it
 
 
@@ -60,7 +64,7 @@ def clone(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("command", sorted({*re.findall(TRAINING, TEXT)}))
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_comes_to_its_first_training(clone, command):
     come_to_a_training(clone, command)
 
@@ -82,7 +86,7 @@ def come_to_a_training(clone, command):
     (clone / ".dvc/tmp/rwlock").unlink(missing_ok=True)  # of the command before, which was killed
     with (clone / "output").open("w") as output:
         make = subprocess.Popen(
-            command.split(), cwd=clone, env=environment, stdout=output, stderr=output
+            shlex.split(command), cwd=clone, env=environment, stdout=output, stderr=output
         )
         wait_until(lambda: make.poll() is not None or any(started.glob("*")), command, 240)
         assert make.poll() is None, (clone / "output").read_text()[-3000:]

@@ -1,14 +1,15 @@
 """Time, memory and disk of a setting on this machine, before its data are there.
 
-FedAvg's SGD steps are counted and one is timed, in a short training on synthetic images. What
-another method takes is FedAvg's time multiplied by the ratio of their seconds in
-benchmarks/seconds.json.
+FedAvg's SGD steps are counted and one is timed, in a short training on synthetic images: by the
+process's own time on a CPU, which what else runs there does not change. What another method takes
+is FedAvg's time multiplied by the ratio of their seconds in benchmarks/seconds.json.
 """
 
 import argparse
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from stamp_core.config.decode import ParameterError
-from stamp_core.config.params import parse_seeds
+from stamp_core.config.params import Params, parse_seeds
 from stamp_core.config.schema import Diagnostics, Split
 from stamp_core.core.devices import device_name, resolve_device
 from stamp_core.core.paths import DATA
@@ -40,7 +41,7 @@ from workbench.workflow.training import REFERENCE, relative_seconds
 SECONDS = 5.0  # for a timed round
 STEPS = 3  # of SGD in it
 TRIAL = 4  # images in a batch of the first training, which shows how many there is time for
-ROUNDS = 2  # of the timed training: in the first one much is slower
+ROUNDS = 3  # of the timed training: the first is slower, and an evaluation follows the last
 FORWARD_SHARE = 1 / 3  # of a training step's work
 GB = 1e9
 
@@ -66,6 +67,19 @@ class Needs:
     largest: str  # the preset whose clients keep most
 
 
+class ProcessClock:
+    """A logger that notes the process's own seconds after each round."""
+
+    def __init__(self) -> None:
+        self.seconds = list[float]()
+
+    def on_round(self, seed: int, round: int, values: Mapping[str, float]) -> None:
+        self.seconds.append(time.process_time())
+
+    def on_experience(self, seed: int, experience: int, values: Mapping[str, float]) -> None:
+        """An evaluation is no step."""
+
+
 class SyntheticExperiment(Experiment):
     """An experiment on three batches of random images of the shape of its data set's."""
 
@@ -75,10 +89,22 @@ class SyntheticExperiment(Experiment):
         return synthetic_data(shape, classes, STEPS * self.setting.training.batch_size)
 
 
-def estimate_setting(name: str, profile: str = PAPER) -> Needs:
-    """The resources that a setting of a profile needs; they are also printed."""
+def chosen_runs(
+    name: str, params: Params, methods: Sequence[str] = (), seeds: str = ""
+) -> list[tuple[str, str]]:
+    """Methods and seeds: those that are named, otherwise the grid's of the setting."""
+    if methods:
+        return [(method, seeds or "0") for method in methods]
+    return [(method, seeds or own) for _, method, own in expand_grid(f"grid.{name}", params)]
+
+
+def estimate_setting(
+    name: str, profile: str = PAPER, methods: Sequence[str] = (), seeds: str = ""
+) -> Needs:
+    """The resources that a setting needs with methods of a profile; they are also printed."""
     params = read_profile(profile)
-    names = dict.fromkeys(method for _, method, _ in expand_grid(f"grid.{name}", params))
+    runs = chosen_runs(name, params, methods, seeds)
+    names = dict.fromkeys(method for method, _ in runs)
     experiments = [load_experiment(name, method, params) for method in names]
     device = resolve_device("auto")
     workers = resolve_workers(0, device)
@@ -93,10 +119,9 @@ def estimate_setting(name: str, profile: str = PAPER) -> Needs:
     print(f"on {where}: {needs.memory / GB:.1f} GB of memory, {needs.disk / GB:.1f} GB of disk")
     print(f"FedAvg takes {needs.steps:,} steps a seed, about {in_digits(needs.hours)} hours")
     print(format_methods(needs.methods))
-    runs = expand_grid(f"grid.{name}", params)
-    trained = [(needs.methods[method], len(parse_seeds(seeds))) for _, method, seeds in runs]
+    trained = [(needs.methods[method], len(parse_seeds(each))) for method, each in runs]
     print(format_hours("runs", trained))
-    if swept := list(swept_hours(name, params, needs.hours)):
+    if not methods and (swept := list(swept_hours(name, params, needs.hours))):
         print(format_hours("runs of sweeps", swept))
     return needs
 
@@ -195,12 +220,15 @@ def _train_briefly(fedavg: Experiment, dataset: ImageDataset, device: str, batch
     )
     experiment = SyntheticExperiment(short, fedavg.method, fedavg.kind, fedavg.params)
     plan = make_plan(short.split, experiment.dataset(), seed=0)
+    clock = ProcessClock()
     with redirect_stdout(StringIO()):  # its accuracies say nothing
-        record = train(experiment, {0: plan}, 1, device)[0]
-    last = record.history[-1]
+        record = train(experiment, {0: plan}, 1, device, loggers=[clock])[0]
+    _, timed, last = record.history
+    first, end, _ = clock.seconds
+    seconds = end - first if device == "cpu" else timed["seconds"]["clients"]
     memory = last["memory"]["gpu"] or last["memory"]["process"]
     parameters = sum(values.size for values in record.weights.values())
-    return StepCost(last["seconds"]["clients"] / last["sgd_steps"], memory, parameters)
+    return StepCost(seconds / timed["sgd_steps"], memory, parameters)
 
 
 def count_images(plan: Plan, dataset: ImageDataset) -> Numbers:
@@ -272,15 +300,16 @@ def main() -> int:
     """The exit status of the command line."""
     parser = argparse.ArgumentParser(description="Estimate what the settings of a profile take.")
     parser.add_argument("profile", choices=PROFILES)
-    parser.add_argument("settings", nargs="*", help="some of the profile's grid; default: all")
+    parser.add_argument("settings", nargs="*", help="default: all of the profile's grid")
+    parser.add_argument("--method", nargs="+", default=(), help="default: those of the grid")
+    parser.add_argument("--seeds", default="", help="as 0to2; default: those of the grid")
     arguments = parser.parse_args()
     elsewhere = os.environ.get("RAY") or os.environ.get("SLURM")
     try:
         params = read_profile(arguments.profile)
-        pages = [f"grid.{name}" for name in arguments.settings] or ["grid"]
-        runs = (run for page in pages for run in expand_grid(page, params))
-        for name in dict.fromkeys(setting for setting, _, _ in runs):
-            needs = estimate_setting(name, arguments.profile)
+        grid = (setting for setting, _, _ in expand_grid("grid", params))
+        for name in dict.fromkeys(arguments.settings or grid):
+            needs = estimate_setting(name, arguments.profile, arguments.method, arguments.seeds)
             if not elsewhere:
                 require_resources(needs, name)
     except (ParameterError, OSError, MemoryError) as error:
