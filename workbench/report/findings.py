@@ -21,7 +21,7 @@ from stamp_core.core.atomic import atomic_write
 from stamp_core.core.paths import ROOT
 from workbench.report import metrics, ranks
 from workbench.report.tables import page, printed
-from workbench.report.text import DASH
+from workbench.report.text import DASH, mean_std
 
 Verdict = Literal["above", "below", "equal", "open"]
 ENDPOINTS = ("accuracy", "average_incremental_accuracy")  # final, and the mean over stages
@@ -64,7 +64,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Rows:
-    """The table of README.md: settings, the paper's tables beside them, methods and their names."""
+    """The table of README.md: settings, the paper's table beside each or "", names of methods."""
 
     settings: Mapping[str, str]
     methods: Mapping[str, str]
@@ -192,20 +192,28 @@ class Book:
     def readme_table(self) -> str:
         """Both endpoints of every method, and what the paper prints."""
         heads = ["method"]
-        for setting in self.table.settings:
+        for setting, paper in self.table.settings.items():
             label = self.tables[setting].label
-            heads += [f"{label}: final", "mean over stages", "paper"]
+            heads += [f"{label}: final", "mean over stages", *(["paper"] if paper else [])]
         rows = [[name, *self._cells(method)] for method, name in self.table.methods.items()]
         return page.markdown(pd.DataFrame(rows, columns=pd.Index(heads)))
 
     def _cells(self, method: str) -> Iterator[str]:
+        known = {
+            s: {*self.tables[s].runs.loc[s].index.unique("method")} for s in self.table.settings
+        }
+        if not any(method in methods for methods in known.values()):
+            raise invalid("table.methods", method, f"a method of {' or '.join(known)}")
         for setting, paper in self.table.settings.items():
             for endpoint in ENDPOINTS:
+                if method not in known[setting]:
+                    yield DASH
+                    continue
                 found = self.scores(method, setting, endpoint, "table").values()
-                summary = metrics.summarise(found)
-                yield f"{summary['mean']:.1f} ± {summary['std']:.1f}"
-            accuracy = printed.rows(paper, "CIFAR-100").accuracy
-            yield f"{accuracy[method]}" if method in accuracy else DASH
+                yield mean_std(each / 100 for each in found)
+            if paper:
+                accuracy = printed.rows(paper, "CIFAR-100").accuracy
+                yield f"{accuracy[method]}" if method in accuracy else DASH
 
     def results(self) -> str:
         """The findings of docs/results.md, a section each."""
