@@ -80,6 +80,15 @@ def test_one_that_fails_is_named_and_alone_trained_again(jobs, here, tmp_path, w
     assert "1 experiments to train, 2 have current records" in capfd.readouterr().out
 
 
+def test_one_whose_code_changes_meanwhile_is_named(jobs, monkeypatch):
+    """Its new records are outdated: they show what the code was when it began."""
+    monkeypatch.setattr(Job, "records", lambda job: [1] if job is jobs[2] else [])
+    monkeypatch.setattr(training, "_accuracy", str)
+    found, failures = train_missing(jobs)
+    assert list(found) == [jobs[2].name]
+    assert {each.message for each in failures.values()} == {training.OUTDATED.message}
+
+
 def test_one_that_is_killed_leaves_the_others(jobs, here, tmp_path):
     (tmp_path / "killed").touch()
     found, failures = train_missing(jobs, workers=2)

@@ -66,6 +66,9 @@ class Failure(NamedTuple):
     trace: str = ""
 
 
+OUTDATED = Failure("Outdated", "its code or parameters changed while it trained; train it again")
+
+
 class TrainingError(RuntimeError):
     """Some experiments have failed; the records of the others are saved."""
 
@@ -120,6 +123,8 @@ def train_missing(
     with runner(len(missing), workers, device) as (run, count):
         for job, failure in _run_all(missing, run, count):
             records = [] if failure else job.records()
+            if not (records or failure):
+                failure = OUTDATED
             progress.ended(job, records, failure)
             if failure:
                 failures[job.name] = failure

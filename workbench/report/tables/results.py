@@ -218,13 +218,15 @@ def write_measured(records: Sequence[Record], folder: Path) -> Path:
 
 
 def _section(records: Sequence[Record]) -> list[str]:
-    rows, table = run_frame(records), _score_page(results_table(records))
+    data = records[0].about["setting"].get("data", {})  # not in records from elsewhere
+    paper = data.get("source") != "features"  # whose encoder has seen other images
+    rows, table = run_frame(records), _score_page(results_table(records), paper)
     costs = page.markdown(cost_table(records).drop(columns=["setting", "n"]))
     pairs = model_differences(rows, _BASES)
     sections = page.difference_sections(pairs, ["method", "model"], "{measure}")
     more = []
     if len(seeds := more_seeds_table(records)):
-        more = ["Methods with more seeds:", _score_page(seeds)]
+        more = ["Methods with more seeds:", _score_page(seeds, paper)]
     budgets = page.markdown(budget_table(run_frame(shared_seeds(records))))
     return [
         *(table, *more, *room_section(rows), "Beside FedAvg and replay:", findings(records)),
@@ -233,8 +235,9 @@ def _section(records: Sequence[Record]) -> list[str]:
     ]
 
 
-def _score_page(table: pd.DataFrame) -> str:
-    return page.markdown(results_text(table).drop(columns="setting"))
+def _score_page(table: pd.DataFrame, paper: bool) -> str:
+    text = results_text(table) if paper else page.score_text(table)
+    return page.markdown(text.drop(columns="setting"))
 
 
 # --- the order of methods beside the paper's
