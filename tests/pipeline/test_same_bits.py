@@ -20,8 +20,9 @@ def published(tmp_path, monkeypatch):
     return json.loads(same_bits.PUBLISHED.read_text())
 
 
-def test_the_first_number_that_differs_is_named(published, capsys):
+def test_the_first_number_that_differs_is_named(published, monkeypatch, capsys):
     assert same_bits.main() == 0 and "gives the published bits." in capsys.readouterr().out
+    monkeypatch.setattr(same_bits, "train_run", lambda *run: published["-".join(run)])  # once more
     changed = copy.deepcopy(published)
     losses = changed["digits_norm-replay"]["losses"]
     losses[2], losses[5] = losses[2] * (1 + 2**-50), 0.0
