@@ -24,7 +24,7 @@ from reference import reference_pages  # noqa: E402
 
 ROOT = DOCS.parent
 GENERATED = DOCS / "_generated"
-FOLDERS = ("drawn", "cifar100", "protocols", "privacy", "studies")  # of figures/
+FOLDERS = ("drawn", "cifar100", "pretrained", "protocols", "privacy", "studies")  # of figures/
 NBSP = "\N{NO-BREAK SPACE}"
 logger = getLogger(__name__)
 
