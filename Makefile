@@ -59,10 +59,11 @@ test-pretrained: $(READY) $(PRETRAINED)/.ready  ## the pre-trained encoder, with
 federation: $(FLOWER)/.ready  ## STAMP on three nodes with TLS, compared with the simulation
 	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(FLOWER)/bin/python -m workbench.federation.local
 
-CHOSEN = $(if $(METHOD),--method $(METHOD)) $(if $(SEEDS),--seeds $(SEEDS))
+RANGE  = $(if $(SEEDS),--seeds $(SEEDS))
+CHOSEN = $(if $(METHOD),--method $(METHOD)) $(RANGE)
 paper cifar100 protocols: $(READY) .dvc/config.local  ## a profile, or one SETTING of it (METHOD='a b' SEEDS=0to2); estimates first
 	python -m workbench.workflow.estimate $@ $(SETTING) $(CHOSEN)
-	$(if $(METHOD)$(SEEDS),stamp run $(SETTING) $(METHOD) --profile $@ --seeds $(or $(SEEDS),0) --workers 0,dvc repro pipelines/$@/dvc.yaml$(if $(SETTING),:compare@$(SETTING)))
+	$(if $(METHOD)$(SEEDS),stamp run $(SETTING) $(METHOD) --profile $@ $(RANGE) --workers 0,dvc repro pipelines/$@/dvc.yaml$(if $(SETTING),:compare@$(SETTING)))
 
 privacy: $(READY) $(PRIVACY)/.ready .dvc/config.local  ## what privacy costs and what uploads give away: an hour
 	PYTHONPATH=$(CURDIR)/$(PRIVACY) dvc repro pipelines/privacy/dvc.yaml

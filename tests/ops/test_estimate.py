@@ -17,6 +17,7 @@ from stamp_core.data.sources import digits
 from stamp_core.engine.experiment import load_experiment
 from stamp_core.models.networks import build_network
 from workbench.workflow import estimate, synthetic, training
+from workbench.workflow.command import SEEDS
 from workbench.workflow.estimate import Needs, StepCost
 from workbench.workflow.profiles import DEFAULT, OWN, PAPER, QUICK, expand_grid, read_profile
 
@@ -139,6 +140,16 @@ def test_a_setting_is_estimated_without_its_data(monkeypatch, capsys):
     few = estimate.in_digits
     assert f"\n20 runs: about {few(5 * 6 * needs.hours)} hours\n" in text
     assert f"\n6 runs of sweeps: about {few(6 * 2.5 * needs.hours)} hours\n" in text
+
+
+def test_named_methods_are_estimated_in_any_setting():
+    """With their seeds, or those of `stamp run`; without names those of the grid."""
+    params = read_profile(PAPER)
+    chosen = estimate.chosen_runs("digits", params, ["fedavg", "stamp"], "0to2")
+    assert chosen == [("fedavg", "0to2"), ("stamp", "0to2")]
+    assert estimate.chosen_runs("digits", params, ["fedavg"]) == [("fedavg", SEEDS)]
+    grid = [(method, seeds) for _, method, seeds in expand_grid("grid.cifar100_c2", params)]
+    assert estimate.chosen_runs("cifar100_c2", params) == grid
 
 
 def test_a_client_keeps_no_more_exemplars_than_it_has_images():

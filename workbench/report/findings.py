@@ -199,18 +199,15 @@ class Book:
         return page.markdown(pd.DataFrame(rows, columns=pd.Index(heads)))
 
     def _cells(self, method: str) -> Iterator[str]:
-        known = {
-            s: {*self.tables[s].runs.loc[s].index.unique("method")} for s in self.table.settings
-        }
-        if not any(method in methods for methods in known.values()):
-            raise invalid("table.methods", method, f"a method of {' or '.join(known)}")
-        for setting, paper in self.table.settings.items():
+        settings = self.table.settings
+        shown = [s for s in settings if (s, method) in self.tables[s].runs.index.droplevel("seed")]
+        if not shown:
+            raise invalid("table.methods", method, f"a method of {' or '.join(settings)}")
+        for setting, paper in settings.items():
             for endpoint in ENDPOINTS:
-                if method not in known[setting]:
-                    yield DASH
-                    continue
-                found = self.scores(method, setting, endpoint, "table").values()
-                yield mean_std(each / 100 for each in found)
+                known = setting in shown
+                found = self.scores(method, setting, endpoint, "table") if known else {}
+                yield mean_std(each / 100 for each in found.values())
             if paper:
                 accuracy = printed.rows(paper, "CIFAR-100").accuracy
                 yield f"{accuracy[method]}" if method in accuracy else DASH

@@ -10,6 +10,8 @@ from stamp_core.core.paths import DATA
 from stamp_core.core.processes import without_garbage_collection
 from workbench.workflow.profiles import DEFAULT
 
+SEEDS = "0to1"  # of a run, where none are named
+
 ERRORS = (OSError, ValueError, ArithmeticError, MemoryError)
 
 
@@ -87,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("method", nargs="+", help="the first is compared with each of the others")
     pairs = one.add_argument("--set", action="extend", nargs="+", metavar="KEY=VALUE")
     pairs.help, pairs.default = "other values, of the setting and of the first method", []
-    one.add_argument("--seeds", default="0to1", help="a range such as 0to5 (default: 0to1)")
+    one.add_argument("--seeds", default=SEEDS, help=f"a range such as 0to5 (default: {SEEDS})")
     one.add_argument("--plan", metavar="FILE", help="who learns what when: a .json or .csv file")
     one.add_argument("--workers", type=int, default=1, help="processes; 0: one per core")
     one.add_argument("--device", default="auto", help="cpu, cuda or auto, a GPU where there is one")

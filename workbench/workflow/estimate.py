@@ -33,6 +33,7 @@ from stamp_core.data.split import make_plan
 from stamp_core.engine.executor import resolve_workers
 from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.engine.train import train
+from workbench.workflow.command import SEEDS
 from workbench.workflow.profiles import PAPER, PROFILES, expand_grid, read_profile
 from workbench.workflow.sweeps import read_sweep, sweep_experiments
 from workbench.workflow.synthetic import published_dataset, synthetic_data
@@ -94,7 +95,7 @@ def chosen_runs(
 ) -> list[tuple[str, str]]:
     """Methods and seeds: those that are named, otherwise the grid's of the setting."""
     if methods:
-        return [(method, seeds or "0") for method in methods]
+        return [(method, seeds or SEEDS) for method in methods]
     return [(method, seeds or own) for _, method, own in expand_grid(f"grid.{name}", params)]
 
 
