@@ -25,7 +25,7 @@ RENAMED = {  # keys, values and presets of earlier versions that exist no longer
 }
 
 
-LISTED = 40  # known names that an error lists; of more it says how many there are
+LISTED = 40  # known names that an error lists; of more it lists three
 
 
 class ParameterError(ValueError):
@@ -52,8 +52,9 @@ def unknown_name(key: str, name: object, known: Iterable[str], more: str = "") -
     hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
     if RENAMED.get(str(name)) in names:
         hint = f"it is now {RENAMED[str(name)]!r}; "
-    listed = f"known: {', '.join(names)}" if few else f"there are {len(names)}"
-    return ParameterError(f"{key} {name!r} is unknown; {hint}{listed}{more}")
+    shown = names if few else names[:3]
+    rest = "" if few else f" and {len(names) - len(shown)} more"
+    return ParameterError(f"{key} {name!r} is unknown; {hint}known: {', '.join(shown)}{rest}{more}")
 
 
 def build(cls: type[_T], values: object, where: str) -> _T:

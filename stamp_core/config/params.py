@@ -30,7 +30,7 @@ def read_params(root: Path = PARAMS.parent) -> dict[str, Any]:
 
 
 def parameter_file(root: Path, name: str) -> Path:
-    """A parameter file of a project; where it has none, that of the installed package if any."""
+    """A parameter file of a project; where it has none, that of the package."""
     own, packaged = root / name, PACKAGED / name
     return packaged if packaged.exists() and not own.exists() else own
 

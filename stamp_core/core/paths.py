@@ -19,7 +19,8 @@ def find_root() -> Path:
 PACKAGE = Path(__file__).resolve().parents[1]
 OWN = ("params/settings.yaml", "params/methods.yaml")  # which a folder of one's own may have
 ROOT = find_root()
-PACKAGED = PACKAGE / "defaults"  # parameter files in an installed package: setup.py
+# parameter files where a folder has none: in an installed package (setup.py), or in its checkout
+PACKAGED = PACKAGE / "defaults" if (PACKAGE / "defaults").exists() else PACKAGE.parent
 PARAMS = ROOT / "params.yaml"
 NOTEBOOKS = ROOT / "notebooks"
 DATA = ROOT / "data"

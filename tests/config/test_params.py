@@ -52,6 +52,14 @@ def test_every_profile_is_read_alike_by_all_yaml_parsers():
     assert repr(yaml.safe_load("[1e-3, yes]")) != repr([1e-3, "yes"])  # it can fail
 
 
+def test_a_file_that_a_folder_lacks_is_the_packaged_one(root):
+    (root / "params.yaml").unlink()
+    (root / "params/methods.yaml").write_text(yaml.safe_dump({"mine": {"kind": "fedavg"}}))
+    packaged, own = read_profile(), read_profile(root=root)
+    assert own["grid"] == packaged["grid"] and own["settings"] == packaged["settings"]
+    assert own["methods"] == {"mine": {"kind": "fedavg"}}
+
+
 def test_the_file_is_read_as_it_is_now(root):
     first = read_profile(root=root)
     first["methods"]["fedavg"]["server_lr"] = 2.0  # a caller's own copy
@@ -64,7 +72,6 @@ def test_the_file_is_read_as_it_is_now(root):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "{path} is no file or does not exist; every parameter file is needed"),
         (b"", "{path} must hold a block of keys, not None"),
         (b"grid:\n  - a\n b: 1", "{path} must be YAML: "),
         (b"rate: \xff", "{path} must be YAML: "),
@@ -75,7 +82,7 @@ def test_the_file_is_read_as_it_is_now(root):
 )
 def test_a_file_that_is_no_profile_is_refused(root, text, message):
     path = root / "params.yaml"
-    path.unlink() if text is None else path.write_bytes(text)
+    path.write_bytes(text)
     with pytest.raises(ParameterError) as error:
         read_profile(root=root)
     assert str(error.value).startswith(message.format(path=path)) and "\n" not in str(error.value)
