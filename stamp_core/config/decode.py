@@ -25,7 +25,7 @@ RENAMED = {  # keys, values and presets of earlier versions that exist no longer
 }
 
 
-LISTED = 40  # known names that an error lists; of more it lists three
+LISTED = 40  # known names that an error lists; of more the nearest, or three
 
 
 class ParameterError(ValueError):
@@ -54,7 +54,8 @@ def unknown_name(key: str, name: object, known: Iterable[str], more: str = "") -
         hint = f"it is now {RENAMED[str(name)]!r}; "
     shown = names if few else names[:3]
     rest = "" if few else f" and {len(names) - len(shown)} more"
-    return ParameterError(f"{key} {name!r} is unknown; {hint}known: {', '.join(shown)}{rest}{more}")
+    listed = "" if hint and not few else f"known: {', '.join(shown) or 'none'}{rest}"
+    return ParameterError(f"{key} {name!r} is unknown; {hint}{listed}".rstrip("; ") + more)
 
 
 def build(cls: type[_T], values: object, where: str) -> _T:

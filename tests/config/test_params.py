@@ -16,7 +16,7 @@ from stamp_core.config.params import merge_blocks, parse_seeds, read_params, rea
 from stamp_core.config.schema import Diagnostics
 from stamp_core.core.paths import ROOT
 from stamp_core.engine.experiment import load_experiment
-from stamp_core.methods.base.registry import get_method, read_preset, resolve_preset
+from stamp_core.methods.base.registry import get_method, method_names, read_preset, resolve_preset
 from workbench.workflow.checks import check_params
 from workbench.workflow.profiles import (
     PAGES,
@@ -86,6 +86,18 @@ def test_a_file_that_is_no_profile_is_refused(root, text, message):
     with pytest.raises(ParameterError) as error:
         read_profile(root=root)
     assert str(error.value).startswith(message.format(path=path)) and "\n" not in str(error.value)
+
+
+def test_of_many_names_an_error_lists_the_nearest_or_three():
+    def refused(name: str) -> str:
+        with pytest.raises(ParameterError) as error:
+            read_preset(name, read_params())
+        return str(error.value)
+
+    names = sorted({*read_params()["methods"], *method_names()})
+    assert refused("stmp").endswith("'stmp' is unknown; did you mean 'stamp'?")
+    listed = f"known: {names[0]}, {names[1]}, {names[2]} and {len(names) - 3} more"
+    assert refused("#" * 9).endswith(f"'{'#' * 9}' is unknown; {listed}")
 
 
 @pytest.mark.parametrize("name", ["a; touch x #", "ä", "", "../a", "a-b"])

@@ -40,6 +40,7 @@ def test_a_method_without_a_preset_takes_overrides():
         ({"spatial.kapa": 0.9}, "spatial.*kapa.*kappa"),
         ({"setting.training.learning": 1}, "tiny.training.*learning"),
         ({"spatial": 3}, "spatial"),
+        ({"splt.alpha": 0.3}, "stamp: 'splt' is unknown; did you mean 'split'"),
     ],
 )
 def test_overrides_of_nothing_are_refused_by_name(values, message):

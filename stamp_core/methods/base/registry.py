@@ -1,6 +1,6 @@
 """Methods, found by their file names, and the presets of their parameters."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -46,11 +46,23 @@ def override(
     """A copy of `params` with other values of a preset, and of the setting: `is_of_setting`."""
     of_setting = {key: value for key, value in values.items() if is_of_setting(key)}
     of_preset = {key: value for key, value in values.items() if key not in of_setting}
+    _check_keys(params, method, of_preset)
     changed = with_values(with_all_methods(params), "methods", method, of_preset)
     if not setting:
         return changed
     short = {key.removeprefix("setting."): value for key, value in of_setting.items()}
     return with_values(changed, "settings", setting, short)
+
+
+def _check_keys(params: Params, method: str, keys: Iterable[str]) -> None:
+    """Validate that keys begin with a parameter of the method; where not, settings' count too."""
+    own = {
+        each.name for each in fields(get_method(str(read_preset(method, params)["kind"])).Params)
+    }
+    for first in (key.partition(".")[0] for key in keys):
+        if first not in {"kind", *own}:
+            known = {*own, *(each.name for each in fields(Setting))} - {"name"}
+            raise unknown_name(f"{FILES['methods']}: {method}:", first, known)
 
 
 def is_of_setting(key: str) -> bool:
