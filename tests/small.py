@@ -64,6 +64,7 @@ SYNTHESIS: Some = MappingProxyType(
 )
 
 PARTS: dict[str, Some] = {
+    "affcl": {"flow_hidden": 8},
     "class_gaussians": {"samples": 20, "epochs": 1},
     "fbl": {"memory": {"exemplars_per_class": 3}},
     "fedcil": {"width": 8, "noise": 4, "consolidation": 2, "every": 2},
