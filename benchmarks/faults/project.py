@@ -49,11 +49,13 @@ QUIET = 300  # seconds without a line of output until a pipeline counts as hangi
 HANGING = -1000  # status of a call that was killed as it printed nothing
 KEPT = ("data/splits", "data/metrics", "figures")  # folders of results beside records
 REPRO = ("dvc", "repro")  # what `make repro` runs
+IN_CACHE = r"'(\S+/\.dvc/cache/\S+)'"  # a path that DVC names
 OF_DVC = {  # refusals of DVC itself, whose cures docs/pipeline.md tells; what has to be deleted
     "is busy, it is being blocked by": "",  # wait
     "Unable to acquire lock": "",
     "RWLock-file": ".dvc/tmp/rwlock",
     "dvc.lock": "dvc.lock",
+    "Is a directory: ": IN_CACHE,
 }
 
 
@@ -265,8 +267,12 @@ class Pipeline:
 
     def cure(self, output: str) -> bool:
         """Whether DVC itself has refused; the file that it refuses is deleted."""
-        if said := refusal_of_dvc(output):
-            delete(self.root / (OF_DVC[said] or "nothing"))
+        said = refusal_of_dvc(output)
+        wrong = OF_DVC.get(said, "")
+        if wrong == IN_CACHE:
+            delete(Path(re.findall(IN_CACHE, output)[0]))
+        elif wrong:
+            delete(self.root / wrong)
         return bool(said)
 
     def digests(self, agent: Agent) -> dict[str, str]:
@@ -306,13 +312,14 @@ class Pipeline:
 
 def errors_of_dvc(output: str) -> list[str]:
     """The lines that DVC has printed as errors."""
-    return re.findall(r"^ERROR: .+$", output, re.M)
+    return re.findall(r"^ERROR: .+$|^'\S*dvc\.lock' validation failed\.$", output, re.M)
 
 
 def refusal_of_dvc(output: str) -> str:
     """The refusal of DVC itself in an output, a key of OF_DVC; or ""."""
     lines = errors_of_dvc(output)
-    return next((words for words in OF_DVC for line in lines if words in line), "")
+    said = [words for words in OF_DVC for line in lines if words in line]
+    return next((w for w in said if OF_DVC[w] != IN_CACHE or re.search(IN_CACHE, output)), "")
 
 
 def judge_output(what: str, status: int, output: str, *names: str) -> Outcome:
