@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.faults import FAILURES, Kind, Outcome, judge_error, refusal, run_case
 from benchmarks.faults.campaign import KINDS
-from benchmarks.faults.project import Answer, Place
+from benchmarks.faults.project import Answer, Place, judge_output
 
 SAMPLE = {  # numbers of cases
     "kill a training": (5,),
@@ -71,6 +71,19 @@ def test_the_next_call_is_judged_by_error_status_and_bytes():
         (Answer(1, None, ("ValueError", "f is cut; delete it"), "", 0, 0), "refused"),
     ):
         assert answer.judged("a fault", {"record": "x"}, "f").verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("output", "verdict"),
+    [
+        ("'./dvc.lock' validation failed.\n\nrequired key not provided", "refused"),
+        ("ERROR: [Errno 21] Is a directory: '/a/.dvc/cache/files/md5/20/d3'", "refused"),
+        ("ERROR: [Errno 21] Is a directory: '/a/params.yaml'", "lost"),
+        ("ERROR: unexpected error", "lost"),
+    ],
+)
+def test_what_dvc_refuses_counts_where_the_pages_tell_its_cure(output, verdict):
+    assert judge_output("a fault", 255, output).verdict == verdict
 
 
 def test_a_case_depends_on_seed_kind_and_number_alone():
