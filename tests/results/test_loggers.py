@@ -11,6 +11,7 @@ import pytest
 import small
 from small import ROUNDS, plans, run, tiny
 
+from stamp_core.config.decode import ParameterError
 from stamp_core.engine import train as engine
 from workbench.workflow.loggers import CsvLogger, DvcliveLogger, TensorBoardLogger, WandbLogger
 
@@ -83,7 +84,7 @@ def test_a_missing_library_is_named_with_its_extra(logger, package, tmp_path, mo
     if find_spec(package):
         for name in [package, *(n for n in sys.modules if n.startswith("torch.utils.tensorboard"))]:
             monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=rf"{package} is missing; the extra `live` has it"):
+    with pytest.raises(ParameterError, match=rf"{package} is missing; the extra `live` has it"):
         logger(tmp_path)
 
 

@@ -7,6 +7,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from stamp_core.config.decode import ParameterError
+
 Values = Mapping[str, float]
 
 
@@ -129,4 +131,4 @@ def _load(module: str, package: str) -> Any:
         return import_module(module)
     except ImportError as error:
         extra = "pip install --editable 'workbench[live]'"
-        raise ImportError(f"{package} is missing; the extra `live` has it: {extra}") from error
+        raise ParameterError(f"{package} is missing; the extra `live` has it: {extra}") from error
