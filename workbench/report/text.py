@@ -13,7 +13,7 @@ MARK = "\N{DAGGER}"  # of reconstructions
 # How the methods were verified, by their files: the table of docs/deviations.md gives the rest.
 _EXECUTED = (
     *("gradma", "fedssi", "gem", "agem", "gpm", "fsdgpm", "vrmcl", "affcl", "fedweit", "target"),
-    *("lander", "glfc", "fedcil", "stamp", "stsa"),
+    *("lander", "glfc", "fedcil", "stamp", "stsa", "fedl2p", "fedas", "feddbe"),
 )
 RECONSTRUCTED = ("refed", "pfeddil", "srfdil")
 SCENES = "_scenes"  # ends the names of presets for scenes, on pages that show nothing else
