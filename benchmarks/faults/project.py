@@ -49,7 +49,7 @@ QUIET = 300  # seconds without a line of output until a pipeline counts as hangi
 HANGING = -1000  # status of a call that was killed as it printed nothing
 KEPT = ("data/splits", "data/metrics", "figures")  # folders of results beside records
 REPRO = ("dvc", "repro")  # what `make repro` runs
-IN_CACHE = r"'(\S+/\.dvc/cache/\S+)'"  # a path that DVC names
+IN_CACHE = r"'\S+/(\.dvc/cache/\S+)'"  # a path that DVC names
 OF_DVC = {  # refusals of DVC itself, whose cures docs/pipeline.md tells; what has to be deleted
     "is busy, it is being blocked by": "",  # wait
     "Unable to acquire lock": "",
@@ -270,8 +270,8 @@ class Pipeline:
         said = refusal_of_dvc(output)
         wrong = OF_DVC.get(said, "")
         if wrong == IN_CACHE:
-            delete(Path(re.findall(IN_CACHE, output)[0]))
-        elif wrong:
+            wrong = re.findall(IN_CACHE, output)[0]
+        if wrong:
             delete(self.root / wrong)
         return bool(said)
 
