@@ -49,13 +49,12 @@ QUIET = 300  # seconds without a line of output until a pipeline counts as hangi
 HANGING = -1000  # status of a call that was killed as it printed nothing
 KEPT = ("data/splits", "data/metrics", "figures")  # folders of results beside records
 REPRO = ("dvc", "repro")  # what `make repro` runs
-IN_CACHE = r"'\S+/(\.dvc/cache/\S+)'"  # a path that DVC names
 OF_DVC = {  # refusals of DVC itself, whose cures docs/pipeline.md tells; what has to be deleted
     "is busy, it is being blocked by": "",  # wait
     "Unable to acquire lock": "",
     "RWLock-file": ".dvc/tmp/rwlock",
-    "dvc.lock": "dvc.lock",
-    "Is a directory: ": IN_CACHE,
+    r"dvc\.lock": "dvc.lock",
+    r"Is a directory: '\S+/(\.dvc/cache/\S+)'": r"\1",
 }
 
 
@@ -268,12 +267,9 @@ class Pipeline:
     def cure(self, output: str) -> bool:
         """Whether DVC itself has refused; the file that it refuses is deleted."""
         said = refusal_of_dvc(output)
-        wrong = OF_DVC.get(said, "")
-        if wrong == IN_CACHE:
-            wrong = re.findall(IN_CACHE, output)[0]
-        if wrong:
+        if said and (wrong := said.expand(OF_DVC[said.re.pattern])):
             delete(self.root / wrong)
-        return bool(said)
+        return said is not None
 
     def digests(self, agent: Agent) -> dict[str, str]:
         """All results but what is measured: plans, records, tables and figures."""
@@ -315,11 +311,10 @@ def errors_of_dvc(output: str) -> list[str]:
     return re.findall(r"^ERROR: .+$|^'\S*dvc\.lock' validation failed\.$", output, re.M)
 
 
-def refusal_of_dvc(output: str) -> str:
-    """The refusal of DVC itself in an output, a key of OF_DVC; or ""."""
-    lines = errors_of_dvc(output)
-    said = [words for words in OF_DVC for line in lines if words in line]
-    return next((w for w in said if OF_DVC[w] != IN_CACHE or re.search(IN_CACHE, output)), "")
+def refusal_of_dvc(output: str) -> "re.Match[str] | None":
+    """The refusal of DVC itself in an output, by a pattern of OF_DVC."""
+    text = "\n".join(errors_of_dvc(output))
+    return next((said for words in OF_DVC if (said := re.search(words, text))), None)
 
 
 def judge_output(what: str, status: int, output: str, *names: str) -> Outcome:
@@ -327,7 +322,7 @@ def judge_output(what: str, status: int, output: str, *names: str) -> Outcome:
     if status == HANGING:
         return Outcome(what, "lost", "the call hangs")
     if said := refusal_of_dvc(output):
-        return Outcome(what, "refused", f"by DVC: {said}")
+        return Outcome(what, "refused", f"by DVC: {said[0]}")
     found = re.findall(r"^(?:[\w.]+\.)?([A-Z]\w*(?:Error|Exception)): (.+)$", output, re.M)
     found = [each for each in found if each[0] != "PapermillExecutionError"]
     lines = errors_of_dvc(output) or output.split("\n")

@@ -52,6 +52,14 @@ def test_every_profile_is_read_alike_by_all_yaml_parsers():
     assert repr(yaml.safe_load("[1e-3, yes]")) != repr([1e-3, "yes"])  # it can fail
 
 
+def test_a_file_that_is_nowhere_is_refused(tmp_path):
+    path = tmp_path / "params.yaml"
+    right = "is no file or does not exist; every parameter file is needed"
+    with pytest.raises(ParameterError) as error:
+        read_yaml(path)
+    assert str(error.value) == f"{path} {right}"
+
+
 def test_a_file_that_a_folder_lacks_is_the_packaged_one(root):
     (root / "params.yaml").unlink()
     (root / "params/methods.yaml").write_text(yaml.safe_dump({"mine": {"kind": "fedavg"}}))
