@@ -43,6 +43,7 @@ EXECUTED = {
     "11_inversion": ("privacy-attack-0",),
     "12_privacy": ("privacy",),
     "13_normalisation": ("cifar100-normalisation",),
+    "14_rounds": ("cifar100-rounds",),
 }
 
 

@@ -18,7 +18,10 @@ PAPER: dict[str, Any] = {
     "sweeps": {},
 }
 # Of pipelines of their own:
-OTHERS = ("normalisation", "overlap", "protection", "returning", "masks", "noise", "projection")
+OTHERS = (
+    *("normalisation", "rounds", "overlap", "protection", "returning", "masks"),
+    *("noise", "projection"),
+)
 NEEDED = {".dvc", ".dvcignore", ".gitignore"}  # of the names that begin with a point
 
 

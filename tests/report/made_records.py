@@ -33,6 +33,7 @@ def fake_record(
     rounds: Sequence[dict[str, Any]] = ({}, {}),
     params: dict[str, Any] | None = None,
     split: dict[str, Any] | None = None,
+    training: dict[str, Any] | None = None,
     classes: int = 10,
     **about: Any,
 ) -> Record:
@@ -53,6 +54,7 @@ def fake_record(
             "name": setting,
             "data": {"classes": classes},
             "split": {"cycles": cycles, **(split or {})},
+            "training": training or {},
         },
         "method": {"name": method, "kind": method, **(params or {})},
         **{"seed": seed, "group": "federated"},
@@ -252,6 +254,22 @@ def heterogeneous() -> list[Record]:
     records += swept("a", 1.0, "replay", (0.0, 0.1), **other)
     records += swept("a", 1.0, "stamp", (0.1, 0.1), **other)
     return records + swept("a", 1.0, "local", (0.1, 0.1), personal_only=True, **other)
+
+
+def longer() -> list[Record]:
+    """Three methods with ten rounds and with two: only STAMP gains by them beside replay."""
+    means = {
+        ("replay", 10): (0.6, 0.7, 0.8),
+        ("replay", 2): (0.4, 0.5, 0.6),
+        ("stamp", 10): (0.63, 0.73, 0.83),
+        ("stamp", 2): (0.4, 0.5, 0.6),
+        ("joint", 10): (0.9, 0.9, 0.9),
+        ("joint", 2): (0.41, 0.51, 0.61),
+    }
+    records = []
+    for (method, rounds), each in means.items():
+        records += swept("rounds", rounds, method, each, training={"rounds": rounds})
+    return records
 
 
 def normalised() -> list[Record]:

@@ -128,6 +128,16 @@ def test_a_row_is_the_difference_of_the_tables_and_far_ones_are_numbers():
     assert names[:2] == ["methods", "fedala (personal)"]
 
 
+def test_gains_over_replay_are_of_methods_near_it_and_paired_by_seed():
+    accuracy, forgetting, gain = figures.rounds(made_records.longer()).axes
+    drawn = {line.get_label(): line.get_xydata() for line in accuracy.lines}
+    assert drawn["joint"] == pytest.approx(np.array([[2, 51], [10, 90]]))
+    assert len(drawn) == len(forgetting.lines) == 3
+    (near,) = [line for line in gain.lines if not line.get_label().startswith("_")]
+    assert near.get_label() == "stamp"
+    assert near.get_xydata() == pytest.approx(np.array([[2, 0], [10, 3]]))
+
+
 @pytest.mark.parametrize(
     ("methods", "base"), [("fedavg replay joint", "replay"), ("a fedavg", "fedavg")]
 )

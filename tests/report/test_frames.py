@@ -191,20 +191,18 @@ def test_differences_use_common_seeds_and_the_main_model():
 
 
 @pytest.mark.parametrize(
-    ("gains", "outcome", "cell"),
+    ("gains", "cell"),
     [
-        ([0.10, 0.12, 0.11], "above: stamp (by 8.5 to 13.5)", "**+11.0 (+8.5 to +13.5)**"),
-        ([-0.10, -0.12, -0.11], "below: stamp (by 8.5 to 13.5)", "**-11.0 (-13.5 to -8.5)**"),
-        ([0.05, -0.05], "open: stamp", "+0.0 (-63.5 to +63.5)"),
-        ([0.0, 0.0], "equal within ±0.5 points: stamp", "+0.0 (+0.0 to +0.0)"),
-        ([0.10], "no interval (fewer than two common seeds): stamp", "+10.0"),
+        ([0.10, 0.12, 0.11], "**+11.0 (+8.5 to +13.5)**"),
+        ([-0.10, -0.12, -0.11], "**-11.0 (-13.5 to -8.5)**"),
+        ([0.05, -0.05], "+0.0 (-63.5 to +63.5)"),
+        ([0.0, 0.0], "+0.0 (+0.0 to +0.0) ≈"),
+        ([0.10], "+10.0"),
     ],
 )
-def test_sentences_and_cells_say_where_the_interval_lies(gains, outcome, cell):
+def test_a_cell_says_where_the_interval_lies(gains, cell):
     finals = [(0.5 + gain, 0.5 + gain) for gain in gains]
     records = three_seeds("stamp", finals) + three_seeds("fedavg", [(0.5, 0.5)] * len(gains))
-    expected = f"- toy, final accuracy compared with fedavg (n = {len(gains)}): {outcome}."
-    assert tables.findings(records).splitlines()[0] == expected
     table = page.difference_table(tables.differences(records), ["method"], "{measure}")
     assert table["final accuracy"].tolist() == [cell]
 

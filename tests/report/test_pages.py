@@ -29,6 +29,7 @@ def write_pages(folder: Path) -> None:
         tables.write_coresets(made_records.selections(), folder)
         tables.HETEROGENEITY.write(made_records.heterogeneous(), folder)
         tables.NORMALISATION.write(made_records.normalised(), folder)
+        tables.ROUNDS.write(made_records.longer(), folder)
         tables.write_overlap(made_records.overlapping(), folder)
         tables.write_related(made_records.related(), folder)
         tables.write_paper(made_records.printed_runs(), folder)
@@ -69,7 +70,10 @@ def test_every_definition_stands_on_a_page_and_no_number_is_undefined(written):
         ("coresets.md", "OCS | 5 | 0.005 | odd (9)"),
         ("measured.md", f"toy | stamp |  | 3 | 1.5 | {DASH} | {DASH} | {DASH} | 20 | 0.000007"),
         ("normalisation.md", "replay | 3 | **+20.0 (+20.0 to +20.0)** ‡"),
-        ("overlap.md", "stamp | 3 | **+5.0 (+5.0 to +5.0)** ‡ | +0.0 (+0.0 to +0.0)"),
+        ("rounds.md", "stamp | global | 3 | 50.0 ± 10.0 | 73.0 ± 10.0"),
+        ("rounds.md", "stamp | 3 | +0.0 (+0.0 to +0.0) ≈ | **+3.0 (+3.0 to +3.0)** ‡"),  # replay
+        ("rounds.md", "stamp | 3 | **+23.0 (+23.0 to +23.0)** ‡"),  # from two rounds
+        ("overlap.md", "stamp | 3 | **+5.0 (+5.0 to +5.0)** ‡ | +0.0 (+0.0 to +0.0) ≈"),
         (
             "related.md",
             "toy | projection | update | 2 | 0.0 (n = 1) | 55.0 ± 7.1 | 67.5 ± 3.5 | 30.0 ± 0.0",

@@ -237,6 +237,17 @@ def limited_memory(rows: pd.DataFrame) -> pd.DataFrame:
 # --- overlap of classes
 
 
+def alpha_frame(records: Sequence[Record]) -> pd.DataFrame:
+    """The rows of `run_frame` by α."""
+    return run_frame(records).sort_values("alpha", kind="stable")
+
+
+def rounds_frame(records: Sequence[Record]) -> pd.DataFrame:
+    """The rows of `run_frame` by the rounds of a task."""
+    rounds = [record.about["setting"]["training"]["rounds"] for record in records]
+    return run_frame(records).assign(rounds=rounds).sort_values("rounds", kind="stable")
+
+
 def overlap_frame(records: Sequence[Record]) -> pd.DataFrame:
     """`run_frame` on reporting seeds with chosen values; `overlap` in % of classes, task `size`."""
     rows = run_frame(records)

@@ -24,6 +24,7 @@ SweptFigure = Literal[
     "coresets",
     "heterogeneity",
     "normalisation",
+    "rounds",
     "overlap",
     "protection",
     "returning",

@@ -26,4 +26,4 @@ with without_garbage_collection():
         training,
     )
     from .style import save
-    from .sweeps import coresets, heterogeneity, overlap, protection, returning, sensitivity
+    from .sweeps import coresets, heterogeneity, overlap, protection, returning, rounds, sensitivity

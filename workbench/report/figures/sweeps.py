@@ -21,6 +21,13 @@ _MEASURES = {  # column -> label, colour and marker
     "accuracy": ("accuracy, %", style.COLOURS[0], "o"),
     "forgetting": ("forgetting, points", style.COLOURS[1], "s"),
 }
+_FAR = 5  # points
+_ROUNDS = {
+    "accuracy": "accuracy, %",
+    "forgetting": "forgetting, points",
+    "gain": "accuracy from replay, points",
+}
+_NEAR = f"right: methods within {_FAR} points of replay, differences on the same seed"
 _SWEPT = ("accuracy", "forgetting")  # the measures of `sensitivity`
 _TITLE = 26  # characters in a line of its titles
 _SENSITIVITY = """\
@@ -74,7 +81,7 @@ def heterogeneity(records: Sequence[Record]) -> Figure:
     xlabel = "α (small: different clients, large: similar)"
     figure, panels = style.setting_panels(rows, 3.4, xlabel=xlabel)
     for axis, _, part in panels:
-        _draw_by_number(axis, part, "alpha")
+        style.add_labels(axis, _draw_by_number(axis, part, "alpha", "accuracy"))
     caption = f"{style.seed_caption(rows, 'alpha')}; {style.POINTS}"
     style.add_caption(figure, "Accuracy by data heterogeneity", caption)
     return figure
@@ -87,7 +94,7 @@ def overlap(records: Sequence[Record]) -> Figure:
     figure, axes = style.panels(len(sizes), height=3.4)
     axes[0].set_ylabel("accuracy, %")
     for axis, (size, part) in zip(axes, sizes, strict=False):
-        _draw_by_number(axis, part, "overlap")
+        style.add_labels(axis, _draw_by_number(axis, part, "overlap", "accuracy"))
         axis.set_title(f"{size} classes per task")
         axis.set_xlabel("classes in common, %")
     caption = f"{style.seed_caption(rows)}; {style.POINTS}; each method at its own step"
@@ -101,13 +108,41 @@ def _percent(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(**{name: 100 * rows[column] for name, column in columns.items()})
 
 
-def _draw_by_number(axis: Axes, rows: pd.DataFrame, x: str) -> None:
-    labels = style.draw_lines(axis, rows, x, "accuracy")
+def rounds(records: Sequence[Record]) -> Figure:
+    """Accuracy, forgetting and the difference from replay by rounds a task: a row per setting."""
+    rows = _percent(frames.rounds_frame(records))
+    settings = list(rows.groupby("setting", sort=False))
+    figure, axes = style.panels(3 * len(settings), 3, 3.0, 1.0)
+    for place, (setting, part) in enumerate(settings):
+        panels = axes[3 * place : 3 * place + 3]
+        for axis, (measure, label) in zip(panels, _ROUNDS.items(), strict=True):
+            _draw_by_number(axis, _near(part) if measure == "gain" else part, "rounds", measure)
+            axis.set_ylabel(label)
+            axis.set_xlabel("rounds a task")
+        panels[-1].axhline(0, color="0.6", linewidth=0.8)
+        panels[0].set_title(setting)
+    caption = f"{style.seed_caption(rows, 'rounds')}; {style.POINTS}\n{_NEAR}"
+    style.add_caption(figure, "Longer training of each task", caption, legend=True)
+    return figure
+
+
+def _near(rows: pd.DataFrame) -> pd.DataFrame:
+    """The methods whose accuracy is near replay's, with their `gain` over it on the same seed."""
+    keys = ["rounds", "seed"]
+    replay = rows[rows.method == "replay"].set_index(keys).accuracy
+    gains = rows.assign(gain=rows.accuracy - rows.set_index(keys).index.map(replay))
+    means = gains.groupby(["method", "rounds"]).gain.mean().abs().groupby("method").max()
+    near = means.index[means < _FAR].difference(["replay"])
+    return gains[gains.method.isin(near)]
+
+
+def _draw_by_number(axis: Axes, rows: pd.DataFrame, x: str, y: str) -> list[style.Label]:
+    labels = style.draw_lines(axis, rows, x, y)
     numbers = sorted(rows[x].unique())
     axis.set_xscale("log")
     axis.set_xticks(numbers, [f"{number:g}" for number in numbers])
     axis.xaxis.set_minor_locator(NullLocator())
-    style.add_labels(axis, labels)
+    return labels
 
 
 def returning(records: Sequence[Record]) -> Figure:

@@ -1,9 +1,9 @@
 """Tables from run records, as data frames and as pages in Markdown: results, ablation, sweeps
-(sensitivity, coresets, heterogeneity, normalisation, related work, tuning), and the paper's beside
-our runs."""
+(sensitivity, coresets, heterogeneity, normalisation, rounds, related work, tuning), and the
+paper's beside our runs."""
 
 from ..frames import run_frame
-from .ablation import ablation_findings, ablation_table, write_ablation
+from .ablation import ablation_table, write_ablation
 from .page import show
 from .paper import (
     architectures,
@@ -17,7 +17,6 @@ from .privacy import noise_differences, write_privacy
 from .results import (
     cost_table,
     differences,
-    findings,
     matching_table,
     measured_table,
     results_table,
@@ -31,8 +30,8 @@ from .sweeps import (
     OVERLAP,
     PROTECTION,
     RETURNING,
+    ROUNDS,
     coreset_costs,
-    related_findings,
     write_coresets,
     write_overlap,
     write_related,

@@ -101,15 +101,6 @@ def ablation_table(records: Sequence[Record]) -> pd.DataFrame:
     return page.group_table(_by_part(records), _PARAMETERS, _CELLS)
 
 
-def ablation_findings(records: Sequence[Record]) -> str:
-    """List items: the verdicts on all variants beside stamp and replay, by setting and part."""
-    rows = _by_part(records)
-    pairs = model_differences(rows, BASES, page.ENDPOINTS)
-    pairs["part"] = pairs.method.map(dict(zip(rows.method, rows.part, strict=True)))
-    heading = "{setting}, {measure} of {part} compared with {base}"
-    return page.difference_findings(pairs, heading)
-
-
 def write_ablation(records: Sequence[Record], folder: Path) -> list[Path]:
     """The files written: ablation.md to read, ablation.csv as accuracy.csv of the comparison."""
     return [
@@ -122,4 +113,4 @@ def _section(records: Sequence[Record]) -> list[str]:
     table = page.markdown(ablation_table(records).drop(columns="setting"))
     pairs = model_differences(_by_part(records), BASES)
     sections = page.difference_sections(pairs, ["method", "model"], "{measure}")
-    return [ablation_findings(records), table, *sections]
+    return [table, *sections]

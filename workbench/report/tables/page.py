@@ -1,13 +1,13 @@
 """The scheme of all pages: frame -> table -> page.
 
 A frame of report/frames.py has a row per run and numbers. A table has a row per group of runs and
-text: `group_table`, `accuracy_table`, and the differences of a `Comparison` with their sentences. A
-`Page` is Markdown: what was run, for each setting sentences and tables, and definitions.
+text: `group_table`, `accuracy_table`, and the differences of a `Comparison`. A `Page` is Markdown:
+what was run, for each setting its tables, and definitions.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from string import Formatter
 from typing import Any, NamedTuple
@@ -28,16 +28,10 @@ ENDPOINTS = {  # what findings compare: measures and their columns
     "average incremental accuracy": "main_average_incremental_accuracy",
 }
 EQUAL = 0.5  # points: an interval that contains 0 and lies within ± so many shows equality
-_VERDICTS = {  # and how a sentence puts them
-    "above": "above",
-    "below": "below",
-    "equal": f"equal within ±{EQUAL} points",
-    "open": "open",
-    "undefined": "no interval (fewer than two common seeds)",
-}
 _PERCENT = pd.Series({"mean": 100, "std": 100, "count": 1})  # and the count as it is
 _EXCLUDES_0 = ("above", "below")
 HOLDS = "‡"  # differs from 0 after Holm's correction for the table
+SAME = "≈"  # the interval shows equality
 
 
 def show(table: pd.DataFrame) -> None:
@@ -165,7 +159,7 @@ def paired_differences(
 
 
 def difference_sections(pairs: pd.DataFrame, keys: Sequence[str], heading: str) -> list[str]:
-    """For each base its table, and how many intervals exclude 0, also after Holm.
+    """For each base its table, and how many intervals show a difference, or equality.
 
     Where `heading` does not name the measure, each has a table of its own.
     """
@@ -180,8 +174,9 @@ def difference_sections(pairs: pd.DataFrame, keys: Sequence[str], heading: str) 
         if count := int(own.low.notna().sum()):
             outside = int(own.interval.isin(_EXCLUDES_0).sum())
             chance = f"{outside} of {count} intervals exclude 0; by chance alone about"
-            after = f"{int(corrected.holds.sum())} hold after Holm's correction ({HOLDS})."
-            sections.append(f"{chance} {max(1, round(0.05 * count))} would; {after}")
+            after = f"{int(corrected.holds.sum())} hold after Holm's correction ({HOLDS})"
+            same = f"{int((own.interval == 'equal').sum())} show equality ({SAME})."
+            sections.append(f"{chance} {max(1, round(0.05 * count))} would; {after}; {same}")
     return sections
 
 
@@ -196,14 +191,15 @@ def difference_table(pairs: pd.DataFrame, keys: Sequence[str], heading: str) -> 
 
 
 def _cell(row: Mapping[str, Any]) -> str:
-    """A difference, `+8.6 (+5.1 to +12.0)`: bold if that excludes 0, marked if it `holds`."""
+    """A difference, `+8.6 (+5.1 to +12.0)`: bold without 0, marked if it `holds` or is equal."""
     text = f"{row['difference']:+z.1f}" if row["n"] else DASH
     if row["interval"] == "undefined":
         return text
     low, high = (_limit(row[end], row["interval"]) for end in ("low", "high"))
     text += f" ({low} to {high})"
     text = f"**{text}**" if row["interval"] in _EXCLUDES_0 else text
-    return f"{text} {HOLDS}" if row.get("holds") else text
+    marks = {HOLDS: row.get("holds"), SAME: row["interval"] == "equal"}
+    return " ".join([text, *(mark for mark, shown in marks.items() if shown)])
 
 
 def _limit(value: float, interval: str) -> str:
@@ -211,33 +207,6 @@ def _limit(value: float, interval: str) -> str:
     small = interval in _EXCLUDES_0 and 0 < abs(value) < 0.05
     digits = -math.floor(math.log10(abs(value))) if small else 1
     return f"{value:+z.{digits}f}"
-
-
-def difference_findings(pairs: pd.DataFrame, heading: str) -> str:
-    """A list item for each base and heading: the names with each verdict."""
-    items, name = [], "selection" if "selection" in pairs else "method"
-    by = dict.fromkeys(["base", *columns_in(heading)])
-    for _, group in pairs.groupby([*by], sort=False):
-        outcomes = [
-            f"{words}: {', '.join(_names(group[group.interval == outcome], name))}"
-            for outcome, words in _VERDICTS.items()
-            if outcome in set(group.interval)
-        ]
-        place = heading.format(**group.iloc[0].to_dict())
-        items.append(f"- {place} (n = {count_range(group.n)}): {'; '.join(outcomes)}.")
-    return "\n".join(items)
-
-
-def _names(pairs: pd.DataFrame, name: str) -> Iterator[str]:
-    """Names with their intervals where these exclude 0, and with the model if it is not global."""
-    for row in pairs.to_dict("records"):
-        notes = [f"{row['model']} models"] if row["model"] != "global" else []
-        if row["interval"] in _EXCLUDES_0:
-            ends = sorted(abs(row[end]) for end in ("low", "high"))
-            low, high = (_limit(end, row["interval"]).lstrip("+") for end in ends)
-            notes.append(f"by {low} to {high}")
-        label = marked(str(row[name]))
-        yield f"{label} ({', '.join(notes)})" if notes else label
 
 
 def columns_in(heading: str) -> list[str]:
@@ -249,25 +218,27 @@ class Comparison(NamedTuple):
     """Differences of each value of `name` from the `bases`, paired in groups of `by`."""
 
     name: str
-    bases: Sequence[object]  # none: the first value
+    bases: Sequence[object]  # none: the first value, named as its column
     by: Sequence[str]
-    finding: str = ""  # none: no sentences
-    heading: str = ""  # none: no tables
+    heading: str
     keys: Sequence[str] = ("method",)
     measures: Mapping[str, str] = ENDPOINTS
     select: Callable[[pd.DataFrame], pd.DataFrame] = lambda rows: rows  # and sort
 
     def differences(self, rows: pd.DataFrame) -> pd.DataFrame:
         rows = self.select(rows)
-        bases = self.bases or rows[self.name][:1]
-        return paired_differences(rows, self.name, bases, self.by, self.measures)
+        if self.bases:
+            return paired_differences(rows, self.name, self.bases, self.by, self.measures)
+        pairs = paired_differences(rows, self.name, rows[self.name][:1], self.by, self.measures)
+        named = [self.heading.format(**{self.name: base}) for base in pairs.base]
+        return pairs.assign(base=named)
 
 
 # --- pages
 
 
 class Page(NamedTuple):
-    """A page of one shape: a frame of runs, its findings, a table, and tables of differences."""
+    """A page of one shape: a frame of runs, a table, and tables of differences."""
 
     name: str  # of its file
     title: str
@@ -275,29 +246,22 @@ class Page(NamedTuple):
     table: Callable[[pd.DataFrame], pd.DataFrame]
     comparisons: Sequence[Comparison] = ()
 
-    def findings(self, rows: pd.DataFrame) -> str:
-        found = [(each.differences(rows), each.finding) for each in self.comparisons]
-        items = (difference_findings(*each) for each in found if each[1])
-        return "\n".join(filter(None, items))
-
     def differences(self, rows: pd.DataFrame, base: object) -> pd.DataFrame:
-        """The differences from one base that the tables show, as numbers."""
-        pairs = pd.concat(each.differences(rows) for each in self.comparisons if each.heading)
+        """The differences from one base, as numbers."""
+        pairs = pd.concat(each.differences(rows) for each in self.comparisons)
         return pairs[pairs.base == base].drop(columns="base")
 
-    def tables(self, rows: pd.DataFrame) -> list[str]:
+    def section(self, rows: pd.DataFrame) -> list[str]:
         parts = [markdown(self.table(rows))]
         for each in self.comparisons:
-            if each.heading:
-                parts += difference_sections(each.differences(rows), each.keys, each.heading)
+            parts += difference_sections(each.differences(rows), each.keys, each.heading)
         return parts
 
-    def section(self, records: Sequence[Record]) -> list[str]:
-        rows = self.frame(records)
-        return [self.findings(rows), *self.tables(rows)]
-
     def write(self, records: Sequence[Record], folder: Path) -> Path:
-        return write_page(folder / f"{self.name}.md", self.title, records, self.section)
+        def section(own: Sequence[Record]) -> list[str]:
+            return self.section(self.frame(own))
+
+        return write_page(folder / f"{self.name}.md", self.title, records, section)
 
 
 def markdown(rows: pd.DataFrame) -> str:

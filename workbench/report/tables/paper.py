@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from stamp_core.config.params import parameter_file, read_params, read_setting, read_yaml
+from stamp_core.config.params import read_params, read_setting
 from stamp_core.config.schema import Setting
-from stamp_core.core.paths import ROOT
 from stamp_core.data.loading import find_source
 from stamp_core.results.records import Record, history_total
 from workbench.report import metrics
@@ -71,19 +70,19 @@ def _comparison(
     records: Sequence[Record],
     cells: Callable[[pd.Series, pd.DataFrame], dict[str, str]],
 ) -> pd.DataFrame:
-    """Data, method and n, then the cells of the paper's row and our runs."""
+    """Data, method and n, then the cells of the paper's row and our runs, where there are any."""
     frame = _paper_frame(records)
-    grid = read_yaml(parameter_file(ROOT, "params/paper.yaml"))["grid"]["method"]
     table = []
     for data, setting in printed.settings(label).items():
         paper = printed.rows(label, data)
         own = frame[frame.setting == setting]
-        ours = [] if label == printed.COMPONENTS[0] else [*grid, *own.method]
+        ours = [] if label == printed.COMPONENTS[0] else own.method
         for method in dict.fromkeys([*paper.index, *(m.removesuffix(_PUBLISHED) for m in ours)]):
             runs = own[own.method.isin([method, method + _PUBLISHED])]
             about = {"data": data, "method": method, "n": f"{len(runs) or DASH}"}
             table.append(about | cells(paper.reindex([method]).iloc[0], runs))
-    return pd.DataFrame(table)
+    shown = pd.DataFrame(table)
+    return shown.loc[:, (shown != DASH).any()]
 
 
 def _paper_frame(records: Sequence[Record]) -> pd.DataFrame:
@@ -221,7 +220,8 @@ def write_paper(records: Sequence[Record], folder: Path) -> Path:
         tables = {"": compare_with_paper(label, records)}
         if label != printed.COMPONENTS[0]:  # the paper prints no costs of components
             costs = compare_costs_with_paper(label, records)
-            tables["Costs:"] = costs.drop(columns=[f"{name}, ours" for name in _MEASURED])
+            measured = [f"{name}, ours" for name in _MEASURED]  # which differ with every training
+            tables["Costs:"] = costs.drop(columns=measured, errors="ignore")
         for data, setting in printed.settings(label).items():
             settings.add(setting)
             parts.append(f"### {data}, setting `{setting}`")

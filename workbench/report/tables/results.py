@@ -139,12 +139,6 @@ def model_differences(
     return page.paired_differences(model_frame(rows), "method", bases, ["setting"], measures)
 
 
-def findings(records: Sequence[Record]) -> str:
-    """List items: the verdicts on all methods beside fedavg and replay, by setting and endpoint."""
-    pairs = model_differences(run_frame(records), _BASES[:2], page.ENDPOINTS)
-    return page.difference_findings(pairs, "{setting}, {measure} compared with {base}")
-
-
 def matching_table(records: Sequence[Record]) -> pd.DataFrame:
     """One row an experiment and side (spatial, temporal) as text: means over rounds and seeds."""
     table = []
@@ -229,8 +223,7 @@ def _section(records: Sequence[Record]) -> list[str]:
         more = ["Methods with more seeds:", _score_page(seeds, paper)]
     budgets = page.markdown(budget_table(run_frame(shared_seeds(records))))
     return [
-        *(table, *more, *room_section(rows), "Beside FedAvg and replay:", findings(records)),
-        *(*order_section(rows), *sections),
+        *(table, *more, *room_section(rows), *order_section(rows), *sections),
         *("Costs:", costs, "Under a budget:", budgets),
     ]
 

@@ -1,7 +1,7 @@
-"""The pages of sweeps: sensitivity, coresets, heterogeneity, overlap, related work, and tuning."""
+"""The pages of sweeps: sensitivity, coresets, values of settings, overlap, related work, tuning."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -10,12 +10,14 @@ import pandas as pd
 from stamp_core.results.records import Record
 from workbench.report.frames import (
     RULES,
+    alpha_frame,
     coreset_frame,
     limited_memory,
     mask_frame,
     model_frame,
     overlap_frame,
     reference_memories,
+    rounds_frame,
     run_frame,
 )
 from workbench.report.tables import page
@@ -23,8 +25,8 @@ from workbench.report.tables.page import Comparison, Page
 from workbench.report.text import DASH, MB, count_range, marked, mean_std
 
 _BASES = ("fedavg", "replay")  # that pages compare methods with, where they were run
-_CONTROLS = (*_BASES, "stamp_without_coreset_mean")
-_RANDOM = RULES["uniform"]
+_CONTROLS = (*_BASES, "stamp_mean", "stamp_without_coreset_mean")
+_Frame = Callable[[Sequence[Record]], pd.DataFrame]
 _IOU = dict(zip(("mean IoU", "average incremental IoU"), page.ENDPOINTS.values(), strict=True))
 
 
@@ -81,66 +83,49 @@ def coreset_costs(rows: pd.DataFrame) -> pd.DataFrame:
 
 _BY_RULE = Comparison(
     "selection",
-    [_RANDOM],
+    [RULES["uniform"], RULES["herding"]],
     ["setting", "exemplars"],
-    heading="{exemplars} per class",
-    keys=["selection"],
+    "{exemplars} per class",
+    ["selection"],
     select=lambda rows: limited_memory(rows).sort_values("exemplars", kind="stable"),
 )
-_JUDGED = _BY_RULE._replace(
-    bases=[_RANDOM, RULES["herding"]],
-    finding="{setting}, {measure} compared with {base} at {exemplars} per class",
-    heading="",
-)
-CORESETS = Page("coresets", "Coresets", coreset_frame, _coreset_accuracies, [_JUDGED, _BY_RULE])
+CORESETS = Page("coresets", "Coresets", coreset_frame, _coreset_accuracies, [_BY_RULE])
 
 
 def write_coresets(records: Sequence[Record], folder: Path) -> Path:
     """The file written: coresets.md."""
 
     def section(own: Sequence[Record]) -> list[str]:
-        costs = page.markdown(coreset_costs(coreset_frame(own)))
-        return [*CORESETS.section(own), "Costs:", costs]
+        rows = coreset_frame(own)
+        return [*CORESETS.section(rows), "Costs:", page.markdown(coreset_costs(rows))]
 
     return page.write_page(folder / "coresets.md", "Coresets", records, section)
 
 
-# --- data heterogeneity, normalisation of the network
+# --- methods at several values of the setting
 
 
-def _by_method(column: str, heading: str, changes: Comparison) -> list[Comparison]:
-    """Of each method from itself, then from the controls at each value of a column."""
-    finding = f"{{setting}}, {{measure}} compared with {{base}} at {heading}"
-    controls = Comparison("method", _CONTROLS, ["setting", column], finding, heading)
-    by_value = partial(pd.DataFrame.sort_values, by=column, kind="stable")
-    return [changes, controls._replace(select=by_value)]
+def _setting_page(name: str, title: str, frame: _Frame, by: str, heading: str) -> Page:
+    """Each method at the values of column `by`: from its own first one, and from the controls."""
+    return Page(
+        name,
+        title,
+        frame,
+        partial(page.accuracy_table, keys=["method", "model"], heading=heading),
+        [
+            Comparison(by, [], ["setting", "method"], heading),
+            Comparison("method", _CONTROLS, ["setting", by], heading),
+        ],
+    )
 
 
-def _alpha_ends(rows: pd.DataFrame) -> pd.DataFrame:
-    ends = rows[rows.alpha.isin([rows.alpha.min(), rows.alpha.max()])]
-    return ends.sort_values("alpha", kind="stable")
-
-
-_ITSELF = ["setting", "method"]
-_ALPHA, _NORM = "α = {alpha:g}", "normalisation {value}"
-_ALPHA_CHANGE = "{setting}, {measure} at α = {alpha:g} compared with α = {base:g}"
-_NORM_CHANGE = "{setting}, {measure} at normalisation {value} compared with normalisation {base}"
-HETEROGENEITY = Page(
-    "heterogeneity",
-    "Data heterogeneity",
-    run_frame,
-    partial(page.accuracy_table, keys=["method", "model"], heading=_ALPHA),
-    _by_method(
-        "alpha", _ALPHA, Comparison("alpha", [], _ITSELF, _ALPHA_CHANGE, select=_alpha_ends)
-    ),
+HETEROGENEITY = _setting_page(
+    "heterogeneity", "Data heterogeneity", alpha_frame, "alpha", "α = {alpha:g}"
 )
-NORMALISATION = Page(  # the first value of the sweep is the setting's
-    "normalisation",
-    "Normalisation",
-    run_frame,
-    partial(page.accuracy_table, keys=["method", "model"], heading=_NORM),
-    _by_method("value", _NORM, Comparison("value", [], _ITSELF, _NORM_CHANGE, _NORM)),
+NORMALISATION = _setting_page(
+    "normalisation", "Normalisation", run_frame, "value", "normalisation {value}"
 )
+ROUNDS = _setting_page("rounds", "Rounds", rounds_frame, "rounds", "{rounds} rounds")
 
 
 # --- overlap of classes: each method at the server learning rate that is best on choosing seeds
@@ -158,11 +143,7 @@ def overlap_table(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 _FROM_REPLAY = Comparison(
-    "method",
-    ["replay"],
-    ["size", "overlap", "setting"],
-    "{size} classes per task, {overlap:g} % in common, {measure} compared with {base}",
-    "{size}, {overlap:g} %",
+    "method", ["replay"], ["size", "overlap", "setting"], "{size}, {overlap:g} %"
 )
 OVERLAP = Page("overlap", "Overlap", overlap_frame, overlap_table, [_FROM_REPLAY])
 
@@ -170,7 +151,7 @@ OVERLAP = Page("overlap", "Overlap", overlap_frame, overlap_table, [_FROM_REPLAY
 def write_overlap(records: Sequence[Record], folder: Path) -> Path:
     """The file written: overlap.md, all settings together."""
     about, intervals = page.definitions("Overlap"), page.definitions("Intervals")
-    parts = ["# Overlap", about, *OVERLAP.section(records), intervals]
+    parts = ["# Overlap", about, *OVERLAP.section(overlap_frame(records)), intervals]
     return page.write_parts(folder / "overlap.md", parts)
 
 
@@ -220,42 +201,31 @@ RETURNING = Page(
             "cycles",
             [],
             ["setting", "method", "model"],
-            "{setting}, {measure} with {cycles} cycles compared with one",
+            "cycles = {cycles}",
+            ["setting", "method", "model"],
             select=lambda rows: rows.sort_values(["model", "cycles"]),  # global models first
         ),
         Comparison(
             "method",
             _BASES,
             ["setting", "cycles"],
-            "{setting}, {measure} with cycles = {cycles} compared with {base}",
             "cycles = {cycles}",
             ["setting", "method", "model"],
         ),
     ],
 )
-_FROM_FEDAVG = Comparison(
-    *("method", _BASES[:1], ["setting"], "{setting}, {measure} compared with {base}"), measures=_IOU
-)
-_SHOWN = _FROM_FEDAVG._replace(
-    finding="", heading="{measure}", measures={**_IOU, "forgetting": "main_forgetting"}
-)
-MASKS = Page("masks", "Masks", mask_frame, masks_table, [_FROM_FEDAVG, _SHOWN])
-_RELATED = (PROTECTION, RETURNING, MASKS)
-
-
-def related_findings(records: Mapping[str, Sequence[Record]]) -> str:
-    """List items: the verdicts on tasks that return and on masks."""
-    found = (each.findings(each.frame(records[each.name])) for each in _RELATED)
-    return "\n".join(filter(None, found))
+_MASKS_SHOWN = {**_IOU, "forgetting": "main_forgetting"}
+_FROM_FEDAVG = Comparison("method", _BASES[:1], ["setting"], "{measure}", measures=_MASKS_SHOWN)
+MASKS = Page("masks", "Masks", mask_frame, masks_table, [_FROM_FEDAVG])
 
 
 def write_related(records: Mapping[str, Sequence[Record]], folder: Path) -> Path:
     """The file written, related.md; records are those of "protection", "returning", "masks"."""
-    parts = ["# Related work", related_findings(records)]
-    for each in _RELATED:
+    parts = ["# Related work"]
+    for each in (PROTECTION, RETURNING, MASKS):
         own = records[each.name]
         about = page.definitions(f"Related work: {each.title}")
-        tables = each.tables(each.frame(own))
+        tables = each.section(each.frame(own))
         parts += [f"## {each.title}", page.describe_runs(own), about, *tables]
     parts += ["## Definitions", page.definitions("Intervals")]
     return page.write_parts(folder / "related.md", parts)
