@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from stamp_core import Record, load_experiment, train
-from stamp_core.core import vision
+from stamp_core.core import paths, vision
 from workbench import import_plan, load_plans
 from workbench.report.frames import final_score
 from workbench.workflow import command
@@ -129,6 +129,7 @@ def test_a_forgery_costs_its_own_row_or_shows_what_is_computed(
     name, records, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(vision, "load_torchvision", lambda: pytest.fail("a download"))
+    monkeypatch.setattr(paths, "RAW", tmp_path)  # where there are no images
     change, why = FORGED[name]
     honest, forged, other = (tmp_path / each / "0" for each in ("honest", "forged", "other"))
     records["fedavg"].save(other)
