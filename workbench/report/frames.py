@@ -234,7 +234,7 @@ def limited_memory(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[(rows.exemplars > 0) & (rows.exemplars < ALL_IMAGES)]
 
 
-# --- overlap of classes
+# --- values of the setting
 
 
 def alpha_frame(records: Sequence[Record]) -> pd.DataFrame:
@@ -246,6 +246,9 @@ def rounds_frame(records: Sequence[Record]) -> pd.DataFrame:
     """The rows of `run_frame` by the rounds of a task."""
     rounds = [record.about["setting"]["training"]["rounds"] for record in records]
     return run_frame(records).assign(rounds=rounds).sort_values("rounds", kind="stable")
+
+
+# --- overlap of classes
 
 
 def overlap_frame(records: Sequence[Record]) -> pd.DataFrame:

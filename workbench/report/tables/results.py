@@ -222,10 +222,8 @@ def _section(records: Sequence[Record]) -> list[str]:
     if len(seeds := more_seeds_table(records)):
         more = ["Methods with more seeds:", _score_page(seeds, paper)]
     budgets = page.markdown(budget_table(run_frame(shared_seeds(records))))
-    return [
-        *(table, *more, *room_section(rows), *order_section(rows), *sections),
-        *("Costs:", costs, "Under a budget:", budgets),
-    ]
+    shown = [table, *more, *room_section(rows), *order_section(rows), *sections]
+    return [*shown, "Costs:", costs, "Under a budget:", budgets]
 
 
 def _score_page(table: pd.DataFrame, paper: bool) -> str:
