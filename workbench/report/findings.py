@@ -125,7 +125,7 @@ class Book:
             raise invalid(where, setting, f"one of tables: {', '.join(self.tables)}")
         table = self.tables[setting]
         if table.page:
-            return (_page_difference(table, method, base, where),)
+            return (*_page_differences(table, method, base, where),)
         pairs = (
             [self.scores(name, setting, endpoint, where) for name in (method, base)]
             for endpoint in ENDPOINTS
@@ -270,20 +270,26 @@ def between_markers(text: str, name: str, content: str, path: Path) -> str:
     return f"{before}{start}\n{content}\n{end}{after}"
 
 
-def _page_difference(table: Table, method: str, base: str, where: str) -> dict[str, float]:
-    """A cell, `+2.0 (+1.4 to +2.5)`, of a table "Difference from base" of a page."""
+def _page_differences(
+    table: Table, method: str, base: str, where: str
+) -> Iterator[dict[str, float]]:
+    """For each endpoint a cell, `+2.0 (+1.4 to +2.5)`, of a table "Difference from base"."""
     text = (ROOT / table.page).read_text(encoding="utf-8")
-    _, _, section = text.partition(f"Difference from {base}:\n\n")
-    lines = [line.strip("| ").split(" | ") for line in section.split("\n\n")[0].splitlines()]
-    rows = {cells[0]: dict(zip(lines[0], cells, strict=True)) for cells in lines[2:]}
-    cell = rows.get(method, {}).get(table.column, "")
-    found = re.search(rf"{_NUMBER} \({_NUMBER} to {_NUMBER}\)", cell)
-    if not found:
-        name = f"{method} compared with {base}, {table.column}"
-        raise ParameterError(f"{where}: {table.page} has no difference of {name}")
-    mean, low, high = map(float, found.groups())
-    n = rows[method]["n"].split(" to ")[-1]  # of the column with the most seeds
-    return {"mean": mean, "low": low, "high": high, "n": float(n)}
+    for measure in page.ENDPOINTS:
+        heading = page.difference_heading(base, measure)
+        if measure != page.FINAL and heading not in text:  # older pages have final accuracy alone
+            continue
+        _, _, section = text.partition(f"{heading}\n\n")
+        lines = [line.strip("| ").split(" | ") for line in section.split("\n\n")[0].splitlines()]
+        rows = {cells[0]: dict(zip(lines[0], cells, strict=True)) for cells in lines[2:]}
+        cell = rows.get(method, {}).get(table.column, "")
+        found = re.search(rf"{_NUMBER} \({_NUMBER} to {_NUMBER}\)", cell)
+        if not found:
+            name = f"{method} compared with {base}, {table.column}"
+            raise ParameterError(f"{where}: {table.page} has no difference of {name}")
+        mean, low, high = map(float, found.groups())
+        n = rows[method]["n"].split(" to ")[-1]  # of the column with the most seeds
+        yield {"mean": mean, "low": low, "high": high, "n": float(n)}
 
 
 def _points(difference: Mapping[str, float]) -> str:

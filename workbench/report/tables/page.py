@@ -166,11 +166,10 @@ def difference_sections(pairs: pd.DataFrame, keys: Sequence[str], heading: str) 
     by = ["base"] if "measure" in columns_in(heading) else ["base", "measure"]
     sections = []
     for values, own in pairs.groupby(by, sort=False):
-        place = " in ".join(str(value) for value in values if value != FINAL)
         p = [ranks.interval_p_value(pair.low, pair.high, pair.n) for pair in own.itertuples()]
         corrected = own.assign(holds=ranks.holm(p) < ranks.LEVEL)
         table = difference_table(corrected, keys, heading)
-        sections += [f"Difference from {place}:", markdown(table)]
+        sections += [difference_heading(*values), markdown(table)]
         if count := int(own.low.notna().sum()):
             outside = int(own.interval.isin(_EXCLUDES_0).sum())
             chance = f"{outside} of {count} intervals exclude 0; by chance alone about"
@@ -178,6 +177,11 @@ def difference_sections(pairs: pd.DataFrame, keys: Sequence[str], heading: str) 
             same = f"{int((own.interval == 'equal').sum())} show equality ({SAME})."
             sections.append(f"{chance} {max(1, round(0.05 * count))} would; {after}; {same}")
     return sections
+
+
+def difference_heading(base: object, measure: object = FINAL) -> str:
+    """The line above a table of differences."""
+    return f"Difference from {base}{'' if measure == FINAL else f' in {measure}'}:"
 
 
 def difference_table(pairs: pd.DataFrame, keys: Sequence[str], heading: str) -> pd.DataFrame:
