@@ -35,7 +35,8 @@ def test_numpy_that_was_imported_before_the_pins_is_noticed(library):
     name, value = OTHERS[library]
     done = in_process(f"import numpy; {SAY}", **{name: value})
     assert done.stdout == "machine\n"
-    assert f"{library} has other last digits here" in done.stderr and "make lab" in done.stderr
+    named, found, cure = done.stderr.partition(" has other last digits here")
+    assert found and library in named and "make lab" in cure  # others too, by the kind of CPU
     assert in_process(SAY, **{name: value}).stdout == "pinned\n"  # the package comes first
 
 
