@@ -17,11 +17,7 @@ PAPER: dict[str, Any] = {
     "ablation": {"baselines": ["fedavg"], "method": []},
     "sweeps": {},
 }
-# Of pipelines of their own:
-OTHERS = (
-    *("normalisation", "rounds", "overlap", "protection", "returning", "masks"),
-    *("noise", "projection"),
-)
+SHOWN = (None, "coresets", "heterogeneity")  # figures of sweeps that stay in the default profile
 NEEDED = {".dvc", ".dvcignore", ".gitignore"}  # of the names that begin with a point
 
 
@@ -49,7 +45,7 @@ class Project:
         shutil.copytree(ROOT, root, ignore=ignored)
         (root / "dvc.lock").unlink(missing_ok=True)
         quick = YAML().load(root / "params/quick.yaml")
-        for name in [n for n, block in quick["sweeps"].items() if block.get("figure") in OTHERS]:
+        for name in [n for n, block in quick["sweeps"].items() if block.get("figure") not in SHOWN]:
             del quick["sweeps"][name]
         YAML().dump(quick, root / "params.yaml")
         YAML().dump(PAPER, root / "params/paper.yaml")
