@@ -124,7 +124,7 @@ def test_an_interrupt_ends_what_trains(jobs, here, tmp_path):
 
 def test_the_longest_first_and_unknown_ones_before_them(jobs, trained, tmp_path):
     (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "benchmarks/seconds.json").write_text('{"fedavg": 2.0, "kept": 5.0}')
+    (tmp_path / "benchmarks/seconds.json").write_text('{"glyphs": {"fedavg": 2, "kept": 5}}')
     train_missing(jobs)
     assert trained == ["tiny-broken", "tiny-kept", "tiny-fedavg"]
 

@@ -2,7 +2,7 @@
 
 FedAvg's SGD steps are counted and one is timed, in a short training on synthetic images: by the
 process's own time on a CPU, which what else runs there does not change. What another method takes
-is FedAvg's time multiplied by the ratio of their seconds in benchmarks/seconds.json.
+is FedAvg's time multiplied by the ratio of their seconds on photographs in miniature, or on glyphs.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from workbench.workflow.command import SEEDS
 from workbench.workflow.profiles import PAPER, PROFILES, expand_grid, read_profile
 from workbench.workflow.sweeps import read_sweep, sweep_experiments
 from workbench.workflow.synthetic import published_dataset, synthetic_data
-from workbench.workflow.training import REFERENCE, relative_seconds
+from workbench.workflow.training import relative_seconds
 
 SECONDS = 5.0  # for a timed round
 STEPS = 3  # of SGD in it
@@ -156,11 +156,9 @@ def format_methods(methods: Mapping[str, float | None]) -> str:
     lines = [f"{'method':{width}}  hours a seed"]
     for name, hours in methods.items():
         lines.append(f"{name:{width}} {'?' if hours is None else in_digits(hours):>13}")
-    lines.append(f"by each method's seconds on {REFERENCE}, relative to FedAvg's")
+    lines.append("by each method's seconds in miniature, relative to FedAvg's")
     if missing := [name for name, hours in methods.items() if hours is None]:
-        lines.append(
-            f"?: no seconds of {', '.join(missing)} on {REFERENCE} (benchmarks/seconds.json)"
-        )
+        lines.append(f"?: no seconds of {', '.join(missing)} in benchmarks/seconds.json")
     return "\n".join(lines)
 
 
