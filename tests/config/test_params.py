@@ -19,6 +19,7 @@ from stamp_core.engine.experiment import load_experiment
 from stamp_core.methods.base.registry import get_method, method_names, read_preset, resolve_preset
 from workbench.workflow.checks import check_params
 from workbench.workflow.profiles import (
+    CIFAR100,
     PAGES,
     PROFILES,
     STUDIES,
@@ -124,9 +125,9 @@ def test_a_name_that_a_shell_or_a_folder_could_take_for_more_is_refused(root, se
 
 @pytest.mark.parametrize("name", ["a; touch x #", "a\ntouch x\n", "`x`", "", "../a", None, 1.5])
 @pytest.mark.parametrize("axis", ["setting", "method", "seeds"])
-@pytest.mark.parametrize("grid", ["grid", "more_seeds", "tour"])
+@pytest.mark.parametrize("grid", ["grid", "more_seeds", "more_settings", "tour"])
 def test_no_word_of_a_command_is_more_than_a_name(grid, axis, name):
-    params = {**read_profile(STUDIES), **read_profile()}
+    params = {**read_profile(STUDIES), **read_profile(CIFAR100), **read_profile()}
     params[grid][axis] = [*params[grid][axis], name]
     refused = r"seeds is|must be of letters|must be a list of names"
     with pytest.raises(ParameterError, match=refused):
@@ -194,8 +195,8 @@ def test_a_page_is_every_combination_with_seeds_as_text():
     assert list(expand_grid("tour.b", params)) == [("b", "m", "0to1"), ("b", "m", "2")]
 
 
-def test_more_seeds_follow_the_grid_on_every_page():
-    """Also of other settings. Baselines alone show no part of STAMP: not on the ablation's page."""
+def test_more_seeds_and_settings_follow_the_grid_on_every_page():
+    """Baselines alone show no part of STAMP: not on the ablation's page."""
     params = {
         "file": "f",
         "grid": {"setting": ["a"], "method": ["m", "n", "v"], "seeds": ["0"]},
@@ -206,11 +207,11 @@ def test_more_seeds_follow_the_grid_on_every_page():
     assert runs["grid"] == ["a m 0", "a n 0", "a v 0", "a n 1", "a v 1"]
     assert runs["comparison"] == ["a m 0", "a n 0", "a n 1"]
     assert runs["ablation"] == ["a n 0", "a v 0", "a n 1", "a v 1"]
-    params["more_seeds"] = {"setting": ["c"], "method": ["n"], "seeds": ["0"]}
+    params["more_settings"] = {"setting": ["c"], "method": ["n"], "seeds": ["0"]}
     runs = {page: [" ".join(run) for run in expand_grid(page, params)] for page in PAGES[:3]}
-    assert runs["grid"] == ["a m 0", "a n 0", "a v 0", "c n 0"]
-    assert runs["comparison"] == ["a m 0", "a n 0", "c n 0"]
-    assert runs["ablation"] == ["a n 0", "a v 0"]
+    assert runs["grid"] == ["a m 0", "a n 0", "a v 0", "a n 1", "a v 1", "c n 0"]
+    assert runs["comparison"] == ["a m 0", "a n 0", "a n 1", "c n 0"]
+    assert runs["ablation"] == ["a n 0", "a v 0", "a n 1", "a v 1"]
     assert list(expand_grid("comparison.c", params)) == [("c", "n", "0")]
 
 

@@ -127,13 +127,13 @@ def test_unequal_chances_are_refused(tuning, key, value, message):
         tune.read_tuning()
 
 
-@pytest.mark.parametrize("profile", tune.FILES)
-def test_presets_have_the_chosen_values(profile):
+@pytest.mark.parametrize("name", tune.FILES)
+def test_presets_have_the_chosen_values(name):
     """Those of tuning.csv, which `make tune` writes; on the settings that it was tuned on."""
-    tuning = tune.read_tuning(profile)
-    table = pd.read_csv(ROOT / tune.FOLDERS[profile] / "tuning.csv")
+    tuning = tune.read_tuning(name)
+    table = pd.read_csv(ROOT / tune.FOLDERS[name] / "tuning.csv")
     chosen = table[table.chosen].drop_duplicates(["method", "setting"])
-    if profile == "default":  # on photographs not all are tuned yet
+    if name == "default":  # on photographs not all are tuned yet
         assert set(chosen.method) == set(tuning.candidates)
     for row in chosen.to_dict("records"):
         method = row["method"]
@@ -142,20 +142,20 @@ def test_presets_have_the_chosen_values(profile):
             for each in tuning.candidates[method]
             if tune.candidate_name(each) == row["candidate"]
         ]
-        for setting in (name for name in tuning.setting if pd.notna(row.get(name))):
-            params = at_setting(read_profile(profile), setting)
+        for setting in (each for each in tuning.setting if pd.notna(row.get(each))):
+            params = at_setting(read_profile(tuning.profile), setting)
             found, right = (
                 resolve_preset(method, each) for each in (params, override(params, method, values))
             )
             assert found == right, (method, setting)
 
 
-@pytest.mark.parametrize("profile", tune.FILES)
-def test_the_page_of_tuning_is_what_its_file_makes(profile, tmp_path):
-    tuning, folder = tune.read_tuning(profile), ROOT / tune.FOLDERS[profile]
+@pytest.mark.parametrize("name", tune.FILES)
+def test_the_page_of_tuning_is_what_its_file_makes(name, tmp_path):
+    tuning, folder = tune.read_tuning(name), ROOT / tune.FOLDERS[name]
     shutil.copy(folder / "tuning.csv", tmp_path)
     known = {(kind, method) for kind in KINDS for method in tuning.methods(kind)}
-    elsewhere = tune.default_candidates(tuning) if profile != "default" else set()
+    elsewhere = tune.default_candidates(tuning) if tuning.profile != "default" else set()
     write_tuning([], [], parse_seeds(tuning.seeds), tmp_path, known, elsewhere)
     for name in ("tuning.csv", "tuning.md"):
         assert (tmp_path / name).read_text() == (folder / name).read_text(), name

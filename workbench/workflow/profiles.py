@@ -23,7 +23,7 @@ from stamp_core.config.params import (
 )
 from stamp_core.core.paths import PARAMS
 
-GRIDS = ("grid", "more_seeds")  # blocks that are trained
+GRIDS = ("grid", "more_seeds", "more_settings")  # blocks that are trained
 REQUIRED = ("grid", "ablation", "sweeps")  # blocks of a profile
 OWN_PAGES = ("tour",)  # blocks that a page of their own shows
 BLOCKS = {*REQUIRED, *GRIDS, *OWN_PAGES, CHOSEN}

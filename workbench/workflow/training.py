@@ -38,7 +38,7 @@ from workbench.workflow.clusters import Cluster, ClusterError, chosen_cluster, j
 from workbench.workflow.grid import load_records, train_and_save
 from workbench.workflow.profiles import expand_grid, read_profile
 
-# Settings on which each method's seconds were measured: photographs, and glyphs for those not there.
+# Where the seconds of each method were measured: photographs, and glyphs for those not there.
 REFERENCES = ("cifar100_c2_small", "cifar100_c20_small", "glyphs")
 OUTPUT = ("lines", "none")  # what a process of its own may show of its progress
 
@@ -292,7 +292,7 @@ def _accuracy(records: Sequence[Record]) -> str:
 
 
 def relative_seconds() -> dict[str, float]:
-    """Each method's seconds of clients relative to FedAvg's: the mean over photographs, or glyphs."""
+    """Each method's seconds relative to FedAvg's: the mean over photographs, otherwise on glyphs."""
     file = ROOT / "benchmarks" / "seconds.json"  # which `make bench` writes
     measured = json.loads(file.read_text()) if file.exists() else {}
     *photographs, glyphs = (_ratios(measured.get(setting, {})) for setting in REFERENCES)

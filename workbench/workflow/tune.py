@@ -21,9 +21,14 @@ from workbench.workflow.profiles import CIFAR100, DEFAULT, PRETRAINED, read_prof
 from workbench.workflow.sweeps import light_experiment
 from workbench.workflow.training import Job, require_trained, train_missing
 
-OTHERS = (CIFAR100, PRETRAINED)
-FILES = {DEFAULT: "params/tuning.yaml"} | {name: f"params/tuning_{name}.yaml" for name in OTHERS}
-FOLDERS = {DEFAULT: "figures"} | {name: f"figures/{name}" for name in OTHERS}
+ALPHA = "alpha"  # photographs again, where clients divide the images of a class
+FOLDERS = {
+    DEFAULT: "figures",
+    CIFAR100: "figures/cifar100",
+    ALPHA: "figures/cifar100/heterogeneity",
+    PRETRAINED: "figures/pretrained",
+}
+FILES = {name: f"params/tuning_{name}.yaml" for name in FOLDERS} | {DEFAULT: "params/tuning.yaml"}
 PROFILE = "tuning"  # of the records
 DIVERGED = ("DivergedError", "SeedsDiverged")  # such a candidate counts as undefined
 
@@ -35,6 +40,7 @@ class Tuning:
     setting: tuple[str, ...]
     seeds: str
     candidates: Mapping[str, list[dict[str, Any]]]  # method -> values by key, e.g. spatial.kappa
+    profile: str = DEFAULT  # which has the other values
     # The same for what else was tried in search of a better method: any number of variants.
     explored: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
 
@@ -56,24 +62,24 @@ class Tuning:
         return self.explored if kind == "explored" else self.candidates
 
 
-def read_tuning(profile: str = DEFAULT) -> Tuning:
-    """The candidates of a profile, checked."""
-    return build(Tuning, read_yaml(ROOT / FILES[profile]), FILES[profile])
+def read_tuning(name: str = DEFAULT) -> Tuning:
+    """The candidates of a file, checked."""
+    return build(Tuning, read_yaml(ROOT / FILES[name]), FILES[name])
 
 
 def candidate_experiments(
-    tuning: Tuning, profile: str = DEFAULT, setting: str | None = None
+    tuning: Tuning, name: str = DEFAULT, setting: str | None = None
 ) -> Iterator[Experiment]:
     """An experiment, whose `sweep` names the candidate, for each setting or for one."""
     if setting and setting not in tuning.setting:
-        raise unknown_name(f"{FILES[profile]}: setting", setting, tuning.setting)
-    params = read_profile(profile)
+        raise unknown_name(f"{FILES[name]}: setting", setting, tuning.setting)
+    params = read_profile(tuning.profile)
     for kind in KINDS:
         methods = tuning.methods(kind)
         for method, values in ((m, each) for m in methods for each in methods[m]):
-            for name in [setting] if setting else tuning.setting:
-                changed = override(at_setting(params, name), method, values)
-                yield light_experiment(name, method, changed, (kind, candidate_name(values)))
+            for own in [setting] if setting else tuning.setting:
+                changed = override(at_setting(params, own), method, values)
+                yield light_experiment(own, method, changed, (kind, candidate_name(values)))
 
 
 def candidate_name(values: Mapping[str, Any]) -> str:
@@ -108,23 +114,23 @@ def candidate_records(experiments: Sequence[Experiment], seeds: str, workers: in
 
 
 def tune(
-    workers: int, only: Sequence[str] = (), profile: str = DEFAULT, setting: str | None = None
+    workers: int, only: Sequence[str] = (), name: str = DEFAULT, setting: str | None = None
 ) -> None:
     """Train what is missing and write the pages; results of methods not in `only` stay."""
-    tuning = read_tuning(profile)
+    tuning = read_tuning(name)
     known = {(kind, m) for kind in KINDS for m in tuning.methods(kind)}
     if unknown := set(only) - {method for _, method in known}:
-        raise unknown_name(f"{FILES[profile]}: candidates", unknown.pop(), tuning.candidates)
+        raise unknown_name(f"{FILES[name]}: candidates", unknown.pop(), tuning.candidates)
     experiments = [
         experiment
-        for experiment in candidate_experiments(tuning, profile, setting)
+        for experiment in candidate_experiments(tuning, name, setting)
         if not only or experiment.method in only
     ]
     records = candidate_records(experiments, tuning.seeds, workers)
     swept = [(each, each.sweep) for each in experiments if each.sweep]
     tried = [(kind, each.method, name, each.setting.name) for each, (kind, name) in swept]
-    elsewhere = set() if profile == DEFAULT else default_candidates(tuning)
-    page = ROOT / FOLDERS[profile], known, elsewhere, setting or ALL
+    elsewhere = set() if tuning.profile == DEFAULT else default_candidates(tuning)
+    page = ROOT / FOLDERS[name], known, elsewhere, setting or ALL
     write_tuning(records, tried, parse_seeds(tuning.seeds), *page)
 
 
