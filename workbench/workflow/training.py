@@ -292,7 +292,7 @@ def _accuracy(records: Sequence[Record]) -> str:
 
 
 def relative_seconds() -> dict[str, float]:
-    """Each method's seconds relative to FedAvg's: the mean over photographs, otherwise on glyphs."""
+    """Each method's seconds relative to FedAvg's: on photographs, otherwise on glyphs."""
     file = ROOT / "benchmarks" / "seconds.json"  # which `make bench` writes
     measured = json.loads(file.read_text()) if file.exists() else {}
     *photographs, glyphs = (_ratios(measured.get(setting, {})) for setting in REFERENCES)
