@@ -1,13 +1,16 @@
 """The command `stamp`, also outside a checkout from a wheel."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
+from PIL import Image
 
 from stamp_core import load_experiment
 from stamp_core.config.decode import ParameterError
@@ -191,6 +194,26 @@ def test_a_wheel_trains_in_an_empty_folder(tmp_path):
     where, _, result, kept = ran.stdout.splitlines()
     assert kept.endswith(str(empty / "data/own/tiny"))
     assert Path(where).is_relative_to(site) and result.split()[0] == "fedavg"
+
+
+def test_images_of_a_folder_are_trained_as_the_page_says(tmp_path):
+    """In an empty folder with the settings of docs/data.md and six classes of images."""
+    block = re.search(r"```yaml\n(birds:.*?)```", (ROOT / "docs/data.md").read_text(), re.DOTALL)
+    (tmp_path / "params").mkdir()
+    (tmp_path / "params/settings.yaml").write_text(block[1])
+    draw = np.random.default_rng(0)
+    for label in range(6):
+        images = tmp_path / f"data/raw/birds/bird {label}"
+        images.mkdir(parents=True)
+        for each in range(10):
+            pixels = draw.integers(0, 256, (40, 36, 3), np.uint8)
+            Image.fromarray(pixels).save(images / f"{each}.png")
+    words = [sys.executable, "-m", "workbench.workflow.command", "run", "birds", "stamp", "replay"]
+    environment = {"PYTHONPATH": str(ROOT), "STAMP_PROGRESS": "none"}
+    ran = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert [line.split()[0] for line in ran.stdout.splitlines()[1:3]] == ["stamp", "replay"]
+    assert len([*(tmp_path / "data/own/birds").glob("*/*/run.json")]) == 4
 
 
 def test_a_setting_is_shown_with_who_learns_what(capsys):

@@ -21,12 +21,12 @@ from workbench.workflow.profiles import CIFAR100, DEFAULT, PRETRAINED, read_prof
 from workbench.workflow.sweeps import light_experiment
 from workbench.workflow.training import Job, require_trained, train_missing
 
-ALPHA = "alpha"  # photographs again, where clients divide the images of a class
-FOLDERS = {
+FOLDERS = {  # of the pages; a file without a profile of its name says whose settings it tunes
     DEFAULT: "figures",
     CIFAR100: "figures/cifar100",
-    ALPHA: "figures/cifar100/heterogeneity",
+    "alpha": "figures/cifar100/heterogeneity",
     PRETRAINED: "figures/pretrained",
+    "base": "figures/pretrained/cifar100_c2_base",
 }
 FILES = {name: f"params/tuning_{name}.yaml" for name in FOLDERS} | {DEFAULT: "params/tuning.yaml"}
 PROFILE = "tuning"  # of the records
