@@ -100,7 +100,8 @@ def test_an_archive_writes_nothing_outside(members, tmp_path, monkeypatch):
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.name)
 def test_published_records_are_those_of_the_published_table(path, tmp_path):
     setting = path.name.removesuffix(".tar.xz")
-    pages = [path.parents[1] / setting / "accuracy.csv", path.parents[1] / "ablation/ablation.csv"]
+    folder = path.parents[1]
+    pages = [folder / setting / "accuracy.csv", *folder.glob("ablation/ablation.csv")]
     rows = [row for page in pages for row in csv.DictReader(page.read_text().splitlines())]
     rows = [row for row in rows if row["setting"] == setting]
     table = {  # rows are in the order of tasks: the last one stays
