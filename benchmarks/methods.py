@@ -4,7 +4,7 @@ import json
 
 from stamp_core.core.paths import ROOT
 from workbench.report.frames import run_frame
-from workbench.workflow.grid import load_grid
+from workbench.workflow.grid import data_folder, load_grid
 from workbench.workflow.profiles import CIFAR100, DEFAULT
 from workbench.workflow.training import REFERENCES
 
@@ -16,6 +16,8 @@ def write_seconds() -> None:
     measured = json.loads(FILE.read_text())
     for setting in REFERENCES:
         profile = DEFAULT if setting == "glyphs" else CIFAR100
+        if not (ROOT / data_folder(profile) / "runs" / setting).exists():
+            continue  # its images need not be here either
         rows = run_frame(load_grid(f"grid.{setting}", profile))
         seconds = rows.groupby("method").client_seconds.median().dropna().round(4)
         if len(seconds):  # records that were made elsewhere have none
