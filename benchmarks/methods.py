@@ -5,7 +5,6 @@ import json
 from stamp_core.core.paths import ROOT
 from workbench.report.frames import run_frame
 from workbench.workflow.grid import data_folder, load_grid
-from workbench.workflow.profiles import CIFAR100, DEFAULT
 from workbench.workflow.training import REFERENCES
 
 FILE = ROOT / "benchmarks" / "seconds.json"
@@ -14,8 +13,7 @@ FILE = ROOT / "benchmarks" / "seconds.json"
 def write_seconds() -> None:
     """Write the clients' seconds of a round by setting and method, of the records that are here."""
     measured = json.loads(FILE.read_text())
-    for setting in REFERENCES:
-        profile = DEFAULT if setting == "glyphs" else CIFAR100
+    for setting, profile in REFERENCES.items():
         if not (ROOT / data_folder(profile) / "runs" / setting).exists():
             continue  # its images need not be here either
         rows = run_frame(load_grid(f"grid.{setting}", profile))

@@ -36,10 +36,10 @@ from stamp_core.results.records import Record
 from workbench.workflow.callers import end_with_caller
 from workbench.workflow.clusters import Cluster, ClusterError, chosen_cluster, job_workers
 from workbench.workflow.grid import load_records, train_and_save
-from workbench.workflow.profiles import expand_grid, read_profile
+from workbench.workflow.profiles import CIFAR100, DEFAULT, expand_grid, read_profile
 
 # Where the seconds of each method were measured: photographs, and glyphs for those not there.
-REFERENCES = ("cifar100_c2_small", "cifar100_c20_small", "glyphs")
+REFERENCES = {"cifar100_c2_small": CIFAR100, "cifar100_c20_small": CIFAR100, "glyphs": DEFAULT}
 OUTPUT = ("lines", "none")  # what a process of its own may show of its progress
 
 

@@ -136,7 +136,7 @@ def tune(
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train candidates on choosing seeds.")
     parser.add_argument("methods", nargs="*", help="some of the profile's; default: all")
-    parser.add_argument("--profile", default=DEFAULT, choices=FILES)
+    parser.add_argument("--profile", default=DEFAULT, choices=FILES, help="params/tuning_*.yaml")
     parser.add_argument("--setting", help="one of the profile's: values for it alone")
     arguments = parser.parse_args()
     tune(0, arguments.methods, arguments.profile, arguments.setting)
