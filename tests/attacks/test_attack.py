@@ -127,13 +127,13 @@ def test_total_variation_by_hand():
 
 
 def test_a_study_scores_new_images_and_exemplars_apart_and_repeats_itself():
-    cases = [Case("fedavg", 0, 4), Case("stamp", 1, 4), Case("replay", 1, 4, None)]
+    cases = [Case("fedavg", 0, 4), Case("stamp_without_coreset", 1, 4), Case("replay", 1, 4, None)]
     one, other = (study("tiny", cases, [0, 1], Attack(iterations=3)) for _ in range(2))
     assert one.rows.equals(other.rows)
     kinds = one.rows.groupby("method").kind.agg(lambda kinds: sorted(set(kinds)))
     assert kinds.to_dict() == {
         "fedavg": ["new"],
-        "stamp": ["exemplar", "new"],
+        "stamp_without_coreset": ["exemplar", "new"],
         "replay": ["exemplar", "new"],
     }
     whole = one.rows[one.rows.steps.isna()]

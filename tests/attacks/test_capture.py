@@ -95,6 +95,7 @@ def test_noise_has_its_deviation_and_none_leaves_the_upload_as_it_is():
     [
         (tiny(training={"momentum": 0.9}), "training.momentum is 0.9"),
         (tiny(training={"weight_decay": 0.1}), "training.weight_decay is 0.1"),
+        (tiny("stamp", prototype=0.1, **MATCHED), "prototype is 0.1"),
         (tiny(network=BATCH_NORM), "network.norm is 'batch'"),
     ],
 )

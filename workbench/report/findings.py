@@ -120,7 +120,7 @@ class Book:
     def differences(
         self, method: str, base: str, setting: str, where: str
     ) -> tuple[dict[str, float], ...]:
-        """The paired difference of each endpoint that the tables of a setting have."""
+        """The paired difference of each endpoint, by the tables of a setting."""
         if setting not in self.tables:
             raise invalid(where, setting, f"one of tables: {', '.join(self.tables)}")
         table = self.tables[setting]
@@ -130,8 +130,7 @@ class Book:
             [self.scores(name, setting, endpoint, where) for name in (method, base)]
             for endpoint in ENDPOINTS
         )
-        found = (metrics.paired_difference(*pair) for pair in pairs)
-        return tuple(each for each in found if each["n"])
+        return tuple(metrics.paired_difference(*pair) for pair in pairs)
 
     def scores(self, method: str, setting: str, endpoint: str, where: str) -> dict[int, float]:
         runs = self.tables[setting].runs
@@ -277,8 +276,6 @@ def _page_differences(
     text = (ROOT / table.page).read_text(encoding="utf-8")
     for measure in page.ENDPOINTS:
         heading = page.difference_heading(base, measure)
-        if measure != page.FINAL and heading not in text:  # older pages have final accuracy alone
-            continue
         _, _, section = text.partition(f"{heading}\n\n")
         lines = [line.strip("| ").split(" | ") for line in section.split("\n\n")[0].splitlines()]
         rows = {cells[0]: dict(zip(lines[0], cells, strict=True)) for cells in lines[2:]}

@@ -13,8 +13,8 @@ from workbench.report.text import epsilon_text, mean_std
 # a method, and the one that lacks nothing but what the pair is about
 PAIRS = (
     ("fedomg", "fedavg"),
-    ("stamp_without_coreset", "stamp_without_coreset_mean"),
-    ("stamp_without_coreset_mean", "replay"),
+    ("stamp", "stamp_mean"),
+    ("stamp_mean", "replay"),
     ("stamp", "replay"),
 )
 _MEASURES = {**page.ENDPOINTS, "forgetting": "main_forgetting"}

@@ -107,6 +107,8 @@ def require_plain_sgd(method: Method) -> None:
     for name in ("momentum", "weight_decay"):
         if value := getattr(training, name):
             raise invalid(f"training.{name}", value, "0 where uploads are inverted")
+    if value := getattr(method.params, "prototype", 0.0):
+        raise invalid("prototype", value, "0 where uploads are inverted")
     if len(method.model.buffers):
         raise invalid("network.norm", "batch", "another where uploads are inverted")
 

@@ -1,6 +1,7 @@
 """The measurements: which uploads are inverted, and how near the images come to the true ones.
 
-All methods are attacked in the same rounds of one run of STAMP. They receive the same model and
+All methods are attacked in the same rounds of one run of STAMP without its coreset, whose uploads
+differ from replay's by matching alone. They receive the same model and
 have the same memory and batches, so their uploads differ by what a method does with them alone.
 What is found on a client has a folder of its own: a killed campaign goes on.
 """
@@ -34,8 +35,8 @@ from workbench.studies.attacks.scores import (
     side_by_side,
 )
 
-TRAINED = "stamp"  # the preset whose run is attacked
-METHODS = ("fedavg", "replay", "stamp")
+MATCHED = "stamp_without_coreset"  # the preset whose run is attacked
+METHODS = ("fedavg", "replay", MATCHED)
 EXEMPLARS = 2  # of a class, where they return
 NOISE = (1e-3, 1e-2)  # multipliers of the norm of the update
 SCORES = (*COMPARED, *(f"{name}_gain" for name in COMPARED), "psnr_over_mean", "labels")
@@ -104,7 +105,7 @@ def start(
 ) -> AttackedRun:
     """A run of the setting that has not trained yet."""
     plain = {"setting.diagnostics": {}, **changes}
-    return AttackedRun(start_run(load_experiment(setting, TRAINED, params, plain), seed), params)
+    return AttackedRun(start_run(load_experiment(setting, MATCHED, params, plain), seed), params)
 
 
 def plan_attack(upload: Upload, case: Case) -> tuple[Upload, Tensor]:

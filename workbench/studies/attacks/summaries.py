@@ -7,7 +7,7 @@ import pandas as pd
 
 from workbench.report.metrics import summarise
 from workbench.studies.attacks.scores import Pixels
-from workbench.studies.attacks.study import METHODS, NOISE, SCORES, SIZES, Case
+from workbench.studies.attacks.study import MATCHED, METHODS, NOISE, SCORES, SIZES, Case
 
 _Pair = tuple[Pixels, Pixels]  # true and found
 
@@ -42,7 +42,7 @@ def contrast(rows: pd.DataFrame, one: Case, other: Case) -> pd.DataFrame:
 
 def contrasts(rows: pd.DataFrame) -> pd.DataFrame:
     """The contrasts that pages show: what matching, unknown weights and noise change."""
-    matched = [Case("stamp", 1, *size) for size in SIZES]
+    matched = [Case(MATCHED, 1, *size) for size in SIZES]
     pairs = [(case, replace(case, method="replay")) for case in matched]
     pairs += [(replace(case, weights="equal"), case) for case in matched[:3]]
     pairs += [(Case("fedavg", 0, *SIZES[0], noise=z), Case("fedavg", 0, *SIZES[0])) for z in NOISE]
