@@ -61,7 +61,7 @@ federation: $(FLOWER)/.ready  ## STAMP on three nodes with TLS, compared with th
 
 RANGE  = $(if $(SEEDS),--seeds $(SEEDS))
 CHOSEN = $(if $(METHOD),--method $(METHOD)) $(RANGE)
-paper cifar100 protocols: $(READY) .dvc/config.local  ## a profile, or one SETTING of it (METHOD='a b' SEEDS=0to2); estimates first
+paper cifar100 protocols: $(READY) .dvc/config.local  ## a profile, or one SETTING of it (METHOD='a b' SEEDS=200to202); estimates first
 	python -m workbench.workflow.estimate $@ $(SETTING) $(CHOSEN)
 	$(if $(METHOD)$(SEEDS),stamp run $(SETTING) $(METHOD) --profile $@ $(RANGE) --workers 0,dvc repro pipelines/$@/dvc.yaml$(if $(SETTING),:compare@$(SETTING)))
 
@@ -77,7 +77,7 @@ pretrained: $(READY) $(PRETRAINED)/.ready .dvc/config.local  ## photographs on f
 studies: repro  ## more seeds and questions beyond the paper's comparison: two hours
 	dvc repro pipelines/studies/dvc.yaml
 
-estimate: $(READY)  ## what `make paper SETTING=...` takes on this machine (PROFILE=cifar100, METHOD='a b', SEEDS=0to2)
+estimate: $(READY)  ## what `make paper SETTING=...` takes on this machine (PROFILE=cifar100, METHOD='a b', SEEDS=200to202)
 	python -m workbench.workflow.estimate $(or $(PROFILE),paper) $(SETTING) $(CHOSEN)
 
 lab: $(READY)  ## explore in JupyterLab
@@ -107,7 +107,7 @@ profile: $(READY)  ## where the time of one training goes: METHOD=stamp SETTING=
 faults: $(READY)  ## try 1,500 faults in an hour; writes benchmarks/faults.md
 	$(VENV)/bin/python -m benchmarks.faults
 
-clean:  ## remove everything computed; raw data and the environment stay
+clean:  ## remove what `make repro` and notebooks computed; figures, other records and raw data stay
 	rm -rf data/source data/splits data/runs data/sweeps data/metrics data/quick data/cache data/resume .dvc/cache .dvc/tmp
 	find data/executed -name '*.ipynb' -delete
 
