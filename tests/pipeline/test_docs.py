@@ -1,10 +1,12 @@
 """The complete files in README.md and docs/ work where they are put."""
 
+import ast
 import importlib
 import json
 import re
 import sys
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import numpy as np
@@ -30,12 +32,14 @@ FILES = {
     for folder, name, code in FILE.findall(page.read_text("utf-8"))
 }
 
-
+LOADS = re.compile(  # but for the accountant, whose package is an extra
+    r"from (stamp_core|workbench)(?!\.studies\.accountant)\b|values = |\w+ = load_experiment\("
+)
 PLANS = (paths.ROOT / "docs" / "plans.md").read_text("utf-8")
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PLANS, re.S)
+def blocks(language: str, text: str = PLANS) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.S)
 
 
 def named(folder: str) -> list[str]:
@@ -71,6 +75,16 @@ def run(kind: str, **preset: Any) -> Record:
 
 def differ(one: Record, other: Record) -> bool:
     return any((value != other.weights[name]).any() for name, value in one.weights.items())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_examples_import_what_there_is_and_load_their_experiments(page):
+    for code in map(dedent, blocks("python", page.read_text("utf-8"))):
+        found: dict[str, Any] = {}
+        for node in ast.walk(ast.parse(code)):
+            text = ast.unparse(node) if isinstance(node, ast.ImportFrom | ast.Assign) else ""
+            if LOADS.match(text):
+                exec(text, found)
 
 
 def test_every_kind_of_extension_has_a_complete_file():
