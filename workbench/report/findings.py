@@ -166,17 +166,17 @@ class Book:
         what, setting, *stages = lookup.split(", ")
         endpoint = int(bool(stages))
         if what.startswith("share "):
-            return self._share(what.removeprefix("share "), setting, where)
+            return self._share(what.removeprefix("share "), setting, endpoint, where)
         method, _, base = what.partition(" - ")
         if base:
             return _points(self.differences(method, base, setting, where)[endpoint])
         scores = self.scores(method, setting, ENDPOINTS[endpoint], where)
         return f"{metrics.summarise(scores.values())['mean']:.1f} %"
 
-    def _share(self, method: str, setting: str, where: str) -> str:
+    def _share(self, method: str, setting: str, endpoint: int, where: str) -> str:
         """How much of the distance from FedAvg, at its best step, to joint training is closed."""
         low, own, high = (
-            metrics.summarise(self.scores(each, setting, ENDPOINTS[0], where).values())["mean"]
+            metrics.summarise(self.scores(each, setting, ENDPOINTS[endpoint], where).values())["mean"]
             for each in ("fedavg_step", method, "joint")
         )
         return f"{100 * (own - low) / (high - low):.0f} %"
