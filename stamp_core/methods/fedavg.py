@@ -1,4 +1,4 @@
-"""Federated averaging, whose parameters are the two learning rates that every method has."""
+"""Federated averaging, whose parameters are the two learning rates of all methods that train."""
 
 from typing import ClassVar
 

@@ -175,10 +175,11 @@ class Book:
 
     def _share(self, method: str, setting: str, endpoint: int, where: str) -> str:
         """How much of the distance from FedAvg, at its best step, to joint training is closed."""
-        low, own, high = (
-            metrics.summarise(self.scores(each, setting, ENDPOINTS[endpoint], where).values())["mean"]
+        scores = (
+            self.scores(each, setting, ENDPOINTS[endpoint], where)
             for each in ("fedavg_step", method, "joint")
         )
+        low, own, high = (metrics.summarise(each.values())["mean"] for each in scores)
         return f"{100 * (own - low) / (high - low):.0f} %"
 
     def readme_list(self) -> str:

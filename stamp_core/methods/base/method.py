@@ -41,7 +41,7 @@ class NoParams:
 
 @dataclass(frozen=True)
 class FedAvgParams:
-    """FedAvg's parameters, which all methods with a server inherit."""
+    """FedAvg's parameters, which all methods that train inherit."""
 
     server_lr: Positive = 1.0  # theta + server_lr * (average - theta)
     lr: Positive | None = None  # of local SGD with this method; null: the setting's

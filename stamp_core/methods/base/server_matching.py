@@ -22,7 +22,7 @@ PROJECTION = "projection"  # in a message: k numbers from which products of upda
 
 @dataclass(frozen=True)
 class SpatialParams(MatchingParams):
-    """Matching of the clients' updates; the weighted reference is FedAvg's update."""
+    """Matching of the clients' updates; `weighted` is FedAvg's mean of them, as normalised."""
 
     reference: Literal["mean", "weighted", "current", "halves"] = "weighted"
     normalise: Literal["none", "mean", "current"] = "mean"

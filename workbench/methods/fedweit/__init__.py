@@ -30,7 +30,7 @@ class FedWeITParams(FedAvgParams):
     """How weights are decomposed, what is sent of them, and what holds those of past tasks."""
 
     adaptive: NonNegative | None = 1 / 3  # A starts at this share of B; null: nothing is decomposed
-    sparsity: Fraction = 0.3  # share of each tensor's channels that is not uploaded
+    sparsity: Fraction = 0.3  # share of channels not uploaded, and one more of each tensor
     # weight of |A|; elements of A up to this size are neither sent nor used
     lambda1: NonNegative = 1e-3
     # weight of half the squared change of the weights of past tasks
