@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stamp_core.client import runtime as runtimes
 from stamp_core.client.batches import Batch, append_exemplars, augment
-from stamp_core.client.by_class import class_means, first_per_class, sample_balanced
+from stamp_core.client.by_class import sample_balanced
 from stamp_core.client.runtime import ClientRuntime, RoundId
 from stamp_core.config.schema import Network, Setting, Split, Training
 from stamp_core.core.seeding import generator
@@ -143,19 +143,6 @@ def test_each_channel_is_normalised_separately():
     runtime = ClientRuntime(Setting("by hand", {}, SPLIT, MLP, TRAINING), dataset)
     expected = torch.tensor([[-2.0, 2.0], [0.0, 2.0]]).view(1, 2, 1, 2)
     torch.testing.assert_close(runtime.normalise(x), expected, atol=1e-6, rtol=0)
-
-
-def test_the_first_images_of_each_class():
-    labels = torch.tensor([2, 0, 2, 2, 1, 0])
-    assert first_per_class(labels, 2).tolist() == [0, 1, 2, 4, 5]
-    assert first_per_class(labels, 0).tolist() == first_per_class(labels[:0], 2).tolist() == []
-
-
-def test_class_means_by_hand():
-    """Classes may come in any order and number: (1 + 5) / 2, 3 and (0 + 2 + 4) / 3."""
-    values = torch.tensor([[3.0], [0.0], [1.0], [2.0], [5.0], [4.0]])
-    means, classes = class_means(values, torch.tensor([4, 9, 1, 9, 1, 9]))
-    assert (means.flatten().tolist(), classes.tolist()) == ([3.0, 3.0, 2.0], [1, 4, 9])
 
 
 def test_a_balanced_sample_has_as_many_images_of_each_class():

@@ -12,7 +12,7 @@ import yaml
 from ruamel.yaml import YAML
 
 from stamp_core.config.decode import ParameterError
-from stamp_core.config.params import merge_blocks, parse_seeds, read_params, read_setting, read_yaml
+from stamp_core.config.params import parse_seeds, read_params, read_setting, read_yaml
 from stamp_core.config.schema import Diagnostics
 from stamp_core.core.paths import ROOT
 from stamp_core.engine.experiment import load_experiment
@@ -249,10 +249,3 @@ def test_a_preset_without_a_kind_is_the_method_of_its_name_also_when_extended():
     methods = {"replay": {"ratio": 0.5}, "more": {"extends": "replay", "server_lr": 2.0}}
     kind, params = resolve_preset("more", {"methods": methods})
     assert kind is get_method("replay") and (params.ratio, params.server_lr) == (0.5, 2.0)
-
-
-def test_a_leaf_over_a_block_and_a_block_over_a_leaf_replace_it():
-    base = {"a": 1, "f": {"g": 4}, "h": 5}
-    merged = merge_blocks(base, {"f": None, "h": {"i": 8}, "k": [9]})
-    assert merged == {"a": 1, "f": None, "h": {"i": 8}, "k": [9]}
-    assert base == {"a": 1, "f": {"g": 4}, "h": 5}

@@ -1,8 +1,6 @@
 """BCSR: an independent version of the whole rule, and the parts that it cannot judge."""
 
 import math
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -182,68 +180,9 @@ def test_normalisation_keeps_its_running_statistics(network, space):
 # ------------------------------------------------------------------------------ closed forms
 
 
-def test_the_gradient_of_a_quadratic_problem_is_that_of_its_exact_solution():
-    """With l_i = (theta - a_i)' C_i (theta - a_i) / 2 the inner solution is
-    (sum_i p_i C_i)^-1 sum_i p_i C_i a_i, whatever the p_i add up to."""
-    n, size = 5, 3
-    roots, a, p = normal(n, size, size), normal(n, size, seed=1), normal(n, seed=2).softmax(0)
-    C = roots @ roots.mT + 0.5 * torch.eye(size)
-
-    def losses(theta: Tensor) -> Tensor:
-        return torch.einsum("ni,nij,nj->n", theta - a, C, theta - a) / 2
-
-    def solution(p: Tensor) -> Tensor:
-        matrix = torch.einsum("n,nij->ij", p, C)
-        return torch.linalg.solve(matrix, torch.einsum("n,nij,nj->i", p, C, a))
-
-    def found(lr: float, terms: int) -> Tensor:
-        theta, q = solution(p).requires_grad_(), p.clone().requires_grad_()
-        inner, outer = q @ losses(theta), losses(theta).mean()
-        return bcsr._implicit_gradient(inner, outer, q, [theta], lr, terms)
-
-    exact = differences(lambda q: float(losses(solution(q)).mean()), p)
-    assert exact.abs().min() > 1e-3
-    for lr in (0.04, 0.1):
-        torch.testing.assert_close(found(lr, 1500), exact, rtol=1e-6, atol=1e-8)
-    far = [float((found(0.02, terms) - exact).norm()) for terms in (1, 4, 30)]
-    assert far[0] > far[1] > far[2]
-
-
-def differences(value: Callable[[Tensor], float], p: Tensor, step: float = 1e-5) -> Tensor:
-    units = step * torch.eye(len(p), dtype=p.dtype)
-    quotients = [(value(p + unit) - value(p - unit)) / (2 * step) for unit in units]
-    return torch.tensor(quotients, dtype=p.dtype)
-
-
-@pytest.mark.parametrize("count", [1, 3, 7])
-def test_inclusion_probabilities_are_the_gradient_of_the_smoothed_sum(count):
-    """The sum of the largest of p + smoothing z is piecewise linear, so differences are exact."""
-    p = normal(7, seed=4).softmax(0)
-    z = torch.randn(7, generator=generator(3), dtype=torch.float64).numpy()
-
-    def smoothed(q: Tensor) -> float:
-        several = [q.numpy() + 0.5 * np.roll(z, shift) for shift in range(7)]
-        return float(np.mean([np.sort(each)[-count:].sum() for each in several]))
-
-    found = bcsr._inclusion_probabilities(p, count, 0.5, generator(3))
-    torch.testing.assert_close(found, differences(smoothed, p, 1e-7), rtol=0, atol=1e-6)
-
-
 def test_a_strong_regulariser_leaves_weight_on_as_many_as_are_selected():
     weights = weights_of(make_task(40, 0, beta=50.0, weights_lr=1.0, smoothing=1e-9))
     assert (weights > 0).sum() == 6
-
-
-def test_images_are_sampled_without_replacement_by_their_weights():
-    """The probability of i and then j is p_i p_j / (1 - p_i); 5 deviations are allowed."""
-    p, times, draws = [0.5, 0.3, 0.2, 0.0], 4000, generator()
-    orders = [bcsr._sample(7 * torch.tensor(p).double(), draws).tolist() for _ in range(times)]
-    assert all(sorted(order) == [0, 1, 2, 3] and order[3] == 3 for order in orders)
-    counts = Counter((order[0], order[1]) for order in orders)
-    for i in range(3):
-        for j in {0, 1, 2} - {i}:
-            chance = p[i] * p[j] / (1 - p[i])
-            assert abs(counts[i, j] - times * chance) < 5 * math.sqrt(times * chance)
 
 
 # --------------------------------------------------------------------------------- divergence

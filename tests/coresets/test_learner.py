@@ -12,7 +12,6 @@ from stamp_core.coresets.learner import Learner
 from stamp_core.models.flat import FlatModel
 from stamp_core.models.networks import Classifier, build_network
 from workbench.per_sample import CHUNK, head_gradient_factors, per_sample_gradients
-from workbench.selection.csrel import train_weighted
 
 CLASSES = 5
 
@@ -102,37 +101,3 @@ def test_a_learner_loads_client_and_initial_weights():
         learner.train(*examples(6), [torch.arange(6)], lr=0.1)
         assert not torch.equal(learner.model.parameters, initial) and learner.model.buffers[0] != 0
         learner.load_client_weights()
-
-
-def test_training_takes_the_steps_of_sgd_in_the_order_of_the_batches():
-    learner, other, (images, labels) = make_learner(), make_learner(), examples(10)
-    batches = [torch.tensor([3, 1, 3]), torch.tensor([9]), torch.arange(10)]
-    learner.train(images, labels, batches, lr=0.3)
-    sgd = torch.optim.SGD(other.network.parameters(), lr=0.3)
-    for indices in batches:
-        sgd.zero_grad()
-        F.cross_entropy(other.network(images[indices]), labels[indices]).backward()
-        sgd.step()
-    torch.testing.assert_close(learner.model.parameters, other.model.parameters)
-    assert not learner.network.training
-
-
-def test_weighted_training_is_that_on_batches_with_repeated_images():
-    """Images 0, 0 and 2 have the weights 2/3, 0 and 1/3."""
-    learner, other, (images, labels) = make_learner(), make_learner(), examples(3)
-    batches = [torch.tensor([0, 0, 2]), torch.tensor([1, 2])]
-    weights = torch.tensor([[2 / 3, 0, 1 / 3], [0, 1 / 2, 1 / 2]])
-    train_weighted(learner, images, labels, weights, lr=0.3)
-    other.train(images, labels, batches, lr=0.3)
-    torch.testing.assert_close(learner.model.parameters, other.model.parameters)
-    assert not learner.network.training
-
-
-def test_losses_are_those_of_single_images_in_evaluation_mode():
-    learner, (images, labels) = make_learner(BATCH_NORM), examples(5)
-    before = learner.model.buffers.clone()
-    losses = learner.losses(images, labels)
-    pairs = [(images[i : i + 1], labels[i : i + 1]) for i in range(5)]
-    alone = [F.cross_entropy(learner.network(image), label) for image, label in pairs]
-    torch.testing.assert_close(losses, torch.stack(alone))
-    assert torch.equal(learner.model.buffers, before) and not losses.requires_grad

@@ -22,8 +22,6 @@ from stamp_core.coresets.selection.base import Proposal, TaskData
 from stamp_core.methods.base.rehearsal import Rehearsal
 
 CLASSES = 10
-FACES = {"source": "glyphs", "classes": 10, "train_per_class": 32, "test_per_class": 16}
-FACES |= {"size": 16, "face_domains": True}
 GIVEN: list[TaskData] = []  # what the rule `recording` was given
 
 

@@ -77,3 +77,10 @@ def load_in_two_threads(
 
 def cached() -> list[str]:
     return sorted(path.name for path in paths.CACHE.glob("[!.]*"))
+
+
+def flip(path: Path) -> None:
+    """Change the last bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)

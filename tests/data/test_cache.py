@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from folders import flip
 
 from stamp_core.data import sources
 from stamp_core.data.cache import ARRAYS
@@ -62,12 +63,6 @@ def test_options_and_code_decide_the_folder(cache, monkeypatch):
     monkeypatch.setattr(fingerprint, lambda *paths: "changed code")
     load_dataset(SMALL)
     assert len(cached(cache)) == 3
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
 
 
 def rename(path: Path) -> None:

@@ -21,6 +21,7 @@ from folders import (
     all_images,
     cached,
     fill_train_and_test,
+    flip,
     load_error,
     load_in_two_threads,
     noise,
@@ -296,12 +297,6 @@ def test_two_threads_decode_each_image_once(images, monkeypatch):
     names = count_decoded(monkeypatch)
     one, other = load_in_two_threads(WHOLE, monkeypatch)
     assert len(names) == 11 and one.digest == other.digest
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
 
 
 def edit(old: str, new: str) -> Callable[[Path], None]:

@@ -49,14 +49,6 @@ def test_an_exported_plan_comes_back(name, suffix, tmp_path):
     assert import_plan(path, dataset, seed=3).seed == 3
 
 
-def test_a_class_without_images_is_kept_in_a_table():
-    """The case `shares` above has one: such a class is tested, and its line has no image."""
-    split, dataset = PLANS["shares"]
-    tasks = [task for own in make_plan(split, dataset, 7).clients for task in own]
-    held = [{i % 10 for i in task.train or ()} for task in tasks]
-    assert any(own < set(task.classes) for own, task in zip(held, tasks, strict=True))
-
-
 @pytest.mark.parametrize("seed", [-5, 1.5, float("nan")])
 def test_a_seed_is_a_whole_number(seed, tmp_path):
     export_plan(make_plan(OWN, TEN, 0), TEN, tmp_path / "plan.json")

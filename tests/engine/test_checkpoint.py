@@ -22,7 +22,7 @@ from stamp_core.engine import trees
 from stamp_core.engine.checkpoint import Checkpoint
 from stamp_core.engine.trees import Store, Tree
 from stamp_core.results import records
-from stamp_core.results.records import Record, history_total, tree_bytes
+from stamp_core.results.records import Record
 
 MINE = {"parameters": "p", "plan": "q", "code": "c"}
 
@@ -433,11 +433,3 @@ def test_a_record_comes_back_bit_for_bit(tmp_path):
         for key, array in pairs.items():
             assert (arrays[key].dtype, arrays[key].shape) == (array.dtype, array.shape)
             assert arrays[key].tobytes() == array.tobytes()
-
-
-def test_totals_and_bytes_by_hand():
-    """5 floats and 3 + 2 int64 are 20 + 40 bytes; text and numbers weigh nothing."""
-    assert history_total([{"bytes": {"up": 4}}, {"bytes": {"up": 5}}], "bytes", "up") == 9.0
-    assert history_total([], "bytes", "up") == 0.0
-    tree = {"a": torch.zeros(5), "b": [torch.zeros(3).long(), {"c": torch.zeros(2).long()}], "n": 7}
-    assert tree_bytes(tree) == 60 and tree_bytes({"n": "text", "e": []}) == 0

@@ -12,21 +12,7 @@ import pytest
 import small
 import torch
 import torch.nn.functional as F
-from small import (
-    BATCH_NORM,
-    BN_B,
-    BN_P,
-    ROUNDS,
-    P,
-    kept,
-    plan,
-    plans,
-    run,
-    saved,
-    tiny,
-    whole,
-    with_train,
-)
+from small import BATCH_NORM, ROUNDS, kept, plan, plans, run, saved, tiny, whole, with_train
 
 from stamp_core.data.plan import Plan
 from stamp_core.engine import executor
@@ -48,18 +34,6 @@ SECONDS = {"clients", "waiting", "server", "evaluation", "checkpoint"}
 def a_run(experiment: Experiment) -> engine.Run:
     worker = small.worker(experiment, plan(experiment))
     return engine.Run(experiment, plan(experiment), worker, executor.SerialExecutor(worker), None)
-
-
-@pytest.mark.parametrize(
-    ("network", "each"), [(small.NETWORK, 4 * P), (BATCH_NORM, 4 * (BN_P + BN_B))]
-)
-def test_a_participant_costs_the_model_each_way(network, each):
-    """4 bytes per parameter and shared buffer."""
-    training = {"participation": 0.75}
-    record = run(tiny(network=network, split={"images_per_class": 5}, training=training))
-    for row in record.history:
-        assert row["participants"] == row["completed"] == 3
-        assert row["bytes"] == {"down": 3 * each, "up": 3 * each}
 
 
 def test_the_history_has_an_entry_per_round_with_all_phases():

@@ -318,6 +318,11 @@ class RehearsalReference(FedAvgReference):
         return found
 
 
+def sigmoid(x: Array) -> Array:
+    """1 / (1 + e^-x)."""
+    return np.asarray(1 / (1 + np.exp(-x)))
+
+
 def softmax(logits: Array) -> Array:
     """Probabilities.  # [n, L]"""
     powers = np.exp(logits - logits.max(1, keepdims=True))

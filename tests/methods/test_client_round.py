@@ -121,21 +121,3 @@ def test_the_history_counts_the_images_that_are_encoded_for_a_gradient(kind, par
     record = run(tiny(kind, split=FEW, **params))
     expected = [4 * counts[entry["experience"]] for entry in record.history]
     assert [entry["images"] for entry in record.history] == expected
-
-
-@pytest.mark.parametrize("training", [{}, {"participation": 0.5}], ids=str)
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize(
-    ("experiences", "first"), [([], True), ([1], True), ([1, 4], False)], ids=str
-)
-def test_first_due_and_missed_rounds_are_known(experiences, first, last, training):
-    """In experience 4 of two cycles of three tasks: it is due in the last round, and where that may
-    be missed in the first."""
-    experiment = tiny(split={"cycles": 2}, training=training)
-    state = {"experiences": experiences}
-    method = small.worker(experiment).method
-    client_round = method.client_round(RoundId(0, 0, 4, 0, last), plan(experiment), state, {})
-    assert client_round.first == first
-    assert method.is_due(client_round) == (last or (first and bool(training)))
-    assert client_round.recorded == sorted({*experiences, 4})
-    assert state == {"experiences": experiences} and client_round.task == 1

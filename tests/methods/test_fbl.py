@@ -2,7 +2,6 @@
 
 import math
 from collections import defaultdict
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -248,18 +247,3 @@ def test_runs_on_scenes_are_those_of_the_reference(options):
     # a pixel at its threshold may be on either side of it
     np.testing.assert_allclose(found, expected, rtol=0, atol=5e-4)
     assert_logged(record, naive)
-
-
-@pytest.mark.parametrize("masks", [True, False])
-def test_the_gap_of_a_pixel_is_that_of_a_sigmoid_and_of_an_image_that_of_a_softmax(masks):
-    """Of one task the weights are (1 - p)^z over their mean."""
-    options = small.SCENES if masks else {}
-    experiment = tiny("fbl", **options)
-    method = small.worker(experiment, plan(experiment)).method
-    logits = torch.tensor([[2.0, 2.0, -1.0], [0.5, -1.0, 3.0]])
-    labels = torch.tensor([0, 2])
-    p = logits.sigmoid() if masks else logits.softmax(1)
-    gaps = (1 - p[[0, 1], labels]) ** 0.5
-    past = SimpleNamespace(power=0.5, groups=torch.tensor([[1.0, 0], [1, 0], [1, 0]]))
-    weights = method.compensation(past, logits, F.one_hot(labels, 3).float())
-    torch.testing.assert_close(weights, gaps / gaps.mean())

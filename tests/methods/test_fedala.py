@@ -161,26 +161,6 @@ def test_a_client_without_images_learns_no_weights_and_its_first_time_is_still_t
     assert client_round.log.numbers == {} and client_round.log.events == []
 
 
-@pytest.mark.parametrize("slower", [2, 20])
-def test_the_first_step_of_the_weights_does_not_depend_on_the_local_learning_rate(slower):
-    """An update 1 / c as long, as a local learning rate 1 / c as large leaves it, has the same
-    step of W to first order: eta_w G (theta - own) with c eta_w and (theta - own) / c.
-
-    Here from an own model that differs by 1e-3 from the received one, or by 1e-3 / c.
-    """
-    steps = []
-    for lr, scale in ((0.1, 1.0), (0.1 / slower, 1.0 / slower)):
-        training = {"lr": lr, "batch_size": 1000}
-        experiment = tiny("fedala", lr_product=0.01, share=1.0, training=training)
-        method, client_round = away(experiment, settled=True)
-        difference = 1e-3 * scale * torch.randn(HEAD, generator=generator("difference"))
-        client_round.state["own"] = client_round.message["parameters"][-HEAD:] + difference
-        client_round.state["weights"] = torch.full((HEAD,), 0.5)
-        steps.append(small.started(method, client_round).weights - 0.5)
-    assert float(steps[0].abs().max()) > 1e-5
-    torch.testing.assert_close(steps[1], steps[0], rtol=0.02, atol=1e-6)
-
-
 @pytest.mark.parametrize("policy", ["shared", "local", "frozen"])
 def test_learning_the_weights_changes_no_running_statistics(policy):
     experiment = tiny("fedala", network=BATCH_NORM, training={"buffers": policy}, tensors=4)

@@ -134,21 +134,6 @@ def test_alignment_and_trace_change_no_running_statistics(policy):
     assert torch.equal(model.buffers, before)
 
 
-def test_a_client_without_images_keeps_the_received_model():
-    """Nothing to align with, no step, a trace of zero that does not count."""
-    experiment = tiny("fedas", training={"weight_decay": 0.1})
-    plan = small.awkward(experiment)
-    worker = small.worker(experiment, plan)
-    server, clients, *_ = worker.initial_states(0)
-    sent = {"base": server["parameters"][:BASE] + 1}
-    client_round = worker.method.client_round(RoundId(0, 2, 1, 0), plan, clients[2], sent)
-    reply = worker.method.train_client(client_round)
-    assert torch.equal(reply.message["base"], sent["base"])
-    assert torch.equal(reply.state["base"], sent["base"])
-    assert torch.equal(reply.state["head"], clients[2]["head"])
-    assert float(reply.message["trace"]) == reply.samples == 0
-
-
 def test_a_client_never_selected_has_the_untrained_head_and_the_unaligned_encoder():
     experiment = tiny("fedas")
     plan = small.plan(experiment)

@@ -2,11 +2,9 @@
 
 import numpy as np
 import pytest
-import small
 import states
 import torch
-from reference import CLOSE, GROWING, Array, FedAvgReference, Numbers, Reply, State, Visit
-from small import BATCH_NORM, whole
+from reference import CLOSE, GROWING, Array, FedAvgReference, Numbers, Reply, State, Visit, sigmoid
 
 from stamp_core.core.seeding import generator
 from stamp_core.results.records import SCORINGS
@@ -19,11 +17,6 @@ from workbench.methods.fedweit.decomposed import (
 )
 
 TASK = SCORINGS.index("task")
-
-
-def sigmoid(x: Array) -> Array:
-    """1 / (1 + e^-x)."""
-    return np.asarray(1 / (1 + np.exp(-x)))
 
 
 class FedWeITReference(FedAvgReference):
@@ -233,15 +226,3 @@ def test_sparse_vectors_come_back_in_few_bytes(share):
     sparse = to_sparse(vector, 0.0)
     assert torch.equal(to_dense(**sparse, size=999), vector)
     assert sparse["places"].nbytes == min(4 * len(sparse["values"]), 125)
-
-
-@pytest.mark.parametrize("head", ["shared", "task"])
-@pytest.mark.parametrize("buffers", ["shared", "local", "frozen"])
-def test_convolutions_and_statistics_of_normalisation_travel_with_their_tasks(buffers, head):
-    """With one image, one class or none, two cycles, half of the clients in a round."""
-    training = {"participation": 0.5, "buffers": buffers}
-    split = {"cycles": 2, "images_per_class": 10}
-    experiment = whole("fedweit", network=BATCH_NORM, split=split, training=training, head=head)
-    record = small.run(experiment, small.awkward(experiment))
-    assert np.isfinite(record.scores["personal"][TASK]).any()
-    assert all(np.isfinite(entry["loss"] or 0) for entry in record.history)

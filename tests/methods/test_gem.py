@@ -13,8 +13,7 @@ from active_sets import best_active_set
 from reference import CONFIGURATIONS, Array, Numbers, RehearsalReference, State, Visit
 from small import BATCH_NORM, P, kept, plan, run, tiny
 
-from workbench.methods.agem import remove_conflict
-from workbench.methods.base.gradient_projection import exemplar_gradient, project_gradient
+from workbench.methods.base.gradient_projection import exemplar_gradient
 
 BOTH = pytest.mark.parametrize("kind", ["agem", "gem"])
 
@@ -83,24 +82,6 @@ def test_they_are_the_reference(kind, naive, params, configuration):
         notes = {f"{kind} corrected": pytest.approx(np.mean(expected))} if expected else {}
         assert entry["notes"] == notes and not any("corrected" in each for each in entry["events"])
     assert any(share for each in found.shares.values() for share in each)
-
-
-@pytest.mark.parametrize("length", [1e-30, 1.0, 1e20])
-@pytest.mark.parametrize("share", [0.1, 1e6, -0.1])
-def test_the_closed_form_of_agem_is_the_minimum_of_gems_program(share, length):
-    """For any length of the reference, from little conflict to opposite directions, and none."""
-    gradient, noise = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
-    noise -= (noise @ gradient) / (gradient @ gradient) * gradient
-    past = length * (noise / share - gradient * math.copysign(1.0, share))
-    added, product = remove_conflict(gradient, past)
-    program = project_gradient(gradient, [past]).added
-    assert float(product) == pytest.approx(float(past.double() @ gradient.double()))
-    if share < 0:
-        assert not added.any() and program is None
-    else:
-        assert program is not None
-        torch.testing.assert_close(added, program, rtol=1e-9, atol=1e-12)
-        assert added.norm() > 0.05 * gradient.norm()
 
 
 @BOTH

@@ -8,7 +8,17 @@ import small
 import states
 import torch
 import torch.nn.functional as F
-from reference import GROWING, Array, FedAvgReference, Numbers, Reply, State, Visit
+from reference import (
+    GROWING,
+    Array,
+    FedAvgReference,
+    Numbers,
+    Reply,
+    State,
+    Visit,
+    sigmoid,
+    softmax,
+)
 from small import BATCH_NORM, plan, whole
 from torch import Tensor, nn
 
@@ -163,17 +173,6 @@ class GLFCReference(FedAvgReference):
                     self.best = best
             self.old, self.past, self.told = self.best, self.seen, set()
         return self.theta
-
-
-def sigmoid(x: Array) -> Array:
-    """1 / (1 + e^-x)."""
-    return np.asarray(1 / (1 + np.exp(-x)))
-
-
-def softmax(logits: Array) -> Array:
-    """Probabilities.  # [n, L]"""
-    powers = np.exp(logits)
-    return np.asarray(powers / powers.sum(1, keepdims=True))
 
 
 @pytest.mark.parametrize("configuration", GROWING)

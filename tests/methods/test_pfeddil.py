@@ -21,7 +21,7 @@ from reference import (
 from small import run, tiny
 
 from stamp_core.config.decode import ParameterError
-from workbench.methods.pfeddil import PFedDIL, log_share, moments, nearest_model
+from workbench.methods.pfeddil import PFedDIL
 
 FEW = {"images_per_class": 20}
 F = 32  # features of the small network
@@ -114,35 +114,6 @@ def test_whole_runs_are_those_of_the_reference(params, configuration, tmp_path):
             for known, expected in zip(model["tasks"].values(), tasks.values(), strict=True):
                 np.testing.assert_allclose(known, expected, **CLOSE)
     states.assert_personal_scores(record, naive, kind.vote.__get__(naive))
-
-
-def test_the_answer_of_an_auxiliary_classifier_by_hand():
-    """Features of two images: (0, 0) and (2, 4), so the means are (1, 2), the variances (1, 4).
-
-    (1, 2) has a distance of 0 and (2, 4) of (1 + 4 / 4) / 2 = 1: both are the model's own for sure.
-    (4, 8) has (9 + 36 / 4) / 2 = 9: exp(-8). A second task with the means (4, 8) takes it for sure.
-    """
-    known = moments(torch.tensor([[0.0, 0.0], [2.0, 4.0]]))
-    assert known.tolist() == [[1, 2], [1, 4]]
-    images = torch.tensor([[1.0, 2.0], [2.0, 4.0], [4.0, 8.0]])
-    assert log_share({"0": known}, images).tolist() == [0, 0, -8]
-    other = torch.tensor([[4.0, 8.0], [1.0, 4.0]])
-    assert log_share({"0": known, "1": other}, images).tolist() == [0, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("near", "threshold", "limit", "expected"),
-    [
-        ([], 0.5, 3, 0),  # no model yet
-        ([0.3, 0.6], 0.5, 3, 1),  # the nearest one
-        ([0.3, 0.5], 0.5, 3, 2),  # none is near: at the threshold is not above it
-        ([0.3, 0.5], 0.5, 2, 1),  # none is near, but there is no room
-        ([0.3, 0.1], 0.0, 3, 0),  # threshold 0: one model for ever
-        ([1.0, 0.1], 1.1, 3, 2),  # above 1: always a new one
-    ],
-)
-def test_the_choice_of_a_model_by_hand(near, threshold, limit, expected):
-    assert nearest_model(torch.tensor(near), threshold, limit) == expected
 
 
 def test_without_migration_auxiliary_classifiers_do_not_touch_the_models():

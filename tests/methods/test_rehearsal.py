@@ -132,10 +132,3 @@ def test_a_class_met_again_is_merged_once_in_the_last_round(options, first, clas
     for entry in run(experiment).history:
         again = entry["experience"] >= first and entry["round"]
         assert entry["events"].get(REPEATED, 0) == (4 * classes if again else 0)
-
-
-def test_replay_forgets_less_than_fedavg_and_at_ratio_zero_trains_like_it():
-    replay, unused, fedavg = (run(e) for e in (tiny("replay"), tiny("replay", ratio=0.0), tiny()))
-    small.assert_same_weights(unused, fedavg)
-    accuracies = [record.accuracy()[-1, :, 0].mean() for record in (replay, fedavg)]
-    assert accuracies[0] > accuracies[1] + 0.1

@@ -3,7 +3,6 @@
 import itertools
 from typing import Any
 
-import pytest
 import small
 import torch
 from small import tiny
@@ -11,7 +10,7 @@ from small import tiny
 from stamp_core.client.runtime import RoundId
 from stamp_core.methods.base.method import FedAvgParams, Log, Message, State
 from stamp_core.results.records import tree_bytes
-from workbench.methods.base.task_server import PREFIX, TaskServer, pack_bits, unpack_bits
+from workbench.methods.base.task_server import PREFIX, TaskServer, unpack_bits
 
 
 class Announcing(TaskServer):
@@ -29,14 +28,6 @@ def announcing(rounds: int) -> Any:
     worker = small.worker(experiment, small.awkward(experiment))
     worker.method = Announcing(FedAvgParams(), worker.runtime)
     return worker
-
-
-@pytest.mark.parametrize("count", [1, 8, 9, 100])
-def test_bits_come_back_and_take_an_eighth(count):
-    mask = torch.rand(count, generator=torch.Generator().manual_seed(count)) < 0.5
-    packed = pack_bits(mask)
-    assert torch.equal(unpack_bits(packed, count), mask) and packed.nbytes == -(-count // 8)
-    assert packed[0] % 2 == mask[0]  # the first class in the lowest bit
 
 
 def test_classes_and_announcement_are_sent_once_in_an_experience():

@@ -51,31 +51,6 @@ def test_the_vectors_hold_the_module_and_nothing_else():
     assert torch.equal(model.module(torch.ones(2, 1, 5, 5)), twin(torch.ones(2, 1, 5, 5)))
 
 
-@pytest.mark.parametrize("name", ["parameters", "buffers"])
-def test_vector_and_module_share_memory(name):
-    model = FlatModel(network())
-    vector, tensors = getattr(model, name), list(getattr(model.module, name)())
-    vector.copy_(torch.arange(len(vector)))
-    assert torch.equal(small.flat(tensors), torch.arange(len(vector)).float())
-    with torch.no_grad():
-        tensors[-1].fill_(-1.0)
-    assert (vector[-tensors[-1].numel() :] == -1).all() and (vector == -1).sum() == len(tensors[-1])
-
-
-def test_load_copies():
-    """Later changes of the model leave the loaded vectors unchanged, and the views stay views."""
-    model = FlatModel(network())
-    parameters, buffers = torch.ones_like(model.parameters), torch.full_like(model.buffers, 2.0)
-    model.load(parameters)
-    assert torch.equal(model.buffers, torch.tensor([0.0, 0, 0, 1, 1, 1]))
-    model.load(parameters, buffers)
-    assert all((p == 1).all() for p in model.module.parameters())
-    assert all((b == 2).all() for b in model.module.buffers())
-    model.parameters.zero_()
-    model.buffers.zero_()
-    assert parameters.all() and buffers.all()
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_split_like_inverts_flatten_like(layout):
     tensors = [torch.randn(2, 3), torch.randn(()), torch.randn(0, 4), torch.randn(5)]
@@ -194,24 +169,6 @@ def test_learning_rates_are_those_of_torch(schedule):
         assert training.lr_in(round_) == pytest.approx(scheduler.get_last_lr()[0], rel=1e-12)
         sgd.step()
         scheduler.step()
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_sgd_follows_a_learning_rate_that_changes(momentum):
-    """As torch's with the rate of each step; the address of the tensor is read in every step."""
-    model, twin = FlatModel(network()), network()
-    training, lr = Training(1, 1, 1, lr=0.5, momentum=momentum), torch.tensor(0.0)
-    sgd = FlatSGD(model, training, lr)
-    torch_sgd = torch.optim.SGD(twin.parameters(), lr=0.5, momentum=momentum)
-    for step, rate in enumerate((0.5, 0.125, 0.25)):
-        lr.fill_(rate)
-        torch_sgd.param_groups[0]["lr"] = rate
-        for net, optimiser in ((model.module, sgd), (twin, torch_sgd)):
-            model.gradients.zero_()
-            torch_sgd.zero_grad()
-            loss(net, step).backward()
-            optimiser.step()
-        torch.testing.assert_close(model.parameters, small.flat(list(twin.parameters())))
 
 
 def test_the_first_velocity_is_the_gradient_bit_by_bit():

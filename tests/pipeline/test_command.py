@@ -72,12 +72,6 @@ def test_a_seed_with_a_current_record_is_not_trained_again(ran, monkeypatch):
     assert trained[3:] == [0]
 
 
-def test_records_that_are_kept_verify(ran, tmp_path, capsys):
-    ran("fedavg", "--seeds", "0")
-    shown = output(capsys, "verify", str(tmp_path / "own/tiny/tiny-fedavg/0"))
-    assert " NO " not in shown and "accuracy" in shown
-
-
 def test_a_key_of_a_setting_needs_no_prefix(ran):
     words = ("fedavg", "--seeds", "0", "--set")
     plain, prefixed = (ran(*words, f"{before}split.tasks=2") for before in ("", "setting."))

@@ -21,11 +21,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator
 from PIL import Image
 
-from stamp_core.config.params import read_params
 from workbench.report import figures, tables
 from workbench.report.figures import analyses, style
 from workbench.report.tables.page import write_parts
-from workbench.report.text import SCENES
 
 DRAWN = Path(__file__).parent / "drawn"
 
@@ -95,24 +93,6 @@ def test_a_figure_is_as_stored(name):
     assert as_text(DRAW[name]()) + "\n" == (DRAWN / f"{name}.txt").read_text("utf-8")
 
 
-def test_presets_differ_in_colour_or_marker():
-    names = {name.removesuffix(SCENES) for name in read_params()["methods"]}
-    marks = [style.method_style(name) for name in names]
-    assert len({(to_hex(each["color"]), each["marker"]) for each in marks}) == len(names)
-
-
-def test_labels_keep_the_order_of_their_points_and_a_line_of_distance():
-    figure, (axis,) = style.panels(1, height=4)
-    values = [0.0, 0.50, 0.501, 0.502, 0.99, 1.0, np.nan]
-    axis.plot(values)
-    style.add_labels(axis, [style.Label(f"m{k}", 6, y, "k") for k, y in enumerate(values)])
-    assert [text.get_text() for text in axis.texts] == [f"m{k}" for k in range(6)]  # none for NaN
-    heights = [text.xyann[1] for text in axis.texts]
-    inches = np.diff(heights) * axis.get_window_extent().height / figure.dpi
-    assert inches.min() >= style.LINE - 1e-9 and heights[0] >= 0 and heights[-1] <= 1
-    assert heights[0] == pytest.approx(0.045, abs=0.02)
-
-
 def test_a_row_is_the_difference_of_the_tables_and_far_ones_are_numbers():
     records = [r for r in made_records.compared() if r.run[0] == "toy"]
     figure = figures.differences(records)
@@ -150,18 +130,6 @@ def test_differences_are_from_replay_or_else_from_fedavg(methods, base):
         "methods",
         "fedavg" if base == "replay" else "a",
     ]
-
-
-@pytest.mark.parametrize(
-    ("draw", "tops"), [(figures.accuracy_all, (30, 60)), (figures.matrices, (50, 70))]
-)
-def test_personal_models_have_a_scale_of_their_own(draw, tops):
-    records = three_seeds(finals=[(0.1, 0.2)] * 3, first=(0.3, 0.0))
-    records += three_seeds("local", first=(0.55, 0.0), personal_only=True)
-    records += three_seeds(setting="other", finals=[(0.1, 0.45)] * 3, first=(0.3, 0.0))
-    bars = [axis for axis in draw(records).axes if axis.get_ylabel()]
-    ends = {axis.get_ylabel(): axis.get_ylim()[1] for axis in bars}
-    assert ends == dict(zip(("accuracy, %", "personal\nmodels, %"), tops, strict=True))
 
 
 BYTES: dict[str, Callable[[], Figure]] = {

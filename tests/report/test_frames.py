@@ -11,7 +11,7 @@ import pytest
 from made_records import fake_record, selected, shifted, three_seeds
 
 from stamp_core.results.records import Record
-from workbench.report import frames, tables, text
+from workbench.report import frames, tables
 from workbench.report.tables import page
 
 T_975 = {1: 12.706204736, 2: 4.302652730}  # Student's t by degrees of freedom
@@ -144,28 +144,6 @@ def test_a_selection_takes_a_client_the_seconds_of_all_divided_by_selections():
     assert rows.selection[1] == "no memory" and np.isnan(rows.selection_ms[1])
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ([0.5], "50.0"),
-        ([0.5, 0.6], "55.0 ± 7.1"),
-        ([0.5, math.nan, 0.6], "55.0 ± 7.1 (n = 2)"),
-        ([math.nan], "\u2013"),
-        ([-0.0001, 0.0], "0.0 ± 0.0"),
-    ],
-)
-def test_mean_std(values, expected):
-    assert text.mean_std(values) == expected
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [(0, "0"), (0.012345, "0.0123"), (1.5, "1.5"), (123456.0, "123000"), (99.96, "100")],
-)
-def test_significant_has_three_figures_and_no_exponent(value, expected):
-    assert text.significant(value) == expected
-
-
 def test_differences_are_paired_by_seed_in_points():
     rows = tables.differences([*three_seeds(), *three_seeds("stamp", BETTER)])
     assert rows.measure.tolist()[:2] == [*page.ENDPOINTS]
@@ -205,27 +183,6 @@ def test_a_cell_says_where_the_interval_lies(gains, cell):
     records = three_seeds("stamp", finals) + three_seeds("fedavg", [(0.5, 0.5)] * len(gains))
     table = page.difference_table(tables.differences(records), ["method"], "{measure}")
     assert table["final accuracy"].tolist() == [cell]
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [
-        (0.001, 9.0, "above"),
-        (-9.0, -0.001, "below"),
-        (0.0, 0.3, "equal"),  # an end at 0 is contained
-        (-0.3, 0.0, "equal"),
-        (0.0, 0.0, "equal"),
-        (-0.5, 0.5, "equal"),
-        (-0.501, 0.1, "open"),
-        (-0.1, 0.501, "open"),
-        (0.0, 9.0, "open"),
-        (-9.0, 9.0, "open"),
-        (0.1, 0.2, "above"),  # close to 0 and yet not equal
-        (math.nan, math.nan, "undefined"),
-    ],
-)
-def test_a_verdict_by_the_ends_of_the_interval(low, high, expected):
-    assert page.verdict(low, high) == expected
 
 
 def test_a_verdict_says_where_all_points_of_the_interval_lie():
