@@ -1,7 +1,8 @@
 """The measurements: which uploads are inverted, and how near the images come to the true ones.
 
 All methods are attacked in the same rounds of one run of STAMP without its coreset, whose uploads
-differ from replay's by matching alone: all receive the same model and have the same memory and batches.
+differ from replay's by matching alone: all receive the same model, and have the same memory and
+batches.
 What is found on a client has a folder of its own: a killed campaign goes on.
 """
 
