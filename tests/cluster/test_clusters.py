@@ -26,6 +26,7 @@ SLURM = {
     "sbatch": """
 cp "$1" "$PRETENDED/script"
 setsid sh -c 'SLURM_JOB_ID=$$ exec sh "$PRETENDED/script"' > /dev/null 2>&1 &
+while kill -0 $! && ! kill -0 "-$!"; do sleep 0.01; done  # until it leads its group
 echo Submitted batch job $!
 """,
     "srun": """
