@@ -9,8 +9,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import numpy as np
-
 from stamp_core.core.paths import ROOT
 from stamp_core.data.split import make_plan
 from stamp_core.engine.experiment import Experiment, load_experiment
@@ -19,6 +17,7 @@ from stamp_core.results.records import Record, load_record
 from workbench.federation.keys import make_certificate, make_node_key
 from workbench.federation.server import federated
 from workbench.federation.shares import write_shares
+from workbench.workflow.verify import same_results
 
 PROGRAMS = Path(sys.executable).parent
 QUIET = {  # Flower must not call anyone
@@ -26,18 +25,19 @@ QUIET = {  # Flower must not call anyone
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
 }
+SEED, NODES = 0, 3
 PATIENCE = 120  # seconds until the SuperLink must answer
 
 
 class LocalFederation(ExitStack):
     """A SuperLink and SuperNodes in a folder; leaving the context ends them, the last one first."""
 
-    def __init__(self, folder: Path, experiment: Experiment, seed: int = 0, nodes: int = 3) -> None:
+    def __init__(self, folder: Path, experiment: Experiment) -> None:
         super().__init__()
-        self.folder, self.experiment, self.seed = folder, experiment, seed
+        self.folder, self.experiment = folder, experiment
         setting, images = experiment.setting, experiment.dataset()
-        self.plans = {seed: make_plan(setting.split, images, seed)}
-        self.clients = [list(range(k, setting.split.clients, nodes)) for k in range(nodes)]
+        self.plans = {SEED: make_plan(setting.split, images, SEED)}
+        self.clients = [list(range(k, setting.split.clients, NODES)) for k in range(NODES)]
         write_shares(images, self.plans, self.clients, folder)
         self.address = f"127.0.0.1:{free_port()}"
         paths = {"FLWR_HOME": str(folder / "flower"), "PYTHONPATH": str(ROOT)}
@@ -88,15 +88,15 @@ class LocalFederation(ExitStack):
         where = {"data": "server", "resume": "resume", "out": "records"}
         config = [f'{key}="{self.folder / name}"' for key, name in where.items()]
         setting, method = self.experiment.setting.name, self.experiment.method
-        config += [f'setting="{setting}" method="{method}" seeds="{self.seed}"']
+        config += [f'setting="{setting}" method="{method}" seeds="{SEED}"']
         app = Path(__file__).parent / "app"
         return self.flwr("run", app, "local", "--stream", "--run-config", " ".join(config))
 
     def record(self) -> Record:
-        return load_record(self.folder / "records" / str(self.seed))
+        return load_record(self.folder / "records" / str(SEED))
 
     def simulate(self) -> Record:
-        return train(federated(self.experiment), self.plans, 1, "cpu")[self.seed]
+        return train(federated(self.experiment), self.plans, 1, "cpu")[SEED]
 
 
 def free_port() -> int:
@@ -105,16 +105,6 @@ def free_port() -> int:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]
         return port
-
-
-def same(one: Record, other: Record) -> bool:
-    """Whether two records have the same weights and accuracies, bit for bit."""
-    pairs = [(one.weights, other.weights), (one.scores, other.scores)]
-    return all(
-        mine.keys() == theirs.keys()
-        and all(np.array_equal(value, theirs[name], equal_nan=True) for name, value in mine.items())
-        for mine, theirs in pairs
-    )
 
 
 def main(setting: str = "tiny", method: str = "stamp") -> None:
@@ -127,8 +117,8 @@ def main(setting: str = "tiny", method: str = "stamp") -> None:
         start, done = time.perf_counter(), federation.run()
         print(done.stdout, done.stderr)
         record, seconds = federation.record(), time.perf_counter() - start
-    print(f"{setting}, {method}: {len(record.history)} rounds on 3 nodes in {seconds:.0f} s")
-    if not same(record, federation.simulate()):
+    print(f"{setting}, {method}: {len(record.history)} rounds on {NODES} nodes in {seconds:.0f} s")
+    if not same_results(record, federation.simulate()):
         raise SystemExit("these are not the results of the simulation")
     print("weights and accuracies are those of the simulation, bit for bit")
 

@@ -22,14 +22,14 @@ def rank_correlation(a: Iterable[float], b: Iterable[float]) -> dict[str, float]
     return {"rho": rho, "low": float(min(low, rho)), "high": float(max(high, rho))}
 
 
-def interval_p_value(low: float, high: float, n: int, level: float = 0.95) -> float:
+def interval_p_value(low: float, high: float, n: int) -> float:
     """Of the two-sided test that a mean is 0, from its Student t interval; NaN if undefined."""
     middle, half = (low + high) / 2, (high - low) / 2
     if n < 2 or np.isnan(half):
         return np.nan
     if half == 0:
         return 1.0 if middle == 0 else 0.0
-    return float(2 * stdtr(n - 1, -abs(middle) / half * stdtrit(n - 1, (1 + level) / 2)))
+    return float(2 * stdtr(n - 1, -abs(middle) / half * stdtrit(n - 1, 0.975)))
 
 
 def holm(p_values: Sequence[float]) -> Values:

@@ -179,12 +179,9 @@ def _gap(result: MatchResult) -> str:
 # --- the solvers
 
 
-def solvers(
-    counts: Sequence[int] = (2, 5, 10, 20, 50),
-    spreads: Sequence[float] = (0.0, 0.5, 1.0, 1.5, 2.0),
-    instances: int = 10,
-) -> Figure:
+def solvers() -> Figure:
     """The gap each solver leaves on random gradients, by their number and their lengths' spread."""
+    counts, spreads, instances = (2, 5, 10, 20, 50), (0.0, 0.5, 1.0, 1.5, 2.0), 10
     figure, (left, right) = panels(2, 2, 3.2, sharey=True)
     _draw_gaps(left, counts, [_problems(count, 0.0, instances) for count in counts])
     _draw_gaps(right, spreads, [_problems(10, spread, instances) for spread in spreads])

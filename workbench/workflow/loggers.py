@@ -101,8 +101,8 @@ class WandbLogger:
     Rounds and experiences have an axis each: those of several seeds arrive in turn.
     """
 
-    def __init__(self, name: str, project: str = "stamp") -> None:
-        self.run = _load("wandb", "wandb").init(project=project, name=name)
+    def __init__(self, name: str) -> None:
+        self.run = _load("wandb", "wandb").init(project="stamp", name=name)
         self.seeds = set[int]()
 
     def on_round(self, seed: int, round: int, values: Values) -> None:

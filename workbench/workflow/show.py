@@ -50,14 +50,14 @@ def _aligned(rows: Sequence[tuple[str, str, str]]) -> list[str]:
     return [f"{key:{key_width}}  {value:{value_width}}  {place}" for key, value, place in rows]
 
 
-def shown_setting(name: str, seed: int = 0) -> list[str]:
-    """A line for each value of a setting and its place, then who learns what in one plan."""
+def shown_setting(name: str) -> list[str]:
+    """A line for each value of a setting and its place, then who learns what with seed 0."""
     params = read_params()
     places = dict(leaves(reduce(merge_blocks, setting_places(name, params))))
     values = leaves(to_plain(read_setting(name, params)))
     rows = [(".".join(path), str(value), places.get(path, "default")) for path, value in values]
     experiment = load_experiment(name, "fedavg", params)
-    plan = experiment.plans(str(seed))[seed]
+    plan = experiment.plans("0")[0]
     return [*_aligned(rows[1:]), "", *_schedule(plan, experiment.dataset())]
 
 

@@ -148,12 +148,18 @@ def _accuracy_check(record: Record, experiment: Experiment, plan: Plan) -> Check
     return Check("accuracy", holds, found, mean)
 
 
+def same_results(one: Record, other: Record) -> bool:
+    """Whether two records have the same weights and accuracies, bit for bit."""
+    mine, theirs = ({**each.weights, **each.scores} for each in (one, other))
+    return mine.keys() == theirs.keys() and all(
+        np.array_equal(value, theirs[name], equal_nan=True) for name, value in mine.items()
+    )
+
+
 def _training_check(record: Record, experiment: Experiment, plan: Plan) -> Check:
     """Whether training again gives the same weights and scores, bit for bit."""
     again = train(experiment, {plan.seed: plan})[plan.seed]
-    stated, found = ({**each.weights, **each.scores} for each in (record, again))
-    same = stated.keys() == found.keys()
-    same &= all(np.array_equal(stated[k], found[k], equal_nan=True) for k in found if same)
+    same = same_results(record, again)
     own = [plain(record.about["identity"][name]) for name in ("torch", "arithmetic")]
     made, here = " and ".join(own), f"{torch.__version__} and {arithmetic()}"
     others = f"other weights or scores; made with torch and arithmetic {made}, here {here}"

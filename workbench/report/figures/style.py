@@ -160,12 +160,11 @@ def add_labels(axis: Axes, labels: Sequence[Label]) -> None:
         axis.annotate(text, (x, y), (1.04, height), fontsize=8, arrowprops=line, **style)
 
 
-def draw_lines(axis: Axes, rows: pd.DataFrame, x: str, y: str, by: str = "method") -> list[Label]:
-    """A line per method (or rule): means over seeds by `x`, points of seeds; the lines' labels."""
+def draw_lines(axis: Axes, rows: pd.DataFrame, x: str, y: str) -> list[Label]:
+    """A line per method: means over seeds by `x`, points of seeds; the lines' labels."""
     labels = []
-    for name, group in rows.groupby(by, sort=False):
-        text = method_label(group) if by == "method" else str(name)
-        marks = method_style(group.method.iloc[0])
+    for name, group in rows.groupby("method", sort=False):
+        text, marks = method_label(group), method_style(str(name))
         draw_seeds(axis, group, x, y, label=text, **marks)
         end = group[group[x] == group[x].max()]
         labels.append(Label(text, end[x].iloc[0], end[y].mean(), marks["color"]))

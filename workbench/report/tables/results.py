@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,11 +132,9 @@ def differences(records: Sequence[Record], base: str = "fedavg") -> pd.DataFrame
     return model_differences(run_frame(records), [base]).drop(columns="base")
 
 
-def model_differences(
-    rows: pd.DataFrame, bases: Sequence[str], measures: Mapping[str, str] = _MEASURES
-) -> pd.DataFrame:
+def model_differences(rows: pd.DataFrame, bases: Sequence[str]) -> pd.DataFrame:
     """`differences` of the runs of a frame from each of `bases`."""
-    return page.paired_differences(model_frame(rows), "method", bases, ["setting"], measures)
+    return page.paired_differences(model_frame(rows), "method", bases, ["setting"], _MEASURES)
 
 
 def matching_table(records: Sequence[Record]) -> pd.DataFrame:
