@@ -26,6 +26,7 @@ FOLDERS = {  # of the pages; a file without a profile of its name says whose set
     CIFAR100: "figures/cifar100",
     "alpha": "figures/cifar100/heterogeneity",
     PRETRAINED: "figures/pretrained",
+    "base": "figures/pretrained/base",
 }
 FILES = {name: f"params/tuning_{name}.yaml" for name in FOLDERS} | {DEFAULT: "params/tuning.yaml"}
 PROFILE = "tuning"  # of the records
