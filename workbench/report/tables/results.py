@@ -211,7 +211,7 @@ def write_measured(records: Sequence[Record], folder: Path) -> Path:
 
 def _section(records: Sequence[Record]) -> list[str]:
     data = records[0].about["setting"].get("data", {})  # not in records from elsewhere
-    paper = data.get("source") not in ("features", "subset")  # other images trained, or classes lack
+    paper = data.get("source") not in ("features", "subset")  # other images, fewer classes
     rows, table = run_frame(records), _score_page(results_table(records), paper)
     costs = page.markdown(cost_table(records).drop(columns=["setting", "n"]))
     pairs = model_differences(rows, _BASES)
