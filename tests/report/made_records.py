@@ -384,12 +384,11 @@ def with_features(
 
 
 def sensitive() -> list[Record]:
-    """Three sweeps of stamp; the server's learning rate has a column with the updates' length."""
+    """Three sweeps of stamp."""
     records = []
     for sweep, value, mean in (
         *(("kappa", "10", 0.3), ("kappa", "2", 0.5), ("other", "x", 0.5)),
         *(("server_lr", "0.5", 0.4), ("server_lr", "1.0", 0.41)),
     ):
-        rounds = [{"angles": {"update length": 3 * mean}}]
-        records += swept(sweep, value, "stamp", (mean - 0.1, mean, mean + 0.1), rounds=rounds)
+        records += swept(sweep, value, "stamp", (mean - 0.1, mean, mean + 0.1))
     return records

@@ -1,15 +1,12 @@
 """Pages from records made by hand: `python tests/report/test_pages.py` stores three of them."""
 
-import json
 import shutil
 import tempfile
 from pathlib import Path
 
 import made_records
-import pandas as pd
 import pytest
 
-from stamp_core.core.paths import ROOT
 from workbench.report import frames, tables
 from workbench.report.tables import page
 from workbench.report.text import DASH
@@ -106,9 +103,6 @@ def test_a_page_has_the_numbers_worked_out_by_hand(name, row, written):
 
 
 def test_programs_read_the_same_numbers(written):
-    summary = json.loads((written / "summary.json").read_text("utf-8"))["toy"]["fedavg"]
-    assert summary["accuracy"] == {"mean": 0.55, "std": 0.05, "n": 3}
-    assert summary["personal_accuracy"] == {"mean": None, "std": None, "n": 0}
     first, *rows = (written / "accuracy.csv").read_text("utf-8").splitlines()
     assert first.startswith("setting,method,seed,experience,") and len(rows) == 2 * 21
     assert first.endswith(",gap,average_incremental_accuracy")
@@ -116,22 +110,6 @@ def test_programs_read_the_same_numbers(written):
         "toy,replay,0,1,control,global,0.8,,,0.8",
         "toy,replay,0,2,control,global,0.6,0.3,,0.7",
     ]
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "figures").rglob("accuracy.csv")), ids=str)
-def test_the_last_average_incremental_accuracy_of_a_published_table_is_that_of_its_summary(path):
-    rows = pd.read_csv(path)
-    last = rows[rows.experience == rows.groupby("setting").experience.transform("max")]
-    summary = json.loads(path.with_name("summary.json").read_text("utf-8"))
-    checked = 0
-    for (setting, method), part in last.groupby(["setting", "method"]):
-        found = part.average_incremental_accuracy
-        if found.notna().all():  # else its records are needed: a later cycle
-            right = summary[setting][method]["average_incremental_accuracy"]
-            assert len(found) == right["n"], (setting, method)
-            assert found.mean() == pytest.approx(right["mean"], abs=2e-4), (setting, method)
-            checked += 1
-    assert checked or "cycles" in path.parent.name
 
 
 def test_a_page_names_two_records_of_other_arithmetic():

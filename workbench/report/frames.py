@@ -90,7 +90,7 @@ def run_frame(records: Sequence[Record]) -> pd.DataFrame:
     Columns without prefix are of the global model, `personal_` of the clients' personal models,
     `main_` of the one that column `model` names. Accuracies are fractions, NaN where undefined;
     seconds and bytes are sums over all clients in a mean round; memory, gpu and disk are peaks.
-    `alpha` is Dirichlet's, `cycles` the number of passes over the tasks.
+    `alpha` is Dirichlet's, `cycles` the number of passes over the tasks, `rounds` those of a task.
     """
     return pd.DataFrame(
         _labels(record) | _scores(record) | _costs(record) for record in unique_runs(records)
@@ -106,6 +106,7 @@ def _labels(record: Record) -> dict[str, Any]:
         **{"group": record.group, "model": record.main_model},
         "verified": VERIFIED.get(record.about["method"]["kind"], BY_HAND),
         **{"alpha": split.get("alpha") or np.nan, "cycles": split["cycles"]},
+        "rounds": record.about["setting"].get("training", {}).get("rounds"),
     }
 
 
@@ -237,15 +238,9 @@ def limited_memory(rows: pd.DataFrame) -> pd.DataFrame:
 # --- values of the setting
 
 
-def alpha_frame(records: Sequence[Record]) -> pd.DataFrame:
-    """The rows of `run_frame` by α."""
-    return run_frame(records).sort_values("alpha", kind="stable")
-
-
-def rounds_frame(records: Sequence[Record]) -> pd.DataFrame:
-    """The rows of `run_frame` by the rounds of a task."""
-    rounds = [record.about["setting"]["training"]["rounds"] for record in records]
-    return run_frame(records).assign(rounds=rounds).sort_values("rounds", kind="stable")
+def sorted_frame(records: Sequence[Record], by: str) -> pd.DataFrame:
+    """The rows of `run_frame` by a column."""
+    return run_frame(records).sort_values(by, kind="stable")
 
 
 # --- overlap of classes

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from stamp_core.core.paths import ROOT
 
@@ -22,29 +22,6 @@ DAY = 24 * 60  # minutes of a SLURM job without --time
 
 class ClusterError(RuntimeError):
     """An obstacle to a job on a cluster."""
-
-
-class Cluster(Protocol):
-    """Runs jobs on its nodes while its context is open."""
-
-    def __enter__(self) -> Self:
-        """The cluster."""
-
-    def __exit__(self, *error: object) -> None:
-        """End the jobs that wait or run."""
-
-    def room(self) -> int:
-        """The number of jobs to submit at a time."""
-
-    def call(self, function: Function, *arguments: object) -> bytes:
-        """What a function returns on some node; ClusterError if the node or the job was lost."""
-
-
-def chosen_cluster() -> Cluster | None:
-    """The cluster of $RAY or $SLURM; None without them."""
-    if address := os.environ.get("RAY"):
-        return RayCluster(address)
-    return SlurmCluster(options) if (options := os.environ.get("SLURM")) else None
 
 
 def job_workers() -> int:
@@ -100,10 +77,11 @@ class RayCluster:
             raise ClusterError(" ".join(str(error).split())) from error
 
 
-class SlurmCluster:
+class SlurmCluster(ExitStack):
     """Jobs of SLURM, or with SLURM=local processes on this machine."""
 
     def __init__(self, options: str) -> None:
+        super().__init__()
         try:
             import submitit
         except ImportError as error:
@@ -117,14 +95,6 @@ class SlurmCluster:
             timeout_min=DAY,
             slurm_additional_parameters=sbatch_options(options),
         )
-        self.jobs = ExitStack()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Cancel all jobs: those that have ended stay as they are."""
-        self.jobs.close()
 
     def room(self) -> int:
         """SLURM holds back what does not fit; here one for each core."""
@@ -133,12 +103,22 @@ class SlurmCluster:
     def call(self, function: Function, *arguments: object) -> bytes:
         """The result of a job; the error of one that was lost says where its output is."""
         submitted: Any = self.executor.submit(function, *arguments)
-        self.jobs.callback(submitted.cancel, check=False)
+        self.callback(submitted.cancel, check=False)  # those that have ended stay as they are
         try:
             answer: bytes = submitted.result()
         except RuntimeError as error:  # of submitit
             raise ClusterError(" ".join(str(error).split())) from error
         return answer
+
+
+Cluster = RayCluster | SlurmCluster
+
+
+def chosen_cluster() -> Cluster | None:
+    """The cluster of $RAY or $SLURM; None without them."""
+    if address := os.environ.get("RAY"):
+        return RayCluster(address)
+    return SlurmCluster(options) if (options := os.environ.get("SLURM")) else None
 
 
 def sbatch_options(options: str) -> dict[str, str | bool]:

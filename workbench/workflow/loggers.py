@@ -60,19 +60,15 @@ class TensorBoardLogger:
         self.open_writer = _load("torch.utils.tensorboard", "tensorboard").SummaryWriter
         self.writers: dict[int, Any] = {}
 
-    def on_round(self, seed: int, round: int, values: Values) -> None:
-        self._add(seed, round, values)
-
-    def on_experience(self, seed: int, experience: int, values: Values) -> None:
-        self._add(seed, experience, values)
-
-    def _add(self, seed: int, step: int, values: Values) -> None:
+    def on_round(self, seed: int, step: int, values: Values) -> None:
         if seed not in self.writers:  # purge_step hides the points of an earlier training
             self.writers[seed] = self.open_writer(str(self.folder / f"seed{seed}"), purge_step=0)
         writer = self.writers[seed]
         for name, value in _defined(values).items():
             writer.add_scalar(name, value, step)
         writer.flush()
+
+    on_experience = on_round
 
 
 class DvcliveLogger:
@@ -82,17 +78,13 @@ class DvcliveLogger:
         live = _load("dvclive", "dvclive").Live
         self.live = live(str(folder), save_dvc_exp=False, dvcyaml=None)
 
-    def on_round(self, seed: int, round: int, values: Values) -> None:
-        self._add(seed, round, values)
-
-    def on_experience(self, seed: int, experience: int, values: Values) -> None:
-        self._add(seed, experience, values)
-
-    def _add(self, seed: int, step: int, values: Values) -> None:
+    def on_round(self, seed: int, step: int, values: Values) -> None:
         self.live.step = step
         for name, value in _defined(values).items():
             self.live.log_metric(f"seed{seed}/{name}", value)
         self.live.make_summary()
+
+    on_experience = on_round
 
 
 class WandbLogger:

@@ -110,7 +110,7 @@ def _percent(rows: pd.DataFrame) -> pd.DataFrame:
 
 def rounds(records: Sequence[Record]) -> Figure:
     """Accuracy, forgetting and the difference from replay by rounds a task: a row per setting."""
-    rows = _percent(frames.rounds_frame(records))
+    rows = _percent(frames.sorted_frame(records, "rounds"))
     settings = list(rows.groupby("setting", sort=False))
     figure, axes = style.panels(3 * len(settings), 3, 3.0, 1.0)
     for place, (setting, part) in enumerate(settings):
@@ -181,8 +181,8 @@ def sensitivity(records: Sequence[Record], captions: _Captions) -> Figure:
     """Final accuracy and forgetting by the value of a swept parameter: a column per sweep.
 
     `captions` has for each sweep its label and the preset's value, which is marked where it is
-    among the values. Below the values of `server_lr` stands the length of the server's update. All
-    panels of a measure span as many points: a parameter without effect looks like one.
+    among the values. All panels of a measure span as many points: a parameter without effect looks
+    like one.
     """
     rows = _percent(frames.run_frame(records))
     columns = list(rows.groupby(["sweep", "setting", "method"], sort=False))
@@ -233,10 +233,6 @@ def _draw_sweep(axis: Axes, rows: pd.DataFrame, measure: str, preset: str) -> No
         between, within = np.ptp(groups.accuracy.mean()), groups.accuracy.agg(np.ptp).mean()
         text = f"spread: values {between:.1f}, seeds {within:.1f}"
         axis.set_xlabel(text, fontsize=6, color="0.3")
-    if measure == "forgetting" and rows.sweep.iloc[0] == "server_lr":
-        lengths = groups.update_length.mean()
-        axis.set_xticks(range(len(values)), [f"{v}\n({lengths[v]:.2f})" for v in values])
-        axis.set_xlabel("(length of the update)", fontsize=7, color="0.3")
 
 
 def _draw_by_value(axis: Axes, rows: pd.DataFrame, measure: str) -> None:

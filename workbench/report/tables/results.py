@@ -1,18 +1,14 @@
-"""The comparison of all methods: results.md, accuracy.csv and summary.json."""
+"""The comparison of all methods: results.md and accuracy.csv."""
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from stamp_core.results.records import Record
 from workbench.report import metrics
 from workbench.report.frames import (
-    EXPERIMENT,
     GROUPS,
     UNIT,
     coreset_frame,
@@ -36,10 +32,6 @@ _MEASURES = {
     "forgetting": "main_forgetting",
     "learning accuracy": "main_learning_accuracy",
 }
-_SUMMARY = """accuracy nearest_mean personal_accuracy local_accuracy
-main_average_incremental_accuracy main_learning_accuracy main_forgetting main_forgetting_diagonal
-main_worst_client gap images update_length bytes_up bytes_down disk"""
-
 _SCORES = {  # and the columns of `run_frame` behind them
     **page.ENDPOINTS,
     "nearest mean": "nearest_mean",
@@ -166,20 +158,6 @@ def _matching_cells(side: str, notes: pd.DataFrame, events: list[dict[str, int]]
     }
 
 
-def result_summary(records: Sequence[Record]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Mean, std and n of each number by setting and method, fit for JSON: undefined is None."""
-    summary: dict[str, dict[str, dict[str, Any]]] = {}
-    for (setting, method), runs in run_frame(records).groupby(EXPERIMENT, sort=False):
-        of_method = summary.setdefault(setting, {})[method] = {}
-        for column in _SUMMARY.split():
-            numbers = metrics.summarise(runs[column])
-            of_method[column.removeprefix("main_")] = {
-                name: None if np.isnan(numbers[name]) else round(numbers[name], 4)
-                for name in ("mean", "std", "n")
-            }
-    return summary
-
-
 def accuracy_csv(records: Sequence[Record]) -> str:
     """Accuracies, forgetting and gap of every run after each experience, as fractions."""
     curves: str = experience_frame(records).round(4).to_csv(index=False, lineterminator="\n")
@@ -187,15 +165,13 @@ def accuracy_csv(records: Sequence[Record]) -> str:
 
 
 def write_results(records: Sequence[Record], folder: Path) -> list[Path]:
-    """The files written: results.md to read, accuracy.csv and summary.json for programs.
+    """The files written: results.md to read and accuracy.csv for programs.
 
     Beside them measured.md, which no other file depends on: it differs with every training.
     """
-    summary = json.dumps(result_summary(records), indent=1, allow_nan=False)
     return [
         page.write_page(folder / "results.md", "Results", records, _section),
         page.write_parts(folder / "accuracy.csv", [accuracy_csv(records)]),
-        page.write_parts(folder / "summary.json", [summary]),
         write_measured(records, folder),
     ]
 

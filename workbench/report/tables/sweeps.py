@@ -1,7 +1,7 @@
 """The pages of sweeps: sensitivity, coresets, values of settings, overlap, related work, tuning."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -10,15 +10,14 @@ import pandas as pd
 from stamp_core.results.records import Record
 from workbench.report.frames import (
     RULES,
-    alpha_frame,
     coreset_frame,
     limited_memory,
     mask_frame,
     model_frame,
     overlap_frame,
     reference_memories,
-    rounds_frame,
     run_frame,
+    sorted_frame,
 )
 from workbench.report.tables import page
 from workbench.report.tables.page import Comparison, Page
@@ -26,7 +25,6 @@ from workbench.report.text import DASH, MB, count_range, marked, mean_std
 
 _BASES = ("fedavg", "replay")  # that pages compare methods with, where they were run
 _CONTROLS = (*_BASES, "stamp_mean", "stamp_without_coreset_mean")
-_Frame = Callable[[Sequence[Record]], pd.DataFrame]
 _IOU = dict(zip(("mean IoU", "average incremental IoU"), page.ENDPOINTS.values(), strict=True))
 
 
@@ -105,12 +103,12 @@ def write_coresets(records: Sequence[Record], folder: Path) -> Path:
 # --- methods at several values of the setting
 
 
-def _setting_page(name: str, title: str, frame: _Frame, by: str, heading: str) -> Page:
+def _setting_page(name: str, title: str, by: str, heading: str) -> Page:
     """Each method at the values of column `by`: from its own first one, and from the controls."""
     return Page(
         name,
         title,
-        frame,
+        run_frame if by == "value" else partial(sorted_frame, by=by),  # names stay as swept
         partial(page.accuracy_table, keys=["method", "model"], heading=heading),
         [
             Comparison(by, [], ["setting", "method"], heading),
@@ -119,13 +117,9 @@ def _setting_page(name: str, title: str, frame: _Frame, by: str, heading: str) -
     )
 
 
-HETEROGENEITY = _setting_page(
-    "heterogeneity", "Data heterogeneity", alpha_frame, "alpha", "α = {alpha:g}"
-)
-NORMALISATION = _setting_page(
-    "normalisation", "Normalisation", run_frame, "value", "normalisation {value}"
-)
-ROUNDS = _setting_page("rounds", "Rounds", rounds_frame, "rounds", "{rounds} rounds")
+HETEROGENEITY = _setting_page("heterogeneity", "Data heterogeneity", "alpha", "α = {alpha:g}")
+NORMALISATION = _setting_page("normalisation", "Normalisation", "value", "normalisation {value}")
+ROUNDS = _setting_page("rounds", "Rounds", "rounds", "{rounds} rounds")
 
 
 # --- overlap of classes: each method at the server learning rate that is best on choosing seeds
