@@ -1,10 +1,12 @@
 """Figures of gradient matching: its geometry in the plane, and how well it is solved."""
 
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args, get_type_hints
 
 import ipywidgets as widgets
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import torch
@@ -217,21 +219,27 @@ def _draw_gaps(axis: Axes, places: Sequence[float], problems: list[list[Tensor]]
 
 def explore() -> Any:
     """A widget: controls for two or three gradients and their matching, above their `plane`."""
-    controls = _controls()
-    for name, control in controls.items():
-        control.description = name
+    controls, image = _controls(), widgets.Image(format="png")
 
-    def draw(**values: Any) -> None:
+    def redraw(change: Any = None) -> None:
+        values = {name: control.value for name, control in controls.items()}
         places = range(1, values["gradients"] + 1)
         angles = np.radians([values[f"angle {place}"] for place in places])
         norms = np.array([[values[f"norm {place}"]] for place in places])
         gradients = norms * np.column_stack([np.cos(angles), np.sin(angles)])
         matching = MatchingParams(kappa=values["kappa"], **{name: values[name] for name in MENUS})
-        plane(gradients.tolist(), matching)
+        figure, file = plane(gradients.tolist(), matching), io.BytesIO()
+        figure.savefig(file, dpi=100)
+        plt.close(figure)
+        image.value = file.getvalue()
 
+    for name, control in controls.items():
+        control.description = name
+        control.observe(redraw, "value")
+    redraw()
     shown = list(controls.values())
     columns = [widgets.VBox(part) for part in (shown[:5], shown[5:8], shown[8:])]
-    return widgets.VBox([widgets.HBox(columns), widgets.interactive_output(draw, controls)])
+    return widgets.VBox([widgets.HBox(columns), image])
 
 
 def _controls() -> dict[str, Any]:
