@@ -1,5 +1,6 @@
 """Experiments that take a fraction of a second, and comparisons of their records."""
 
+import errno
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -352,6 +353,11 @@ def long() -> Experiment:
     return tiny(
         "replay", split=split, training={"rounds": 20, "participation": 0.75}, memory=kept(3)
     )
+
+
+def full(*_: object, **__: object) -> None:
+    """What a write calls on a full disk."""
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def lose(patch: pytest.MonkeyPatch, client: int, lost: Collection[tuple[int, int]]) -> None:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 import numpy as np
@@ -120,6 +120,29 @@ def test_without_epochs_or_images_there_are_no_batches():
     x = images(50, 1, 6, 6)
     assert list(runtime_of(x, epochs=0).batches(HERE, torch.arange(40))) == []
     assert list(runtime_of(x).batches(HERE, torch.arange(0))) == []
+
+
+def test_plain_batches_are_in_the_given_order_and_unchanged():
+    runtime = runtime_of(images(10, 1, 6, 6), shift=2)
+    one, two = runtime.plain_batches(torch.tensor([9, 4, 7]), 2)
+    found = torch.cat([one.images, two.images])
+    assert torch.equal(found, runtime.normalise(runtime.x_train[[9, 4, 7]]))
+    assert one.targets.tolist() == [9, 4]
+    assert not list(runtime.plain_batches(torch.arange(0), 2))
+
+
+@pytest.mark.parametrize("shift", [0, 2])
+def test_endless_batches_have_a_new_order_each_epoch_and_are_augmented(shift):
+    """Three images at a time of seven: 3 + 3 + 1 each epoch."""
+    runtime = runtime_of(images(20, 1, 6, 6), batch_size=3, shift=shift)
+    draw = HERE.generator("here")
+    batches = runtime.endless_batches(HERE, torch.arange(10, 17), "here")
+    for _ in range(3):
+        order = 10 + torch.randperm(7, generator=draw)
+        for indices, batch in zip(order.split(3), islice(batches, 3), strict=True):
+            expected = augment(runtime.x_train[indices], runtime.training, draw)
+            assert torch.equal(batch.images, runtime.normalise(expected))
+            assert torch.equal(batch.targets, indices)
 
 
 def test_images_stored_elsewhere_are_moved_to_the_device_batch_by_batch():

@@ -11,16 +11,11 @@ from torch import Tensor
 from stamp_core.client.batches import Batch, StepContext
 from stamp_core.client.graphs import WARM_UP, StepGraphs, new_step_graphs
 from stamp_core.methods.base.method import Log, Method
-from stamp_core.methods.base.registry import get_method, method_names
 from stamp_core.methods.fedavg import FedAvg
 from stamp_core.methods.replay import Replay
 from stamp_core.models.networks import Classifier
 
 CPU = torch.device("cpu")
-GRAPH_SAFE = {
-    "fedala", "fedas", "fedavg", "fedavg_tuned", "fedl2p", "fedomg", "fedprox", "fedssi", "joint",
-    "local", "refed", "replay", "srfdil", "stamp",
-}  # fmt: skip
 
 
 class FakeGraphs:
@@ -71,9 +66,8 @@ def summing(network: Classifier) -> Callable[[Batch, Context], Tensor]:
     return step
 
 
-def test_methods_whose_steps_depend_on_the_client_are_not_captured():
-    assert {kind for kind in method_names() if get_method(kind).graph_safe} == GRAPH_SAFE
-    for alternate in (False, True):  # whose second optimiser is made in the client round
+def test_steps_with_a_second_optimiser_made_in_the_client_round_are_not_captured():
+    for alternate in (False, True):
         experiment = tiny("stamp", prototype=0.1, alternate=alternate)
         assert worker(experiment, plan(experiment)).method.graph_safe != alternate
 

@@ -69,12 +69,3 @@ def test_a_single_image_is_normalised_by_the_running_statistics():
     torch.testing.assert_close(runtime.model.module(normal[:1]).detach(), expected)
     runtime.train_mode(2)
     assert not torch.equal(runtime.model.module(normal[:2]).detach()[:1], expected)
-
-
-def test_outputs_do_not_depend_on_the_other_images():
-    x, runtime = batch_normalised()
-    runtime.train_mode(8)
-    alone = torch.cat([runtime.outputs(image[None]) for image in x])
-    torch.testing.assert_close(runtime.outputs(x), alone)
-    features = runtime.outputs(x, runtime.model.module.encoder)
-    assert features.shape == (8, 8) and not features.requires_grad

@@ -25,6 +25,7 @@ from stamp_core.config.limits import (
     between,
 )
 from stamp_core.config.params import parse_seeds
+from tests.pipeline import parameters
 from workbench.workflow.checks import check_params
 from workbench.workflow.sweeps import sweep_experiments
 
@@ -32,16 +33,7 @@ VALID: dict[str, Any] = {
     "file": "params.yaml",
     "grid": {"setting": ["one"], "method": ["fedavg", "often", "rare"], "seeds": ["0to2", 5]},
     "ablation": {"baselines": ["often"], "method": ["rare"]},
-    "sweeps": {
-        "kappa": {
-            "label": "radius",
-            "setting": ["one"],
-            "method": ["near"],
-            "seeds": "0to1",
-            "keys": ["methods.near.spatial.kappa", "methods.near.temporal.kappa"],
-            "values": [0.0, 0.5],
-        }
-    },
+    "sweeps": {"kappa": {**parameters.SWEEP, "setting": ["one"]}},
     "settings": {
         "one": {
             "data": {"source": "digits"},

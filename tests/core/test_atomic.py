@@ -25,17 +25,6 @@ def test_a_file_is_replaced_when_the_context_ends(tmp_path):
     assert list(path.parent.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("error", [ValueError("bad"), OSError(errno.ENOSPC, "full")])
-def test_an_error_leaves_the_old_file_alone(tmp_path, error):
-    path = tmp_path / "plan.json"
-    path.write_text("old")
-    with pytest.raises(type(error)), atomic_write(path) as part:
-        part.write_text("ne")
-        raise error
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_data_are_flushed_before_the_rename(tmp_path, monkeypatch):
     path, seen, flush = tmp_path / "plan.json", list[tuple[str, bool]](), os.fsync
 

@@ -1,6 +1,5 @@
 """Decoding of image files: pixels, chunks, stops, damage, sets larger than memory."""
 
-import errno
 import json
 import multiprocessing
 import os
@@ -14,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import small
 import torch
 from folders import (
     SIDE,
     WHOLE,
     all_images,
     cached,
-    fill_train_and_test,
     flip,
     load_error,
     load_in_two_threads,
@@ -42,12 +41,6 @@ pytestmark = pytest.mark.filterwarnings("error::UserWarning")  # of a set that i
 @pytest.fixture(autouse=True)
 def three_per_chunk(monkeypatch):
     monkeypatch.setattr(decoding, "CHUNK_BYTES", 3 * 3 * SIDE**2 + 1)
-
-
-@pytest.fixture
-def images(raw):
-    """The images of a set with folders train and test, those for training first."""
-    return fill_train_and_test(raw / "set")
 
 
 def the_folder(suffix: str = "") -> Path:
@@ -209,11 +202,8 @@ def test_a_pipe_and_a_broken_link_are_named(make, raw, images):
 
 
 def test_a_disk_that_fills_up_is_named_and_decoding_can_be_continued(images, monkeypatch):
-    def full(file: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
+        patch.setattr(os, "fsync", small.full)
         error = load_error(WHOLE, OSError)
     assert error == f"[Errno 28] No space left on device: '{the_folder('.part')}'"
     assert np.array_equal(all_images(load_dataset(WHOLE)), np.stack(images))

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import small
 import torch
 from torch import Tensor
 
@@ -236,18 +235,3 @@ def test_missing_and_altered_weights_are_refused_by_name(tmp_path, monkeypatch):
     found = hashlib.sha256(b"abc").hexdigest()
     with pytest.raises(ParameterError, match=f"none.pth is '{found}'; it must be the published"):
         load_encoder(NAME)
-
-
-# ------------------------------------------------------------------ training
-
-
-@pytest.mark.parametrize(
-    ("output", "network"),
-    [("pooled", {"kind": "identity"}), ("maps", {"kind": "last_block", "channels": [8]})],
-)
-def test_fedavg_trains_on_features(images, output, network):
-    training = {"lr": 0.005, "rounds": 3}
-    experiment = small.tiny(source=spec(images, output=output), network=network, training=training)
-    record = small.run(experiment)
-    losses = [entry["loss"] for entry in record.history]
-    assert np.isfinite(losses).all() and losses[1] < losses[0]

@@ -7,18 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from folders import (
-    DIVIDED,
-    SIDE,
-    WHOLE,
-    all_images,
-    cached,
-    fill,
-    fill_train_and_test,
-    load_error,
-    noise,
-    write_image,
-)
+from folders import DIVIDED, SIDE, WHOLE, all_images, cached, fill, load_error, noise, write_image
 from PIL import Image
 
 from stamp_core.data import cache
@@ -27,12 +16,6 @@ from workbench.sources import imagenet1k, office31
 
 DOMAINS = {**DIVIDED, "domains": ["photo", "art"]}
 KINDS = "(.jpg, .jpeg, .png, .ppm, .bmp, .pgm, .tif, .tiff, .webp)"
-
-
-@pytest.fixture
-def images(raw, monkeypatch):
-    """The images of a set with folders train and test, those for training first."""
-    return fill_train_and_test(raw / "set")
 
 
 @pytest.mark.parametrize("name", ["test", "val"])

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import toy
 from pfllib import client, normalised, write_folder
 
 from stamp_core.config.decode import ParameterError
@@ -22,21 +23,11 @@ from workbench.exchange.pickled import read_arrays
 
 
 def drawn(channels: int) -> ImageDataset:
-    """30 training and 10 test images of five classes, 4 x 3, in no order."""
+    """30 training and 10 test images of five classes, 4 x 3."""
     draw = torch.Generator().manual_seed(channels)
     x = torch.randint(256, (40, channels, 4, 3), generator=draw, dtype=torch.uint8)
     x[0].flatten()[:2] = torch.tensor([0, 255])
-    y = torch.arange(40).mul(7) % 5
-    none = torch.zeros(40, dtype=torch.int64)
-    parts = {
-        "y_train": y[:30],
-        "y_test": y[30:],
-        "domain_train": none[:30],
-        "domain_test": none[30:],
-    }
-    moments = {"mean": torch.zeros(channels), "std": torch.ones(channels)}
-    names = {"classes": tuple("abcde"), "domains": ("all",), "digest": "drawn"}
-    return ImageDataset("drawn", x_train=x[:30], x_test=x[30:], **parts, **moments, **names)
+    return replace(toy.images(5, each=6), name="drawn", x_train=x[:30], x_test=x[30:])
 
 
 GREY, COLOUR = drawn(1), drawn(3)

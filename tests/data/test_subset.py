@@ -25,15 +25,6 @@ def test_images_and_names_are_those_of_the_whole_set():
     np.testing.assert_allclose(part.std, pixels.std((0, 2, 3), correction=0), rtol=1e-5)
 
 
-def test_disjoint_classes_share_no_image():
-    parts = [
-        load_dataset({"source": "subset", "of": DIGITS, "classes": classes})
-        for classes in ("0to3", "4to9")
-    ]
-    assert sum(len(part.y_train) for part in parts) == len(load_dataset(DIGITS).y_train)
-    assert len({part.digest for part in parts}) == 2
-
-
 def test_published_numbers_are_those_of_the_kept_classes():
     dataset = published_dataset(
         {"source": "subset", "of": {"source": "cifar100"}, "classes": "40to99"}

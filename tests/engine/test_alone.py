@@ -21,7 +21,6 @@ mine:
 """
 SCRIPT = """
 import sys
-sys.path.insert(0, sys.argv[1])
 from stamp_core import load_experiment, train
 
 experiment = load_experiment("mine", "stamp")
@@ -76,6 +75,19 @@ def site(tmp_path_factory):
     return site
 
 
+def output(script: str, site: Path, folder: Path) -> list[str]:
+    """The lines that a script prints in a folder, with the packages of `site` alone."""
+    done = subprocess.run(
+        [sys.executable, "-S", "-I", "-c", f"import sys; sys.path[:0] = [{str(site)!r}]\n{script}"],
+        cwd=folder,
+        env={"STAMP_PROGRESS": "none"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
 def test_stamp_is_trained_and_a_method_of_the_workbench_is_refused(site, tmp_path):
     """On random images, in a folder of one's own; the presets are those in the wheel."""
     draw = np.random.default_rng(0)
@@ -83,14 +95,16 @@ def test_stamp_is_trained_and_a_method_of_the_workbench_is_refused(site, tmp_pat
     np.savez(tmp_path / "images.npz", x_train=x, y_train=y, x_test=x[:40], y_test=y[:40])
     (tmp_path / "params").mkdir()
     (tmp_path / "params" / "settings.yaml").write_text(SETTING.format(folder=tmp_path))
-    done = subprocess.run(
-        [sys.executable, "-S", "-I", "-c", SCRIPT, str(site)],
-        cwd=tmp_path,
-        env={"STAMP_PROGRESS": "none"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    trained, others, refused = done.stdout.splitlines()
+    trained, others, refused = output(SCRIPT, site, tmp_path)
     assert trained == "4 2.0" and others == ""
     assert "gem" in refused and "workbench, which is not installed: pip install" in refused
+
+
+def test_an_empty_folder_has_the_parameters_of_the_wheel_and_takes_what_is_written(site, tmp_path):
+    script = """
+from stamp_core.config.params import read_params
+from stamp_core.core import paths
+
+print(paths.DATA, "tiny" in read_params()["settings"])
+"""
+    assert output(script, site, tmp_path) == [f"{tmp_path / 'data'} True"]

@@ -1,6 +1,5 @@
 """Runs whose clients' states are kept elsewhere, and where not every client round is finished."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -8,36 +7,27 @@ import small
 from small import plans, whole
 
 from stamp_core.engine import train as engine
-from stamp_core.engine.executor import SerialExecutor, start_executor
+from stamp_core.engine.executor import Executor, start_executor
 from stamp_core.engine.trees import Store
 from stamp_core.engine.worker import Worker
-
-LOST = 1, 2  # this client's rounds of this experience are not finished
-
-
-class Losing(SerialExecutor):
-    def map(self, work: Any, each: Iterable[Any]) -> list[Any]:
-        if work is Worker.train_client:
-            each = [call for call in each if (call[0].client, call[0].experience) != LOST]
-        return super().map(work, each)
 
 
 def elsewhere(folder: Path) -> engine.Start:
 
-    def start(*options: Any) -> tuple[Worker, Losing]:
-        worker, _ = start_executor(*options)
+    def start(*options: Any) -> tuple[Worker, Executor]:
+        worker, executor = start_executor(*options)
         worker.stores = {seed: Store(folder) for seed in worker.plans}
-        return worker, Losing(worker)
+        return worker, executor
 
     return start
 
 
 def test_a_client_round_that_is_not_finished_is_as_one_that_dropped_out(tmp_path, monkeypatch):
     experiment = whole("local")
+    small.lose(monkeypatch, 1, [(2, 0), (2, 1)])
     found = engine.train(
         experiment, plans(experiment, 0), 1, "cpu", tmp_path / "run", elsewhere(tmp_path / "node")
     )
-    small.lose(monkeypatch, LOST[0], [(LOST[1], round_) for round_ in range(2)])
     small.assert_same(found[0], small.run(experiment))
     assert [row["completed"] for row in found[0].history] == [4, 4, 4, 4, 3, 3]
 

@@ -10,7 +10,7 @@ from parameters import PARAMS, SWEEP
 
 from stamp_core.config.decode import ParameterError
 from stamp_core.engine.experiment import Experiment, load_experiment
-from workbench.workflow import grid, sweeps
+from workbench.workflow import grid
 from workbench.workflow.profiles import read_profile
 from workbench.workflow.sweeps import load_sweeps, run_sweep, sweep_experiments
 
@@ -21,8 +21,9 @@ def experiments(**changes: Any) -> list[Experiment]:
 
 
 def test_all_keys_get_each_value_and_everything_else_stays():
-    preset = load_experiment("tiny", "near", deepcopy(PARAMS))
-    swept = experiments()
+    params, preset = deepcopy(PARAMS), load_experiment("tiny", "near", deepcopy(PARAMS))
+    swept = sweep_experiments("kappa", params)
+    assert params == PARAMS  # as they were
     assert [e.sweep for e in swept] == [("kappa", "0.0"), ("kappa", "0.5")]
     assert [e.name for e in swept] == ["tiny-near-kappa-0.0", "tiny-near-kappa-0.5"]
     for experiment, value in zip(swept, (0.0, 0.5), strict=True):
@@ -40,21 +41,6 @@ def test_a_sweep_has_every_setting_method_and_value_with_names_filled_in():
     ]
     alphas = sweep_experiments("alpha", deepcopy(PARAMS))
     assert [e.setting.split.alpha for e in alphas] == [0.5, 1.0]
-
-
-def test_a_preset_that_extends_another_can_be_swept():
-    """What it does not set itself comes from there; the parameters stay as they are."""
-    params = deepcopy(PARAMS)
-    params["sweeps"]["kappa"] |= {
-        "method": ["sam"],
-        "keys": ["methods.sam.spatial.softmax.lr"],
-        "values": [5.0],
-    }
-    before = deepcopy(params)
-    (experiment,) = sweep_experiments("kappa", params)
-    spatial = experiment.params.spatial
-    assert (spatial.softmax.lr, spatial.softmax.rounds, spatial.kappa) == (5.0, 7, 0.25)
-    assert experiment.params.temporal is None and params == before
 
 
 @pytest.mark.parametrize("names", [{"setting": ["tny"]}, {"method": ["nera"]}], ids=str)
@@ -101,22 +87,10 @@ def test_a_damaged_record_does_not_block_its_sweep(file, params, trained, tmp_pa
         small.assert_same(one, other)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("settings.tiny.training.lr", 0.05),
-        ("methods.near.memory.exemplars_per_class", 4),
-        ("sweeps.kappa.seeds", "1"),
-        ("code", "edited"),
-    ],
-)
-def test_changed_parameters_and_code_are_trained_again(key, value, params, trained, monkeypatch):
+def test_changed_code_is_trained_again(params, trained, monkeypatch):
     params["sweeps"]["kappa"] |= {"values": [0.5], "seeds": "0"}
     run_sweep("kappa", "default", device="cpu")
-    if key == "code":
-        monkeypatch.setattr(Experiment, "code", lambda self: value)
-    else:
-        sweeps.set_value(params, key.split("."), value)
+    monkeypatch.setattr(Experiment, "code", lambda self: "edited")
     run_sweep("kappa", "default", device="cpu")
     assert trained == ["tiny-near-kappa-0.5"] * 2
 

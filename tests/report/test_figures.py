@@ -38,7 +38,6 @@ CAPTIONS = {"kappa": ("radius κ", "2"), "other": ("other", ""), "server_lr": ("
 DRAW: dict[str, Callable[[], Figure]] = {  # those that are stored
     "accuracy": lambda: figures.accuracy(made_records.compared()),
     "gap": lambda: figures.gap(made_records.compared()),
-    "differences": lambda: figures.differences(made_records.compared()),
     "sensitivity": lambda: figures.sensitivity(made_records.sensitive(), CAPTIONS),
 }
 
@@ -97,14 +96,20 @@ def test_a_row_is_the_difference_of_the_tables_and_far_ones_are_numbers():
     records = [r for r in made_records.compared() if r.run[0] == "toy"]
     figure = figures.differences(records)
     pairs = tables.differences(records, "replay")
-    pairs = pairs[pairs.measure == "final accuracy"].set_index(["method", "model"]).difference
+    pairs = pairs[pairs.measure == "final accuracy"].set_index(["method", "model"])
+    pairs = pairs.sort_values("difference")
     axis, names = figure.axes[0], [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    dots = [bar.lines[0].get_xydata()[0] for bar in axis.containers]
+    bars = sorted(axis.containers, key=lambda bar: bar.lines[0].get_xdata()[0])
+    dots = [bar.lines[0].get_xydata()[0] for bar in bars]
     drawn = {names[int(place)]: value for value, place in dots}
-    near, far = pairs[pairs.abs() <= 20], pairs[pairs.abs() > 20]
-    assert sorted(drawn.values()) == pytest.approx(sorted(near))
+    is_near = pairs.difference.abs() <= 20
+    near, far = pairs[is_near], pairs[~is_near].difference
+    assert [*drawn.values()] == pytest.approx(near.difference.tolist())
+    ends = np.array([bar.lines[2][0].get_segments()[0][:, 0] for bar in bars])
+    assert ends == pytest.approx(near[["low", "high"]].to_numpy())
+    assert axis.get_xlim() == (-20.5, 20.5)  # one interval goes on to both sides
     assert [text.get_text() for text in axis.texts] == [f"◂ {value:.1f}" for value in far]
-    assert drawn["fedala (personal)"] == pairs["fedala", "personal"] == max(drawn.values())
+    assert drawn["fedala (personal)"] == near.difference["fedala", "personal"] == dots[-1][0]
     assert names[:2] == ["methods", "fedala (personal)"]
 
 
@@ -133,7 +138,8 @@ def test_differences_are_from_replay_or_else_from_fedavg(methods, base):
 
 
 BYTES: dict[str, Callable[[], Figure]] = {
-    **{name: DRAW[name] for name in ("accuracy", "differences")},
+    "accuracy": DRAW["accuracy"],
+    "differences": lambda: figures.differences(made_records.compared()),
     "ablation": lambda: figures.ablation(made_records.ablated()),
     "features": lambda: figures.features([made_records.with_features(spread=0.7)], "toy", "A$~"),
 }
