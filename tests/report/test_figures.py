@@ -1,31 +1,22 @@
-"""Figures as text: lines, points and labels, from records made by hand.
+"""Lines, points and labels of figures, from records made by hand."""
 
-`python tests/report/test_figures.py` writes them. Positions after layout are left out.
-"""
-
-import errno
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import made_records
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+import small
 from made_records import three_seeds
 from matplotlib.axes import Axes
-from matplotlib.collections import LineCollection
-from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator
 from PIL import Image
 
+from stamp_core.results.records import Record
 from workbench.report import figures, tables
 from workbench.report.figures import analyses, style
 from workbench.report.tables.page import write_parts
-
-DRAWN = Path(__file__).parent / "drawn"
 
 
 @pytest.fixture(autouse=True)
@@ -35,61 +26,42 @@ def close_figures():
 
 
 CAPTIONS = {"kappa": ("radius κ", "2"), "other": ("other", ""), "server_lr": ("η_g", "1.0")}
-DRAW: dict[str, Callable[[], Figure]] = {  # those that are stored
-    "accuracy": lambda: figures.accuracy(made_records.compared()),
-    "gap": lambda: figures.gap(made_records.compared()),
-    "sensitivity": lambda: figures.sensitivity(made_records.sensitive(), CAPTIONS),
-}
 
 
-def numbers(values: Any) -> str:
-    """Numbers with four figures; a dash for what is masked or undefined."""
-    flat = np.ma.filled(np.ma.asarray(values, dtype=float).ravel(), np.nan)
-    return " ".join("-" if np.isnan(value) else f"{value + 0:.4g}" for value in flat)
+def compared(draw: Callable[[Sequence[Record]], Figure]) -> Figure:
+    return draw(made_records.compared())
 
 
-def as_text(figure: Figure) -> str:
-    return "\n".join(line.rstrip() for part in describe(figure) for line in part.split("\n"))
+def lines(axis: Axes) -> dict[str, list[float]]:
+    """What is drawn for each method."""
+    shown = [line for line in axis.lines if not line.get_label().startswith("_")]
+    return {line.get_label(): line.get_ydata().round(9).tolist() for line in shown}
 
 
-def describe(figure: Figure) -> Iterator[str]:
-    yield figure.get_suptitle()
-    for legend in figure.legends:
-        yield legend.get_title().get_text()
-        yield "legend: " + ", ".join(text.get_text() for text in legend.get_texts())
-    for axis in figure.axes:
-        yield from describe_panel(axis)
+def test_lines_are_means_and_points_are_seeds():
+    toy, other = compared(figures.accuracy).axes
+    assert lines(toy) == {
+        **{"replay": [80, 65], "fedavg": [80, 55], "stamp": [80, 65]},
+        **{"fedala (personal)": [100, 80], "local (personal)": [80, 35]},
+    }
+    assert lines(other) == {"fedavg": [80, 55]} and toy.get_ylim() == other.get_ylim()
+    seeds = np.asarray(toy.collections[0].get_offsets()).round(9).tolist()
+    assert seeds == [[1, 80], [2, 60], [1, 80], [2, 70], [1, 80], [2, 65]]
+    toy, other = compared(figures.gap).axes
+    assert lines(toy) == {"fedavg": [10, 20], "fedala": [10, 15]} and not lines(other)
 
 
-def describe_panel(axis: Axes) -> Iterator[str]:
-    yield f"panel {axis.get_title()!r}"
-    for name, each in {"x": axis.xaxis, "y": axis.yaxis}.items():
-        scale = f"{each.get_scale()} {numbers(each.get_view_interval())}"
-        fixed = isinstance(each.get_major_locator(), FixedLocator)
-        ticks = [label.get_text() for label in each.get_ticklabels()] if fixed else ""
-        yield f"  {name}: {each.get_label_text()!r} {scale} {ticks}"
-    for line in axis.lines:
-        look = f"{to_hex(line.get_color())} {line.get_marker()} {line.get_linestyle()}"
-        yield f"  line {line.get_label()!r} {look}: {numbers(line.get_xydata())}"
-    for each in axis.collections:
-        if isinstance(each, LineCollection):
-            yield f"  interval: {numbers(each.get_segments())}"
-        else:
-            colours = sorted({to_hex(colour) for colour in each.get_facecolor()})
-            yield f"  points {' '.join(colours)}: {numbers(each.get_offsets())}"
-    if axis.texts:
-        yield f"  texts: {[text.get_text() for text in axis.texts]}"
-
-
-def write_drawn(folder: Path) -> None:
-    for name, draw in DRAW.items():
-        write_parts(folder / f"{name}.txt", [as_text(draw())])
-        plt.close("all")
-
-
-@pytest.mark.parametrize("name", DRAW)
-def test_a_figure_is_as_stored(name):
-    assert as_text(DRAW[name]()) + "\n" == (DRAWN / f"{name}.txt").read_text("utf-8")
+def test_a_parameter_without_effect_looks_like_one():
+    """All panels of a measure span as many points; values are in the order of the sweep."""
+    figure = figures.sensitivity(made_records.sensitive(), CAPTIONS)
+    means = [axis.lines[3].get_ydata().round(9).tolist() for axis in figure.axes]
+    assert means == [[30, 50], [50], [40, 41], [50, 30], [30], [40, 39]]
+    spans = np.diff([axis.get_ylim() for axis in figure.axes]).round(9)
+    assert np.ptp(spans[:3]) == np.ptp(spans[3:]) == 0
+    assert figure.axes[0].get_xlabel() == "spread: values 20.0, seeds 20.0"
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["10", "2"]
+    preset = [axis.lines[4].get_xdata()[0] for axis in figure.axes if len(axis.lines) > 4]
+    assert preset == [1, 1, 1, 1]  # of κ and of the step; "other" has none
 
 
 def test_a_row_is_the_difference_of_the_tables_and_far_ones_are_numbers():
@@ -138,8 +110,8 @@ def test_differences_are_from_replay_or_else_from_fedavg(methods, base):
 
 
 BYTES: dict[str, Callable[[], Figure]] = {
-    "accuracy": DRAW["accuracy"],
-    "differences": lambda: figures.differences(made_records.compared()),
+    "accuracy": lambda: compared(figures.accuracy),
+    "differences": lambda: compared(figures.differences),
     "ablation": lambda: figures.ablation(made_records.ablated()),
     "features": lambda: figures.features([made_records.with_features(spread=0.7)], "toy", "A$~"),
 }
@@ -160,16 +132,13 @@ def test_equal_data_give_equal_bytes(name, tmp_path):
 
 def test_a_full_disk_leaves_the_old_figure_and_the_old_page(tmp_path, monkeypatch):
 
-    def full(file: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     png, page = tmp_path / "a.png", tmp_path / "a.md"
-    figures.save(DRAW["accuracy"](), png)
+    figures.save(compared(figures.accuracy), png)
     write_parts(page, ["old"])
     before = png.read_bytes()
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", small.full)
     with pytest.raises(OSError, match=r"a\.png"):
-        figures.save(DRAW["gap"](), png)
+        figures.save(compared(figures.gap), png)
     with pytest.raises(OSError, match=r"a\.md"):
         write_parts(page, ["new"])
     assert (png.read_bytes(), page.read_text()) == (before, "old\n")
@@ -213,7 +182,3 @@ def test_the_nearest_mean_leaves_out_the_image():
         right += int(np.argmin([abs(vectors[place, 0] - mean) for mean in means])) == labels[place]
     assert analyses._count_nearest_mean(vectors, labels) == (right, 5)
     assert right == 4  # the third is nearer to class 1
-
-
-if __name__ == "__main__":
-    write_drawn(DRAWN)
