@@ -191,25 +191,6 @@ def test_a_class_is_merged_by_its_definition(merge, rule):
 # --------------------------------------------------------------------------------- the reservoir
 
 
-def numbered(*sizes: int) -> list[Tensor]:
-    """So many images for each task, as bright as their number in all of them."""
-    levels = torch.arange(sum(sizes), dtype=torch.uint8).view(-1, 1, 1, 1)
-    return list(levels.expand(-1, 1, 2, 2).contiguous().split(list(sizes)))
-
-
-def reservoir_of(sizes: tuple[int, ...], params: MemoryParams, seed: int = 0) -> list[int]:
-    """The numbers of the images kept after tasks with so many images of a class, in order."""
-    draws, tasks = generator(seed), numbered(*sizes)
-    now = memory.empty_memory(tasks[0], classes=1)
-    for task, several in enumerate(tasks):
-        old, labels = encode(now["images"]), torch.zeros(len(several), dtype=torch.int64)
-        proposal = base.hard_label_proposal(several, labels)
-        new = memory.class_samples(proposal, 0, task, encode(several))
-        now = memory.update_memory(now, 0, new, len(several), old, params, draws)
-    kept: list[int] = now["images"][:, 0, 0, 0].tolist()
-    return kept
-
-
 def every_outcome(
     draw: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Fraction, list[int]]]:
@@ -243,8 +224,12 @@ def every_outcome(
 )
 def test_a_random_reservoir_is_a_uniform_sample_of_all_images(sizes, count, monkeypatch):
     params = MemoryParams(selection="uniform", exemplars_per_class=count, merge="reservoir")
+    levels = torch.arange(sum(sizes), dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 3, 4, 4)
+    tasks = list(enumerate(levels.split(list(sizes))))
     found: dict[frozenset[int], Fraction] = defaultdict(Fraction)
-    for probability, kept in every_outcome(lambda: reservoir_of(sizes, params), monkeypatch):
+    for probability, kept in every_outcome(
+        lambda: memory_of(params, *tasks)["images"][:, 0, 0, 0].tolist(), monkeypatch
+    ):
         found[frozenset(kept)] += probability
     subsets = [frozenset(each) for each in itertools.combinations(range(sum(sizes)), count)]
     assert found == dict.fromkeys(subsets, Fraction(1, len(subsets)))

@@ -7,6 +7,7 @@ reference overrides what the method changes, as briefly and naively as it can be
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -116,17 +117,12 @@ class FedAvgReference:
     def chosen(self, clients: list[int]) -> list[int]:
         return clients
 
-    def broadcast(self, client: int) -> Array:
-        return self.theta
-
     def local(self, visit: Visit, state: State) -> Reply:
         """A client's work in one round; it changes `state` in place."""
-        theta = self.sgd(visit, self.broadcast(visit.client), state)
+        theta = self.sgd(visit, self.theta, state)
         return Reply(visit.client, theta, len(visit.indices))
 
-    def step_gradient(
-        self, visit: Visit, theta: Array, x: Array, y: Numbers, state: State
-    ) -> Array:
+    def step_gradient(self, theta: Array, x: Array, y: Numbers, state: State) -> Array:
         """The gradient of one SGD step on new images, before weight decay and momentum."""
         return self.gradient(theta, x, y)
 
@@ -185,18 +181,21 @@ class FedAvgReference:
     def batches(self, visit: Visit, of: str = "", indices: Numbers | None = None) -> list[Numbers]:
         own = visit.indices if indices is None else indices
         draw = self.draw(visit, "order" + of)
-        size = self.training.batch_size
+        return self.passes(own, draw, self.training.batch_size, self.training.epochs)
+
+    def passes(
+        self, indices: Numbers, draw: torch.Generator, size: int, epochs: int = 1
+    ) -> list[Numbers]:
+        """The batches of so many passes over images, each in another order."""
         found = []
-        for _ in range(self.training.epochs if len(own) else 0):
-            order = torch.randperm(len(own), generator=draw).numpy()
-            found += [own[order[start : start + size]] for start in range(0, len(own), size)]
+        for _ in range(epochs if len(indices) else 0):
+            order = torch.randperm(len(indices), generator=draw).numpy()
+            found += [indices[order[k : k + size]] for k in range(0, len(order), size)]
         return found
 
     def sgd(self, visit: Visit, theta: Array, state: State) -> Array:
         """Local SGD along the gradients of `step_gradient`."""
-        return self.descend(
-            theta, self.batches(visit), lambda *at: self.step_gradient(visit, *at, state)
-        )
+        return self.descend(theta, self.batches(visit), lambda *at: self.step_gradient(*at, state))
 
     def descend(
         self,
@@ -223,6 +222,11 @@ class FedAvgReference:
         sizes = np.cumsum([int(np.prod(shape)) for shape in self.shapes])
         pieces = np.split(theta, sizes[:-1])
         return [piece.reshape(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+
+    def matrices(self, vector: Array) -> list[Array]:
+        """[W b] of both layers."""
+        w1, b1, w2, b2 = self.parts(vector)
+        return [np.c_[w1, b1], np.c_[w2, b2]]
 
     def features(self, theta: Array, x: Array) -> Array:
         """The hidden layer, max(0, W1 x + b1).  # [n, H]"""
@@ -336,15 +340,60 @@ def uneven(plan: Plan) -> Plan:
 
 
 def compare(
-    kind: str, configuration: str, reference: type[FedAvgReference], /, **params: Any
-) -> tuple[Record, FedAvgReference]:
-    """Refuse a method whose final model is not that of its reference; both for further checks."""
+    kind: str,
+    configuration: str,
+    reference: type[FedAvgReference],
+    /,
+    folder: Path | None = None,
+    change: Callable[[Plan], Plan] = lambda plan: plan,
+    close: dict[str, Any] = CLOSE,
+    **params: Any,
+) -> tuple[Record, Any, list[dict[str, Any]]]:
+    """Refuse a run that is not that of a method's reference; both for further checks.
+
+    Compared are the final models, if there is one, and where a `folder` is given the clients'
+    states, which are returned too: those arrays of the reference whose names do not begin with "_".
+    `change` is made to the plan.
+    """
     experiment = small.tiny(kind, **GROWING[configuration], **params)
-    plan = small.plan(experiment)
+    plan = change(small.plan(experiment))
     plan = uneven(plan) if "uneven" in configuration else plan
-    record = small.run(experiment, plan)
+    record = small.run(experiment, plan, resume=folder)
     naive = reference(experiment, plan)
     theta = naive.run()
-    found = np.concatenate([value.ravel() for value in record.weights.values()])
-    np.testing.assert_allclose(found, theta, **CLOSE)
-    return record, naive
+    assert np.isfinite(np.asarray(theta)).all()
+    if record.weights or folder is None:
+        found = np.concatenate([value.ravel() for value in record.weights.values()])
+        np.testing.assert_allclose(found, theta, **close)
+    if folder is None:
+        return record, naive, []
+    states = small.saved(experiment, folder)["clients"]
+    for state, own in zip(states, naive.clients, strict=True):
+        for name, value in own.items():
+            if isinstance(value, np.ndarray) and not name.startswith("_"):
+                np.testing.assert_allclose(state[name], value, **close, err_msg=name)
+    return record, naive, states
+
+
+def assert_personal_scores(
+    record: Record, naive: FedAvgReference, logits: Callable[[int, Array], Array]
+) -> None:
+    """Refuse other accuracies of personal models after the last experience, among all classes.
+
+    `logits` are those of a client's personal model for normalised images.
+    """
+    plan = naive.plan
+    for client, task in small.everywhere(plan):
+        tests = plan.test_indices(naive.data, client, task)
+        if not len(tests):
+            continue
+        predicted = logits(client, naive.normalised(naive.data.x_test[tests])).argmax(1)
+        expected = (predicted == naive.data.y_test[tests].numpy()).mean()
+        np.testing.assert_allclose(record.scores["personal"][0, -1, client, task], expected)
+
+
+def last_visit(naive: FedAvgReference, client: int) -> Visit:
+    """A client's last round: what evaluation takes as the address of personal models."""
+    last = naive.plan.experiences - 1
+    task = last % naive.plan.tasks
+    return Visit(client, last, naive.training.rounds - 1, task, True, naive.indices(client, task))

@@ -31,32 +31,14 @@ GRADIENT = 340_144  # of GLFC's encoder on one image
 MODEL = (4 * P, 4 * P)
 CLASSES = 100
 
-# Bytes to and from a client in a round with local buffers.
+# Bytes to and from a client in a round with local buffers, where they are not those of the model.
 EXPECTED: dict[str, tuple[int, int]] = {
-    "fedavg": MODEL,
-    "fedavg_tuned": MODEL,
-    "fedprox": MODEL,
-    "fedala": MODEL,
-    "feddbe": MODEL,
     "fedas": (4 * BASE, 4 * BASE + 4),
     "fedcil": (4 * (P + ACGAN) + 13, 4 * (P + ACGAN) + 13),  # and a bit for each class
-    "fedomg": MODEL,
     "fedl2p": (4 * (P + META), 4 * (P + META)),
-    "fedssi": MODEL,
     "affcl": (4 * (P + FLOW) + 13, 4 * (P + FLOW) + 13),  # the classes learnt, as bits
     "glfc": (4 * P + 13, 4 * P + 13 + GRADIENT),  # classes as bits each way
-    "gradma": MODEL,
-    "gem": MODEL,
-    "gpm": MODEL,
-    "fsdgpm": MODEL,
-    "vrmcl": MODEL,
-    "agem": MODEL,
-    "fbl": MODEL,
-    "pfeddil": MODEL,
-    "refed": MODEL,
     "srfdil": (4 * (P + FEATURES), 4 * (P + FEATURES)),
-    "replay": MODEL,
-    "stamp": MODEL,
     "tagfed": (4 * P, 4 * P + 8),  # the first task trains all weights; the number of its group
     "target": (4 * P + KNOWN, 4 * P + KNOWN),
     "lander": (4 * (P + MAP) + KNOWN + 2 * 100 * 512, 4 * (P + MAP) + KNOWN),
@@ -143,14 +125,10 @@ def first_round(kind: str, buffers: str = "local", **options: Any) -> Sizes:
     return Sizes(down, up, disk, (setup[0], setup[1]))
 
 
-def test_the_bytes_of_every_method_are_tested():
-    assert set(EXPECTED) == set(registry.method_names())
-
-
-@pytest.mark.parametrize("kind", EXPECTED)
+@pytest.mark.parametrize("kind", registry.method_names())
 def test_a_round_of_resnet18_costs_what_is_published(kind):
     sizes = first_round(kind, **OPTIONS.get(kind, {}))
-    assert (sizes.down, sizes.up) == EXPECTED[kind] and sizes.setup == (0, 0)
+    assert (sizes.down, sizes.up) == EXPECTED.get(kind, MODEL) and sizes.setup == (0, 0)
 
 
 @pytest.mark.parametrize(

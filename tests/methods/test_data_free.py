@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reference
 import small
 import torch
 import torch.nn.functional as F
-import torch_reference
-from reference import GROWING, Numbers, Reply, State, Visit
+from reference import CONFIGURATIONS, GROWING, Numbers, Reply, State, Visit
 from small import BATCH_NORM, SYNTHESIS, plan, run, whole
 from torch import Tensor, nn
-from torch_reference import Adam, Descent, TorchReference, divergence, soft_cross_entropy
+from torch_reference import CLOSE, Adam, Descent, TorchReference, divergence, soft_cross_entropy
 
 from stamp_core.core.seeding import address, generator
 from stamp_core.methods.base.method import Log
@@ -286,9 +286,11 @@ class LanderReference(DataFreeReference):
 )
 def test_whole_runs_are_those_of_the_reference(kind, params, configuration):
     """The models, and the images that the server has synthesised last."""
-    reference = LanderReference if kind == "lander" else DataFreeReference
-    options = {**SYNTHESIS, **params, "diagnostics": {"memory": 99}}
-    record, naive = torch_reference.compare(kind, configuration, reference, **options)
+    made = LanderReference if kind == "lander" else DataFreeReference
+    longer = configuration not in CONFIGURATIONS  # a rounding grows with the rounds
+    close = {**CLOSE, "atol": 2e-5} if longer else CLOSE
+    options = {**SYNTHESIS, **params, "diagnostics": {"memory": 99}, "close": close}
+    record, naive, _ = reference.compare(kind, configuration, made, **options)
     newest = record.memory["experiences"] == record.memory["experiences"].max()
     images, labels, _ = naive.replay
     assert record.memory["labels"][newest].tolist() == labels.tolist()

@@ -4,20 +4,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reference
 import small
-import states
 import torch
-from reference import CONFIGURATIONS, Array, FedAvgReference, Numbers, Reply, State, Visit
-from small import BATCH_NORM, BN_P, run, tiny
+from reference import CONFIGURATIONS, Array, FedAvgReference, Reply, State, Visit
+from small import BATCH_NORM, BN_B, BN_P, run, tiny
 
 from stamp_core.client.runtime import RoundId
 from stamp_core.methods.base.method import DivergedError, Log
 from stamp_core.methods.base.method import Reply as MethodReply
-from stamp_core.models.networks import build_network
 
 BASE = 64 * 32 + 32  # parameters of the encoder of `tiny`
-HEAD = 32 * 10 + 10
-BN_HEAD = 8 * 10 + 10
+BN_BASE = BN_P - (8 * 10 + 10)  # and of that of `BATCH_NORM`
 FEW = {"images_per_class": 20}
 ZERO = "synchronisation: all traces are zero, weighted by samples"
 INFINITE = "synchronisation: a trace is not finite, weighted by samples"
@@ -36,8 +34,8 @@ class FedASReference(FedAvgReference):
         state.update(head=theta[BASE:], _trained=True)
         if self.params.align:
             state["base"] = theta[:BASE]
-        trace = 0.0
-        for batch in self.shuffled(visit, "trace", self.training.batch_size):
+        trace, draw = 0.0, self.draw(visit, "trace")
+        for batch in self.passes(visit.indices, draw, self.training.batch_size):
             trace += float((self.gradient(theta, self.x[batch], self.y[batch]) ** 2).sum())
         return Reply(visit.client, theta, len(visit.indices), {"trace": trace})
 
@@ -52,7 +50,8 @@ class FedASReference(FedAvgReference):
         own = self.features(np.concatenate([state["base"], state["head"]]), self.x[visit.indices])
         labels = self.y[visit.indices]
         prototypes = {c: own[labels == c].mean(0) for c in np.unique(labels)}
-        for batch in self.shuffled(visit, "alignment", self.params.align_batch_size):
+        draw = self.draw(visit, "alignment")
+        for batch in self.passes(visit.indices, draw, self.params.align_batch_size):
             y = self.y[batch]
             h = self.features(theta, self.x[batch])
             wanted = np.stack([prototypes[c] for c in y])
@@ -61,10 +60,6 @@ class FedASReference(FedAvgReference):
             none = np.zeros((len(y), self.classes))
             theta = theta - self.params.align_lr * self.backward(theta, self.x[batch], none, slopes)
         return theta
-
-    def shuffled(self, visit: Visit, purpose: str, size: int) -> list[Numbers]:
-        order = torch.randperm(len(visit.indices), generator=self.draw(visit, purpose)).numpy()
-        return [visit.indices[order[k : k + size]] for k in range(0, len(order), size)]
 
     def mean(self, values: list[Array], replies: list[Reply]) -> Array:
         if self.params.weights == "samples":
@@ -85,18 +80,19 @@ class FedASReference(FedAvgReference):
 )
 def test_whole_runs_are_those_of_the_reference(params, configuration, tmp_path):
     kind = FedASReference
-    record, kept, naive = states.compare("fedas", configuration, kind, tmp_path, **params)
+    record, naive, kept = reference.compare("fedas", configuration, kind, tmp_path, **params)
     assert all(("base" in state) == params.get("align", True) for state in kept)
+    assert (record.weights == {}) == (params["head"] == "local")
 
     def logits(client: int, x: Array) -> Array:
         """Without alignment for a client that has not trained: its head is untrained."""
-        visit = states.last_visit(naive, client)
+        visit = reference.last_visit(naive, client)
         state = naive.clients[client]
         if not state["_trained"]:
             return naive.logits(np.concatenate([naive.theta[:BASE], state["head"]]), x)
-        return naive.logits(kind.aligned(naive, visit, state), x)
+        return naive.logits(naive.aligned(visit, state), x)
 
-    states.assert_personal_scores(record, naive, logits)
+    reference.assert_personal_scores(record, naive, logits)
 
 
 def test_alignment_that_diverges_names_its_learning_rate_and_counts_as_diverged():
@@ -148,7 +144,8 @@ def test_a_client_never_selected_has_the_untrained_head_and_the_unaligned_encode
 
 
 def answer(client: int, samples: int, trace: float, fill: float) -> MethodReply:
-    message = {"base": torch.full((BASE,), fill), "trace": torch.tensor([trace])}
+    message = {"base": torch.full((BN_BASE,), fill), "trace": torch.tensor([trace])}
+    message["buffers"] = torch.full((BN_B,), fill)
     return MethodReply(client, {}, message, samples, 1, 0.0)
 
 
@@ -164,41 +161,19 @@ def answer(client: int, samples: int, trace: float, fill: float) -> MethodReply:
 )
 def test_encoders_are_averaged_by_their_traces(traces, expected, events):
     """2 and 6 with 5 and 3 samples; a reply without samples must not count. If one trace is not
-    finite there is no scale for the others. The head stays the initial one."""
-    experiment = tiny("fedas", server_lr=0.5)
+    finite there is no scale for the others. The head stays the initial one. Running statistics have
+    the same weights; the server's learning rate is not theirs."""
+    experiment = tiny("fedas", network=BATCH_NORM, server_lr=0.5)
     worker = small.worker(experiment, small.plan(experiment))
     server = worker.initial_states(0)[0]
     log = Log()
     replies = [answer(0, 5, traces[0], 2.0), answer(1, 3, traces[1], 6.0)]
     empty = answer(2, 0, float("nan"), float("nan"))
     after = worker.method.aggregate(server, [*replies, empty], log)
-    base, head = after["parameters"].split([BASE, HEAD])
-    before, same = server["parameters"].split([BASE, HEAD])
+    base, head = after["parameters"].split([BN_BASE, BN_P - BN_BASE])
+    before, same = server["parameters"].split([BN_BASE, BN_P - BN_BASE])
     torch.testing.assert_close(base, (before + expected) / 2)
+    torch.testing.assert_close(after["buffers"], torch.full((BN_B,), expected))
     assert torch.equal(head, same) and log.events == events
     log = Log()
     assert worker.method.aggregate(server, [empty], log) is server and log == Log()
-
-
-def test_running_statistics_are_averaged_with_the_same_weights():
-    experiment = tiny("fedas", network=BATCH_NORM, split=FEW)
-    worker = small.worker(experiment, small.plan(experiment))
-    replies = []
-    for u, trace in enumerate((1.0, 3.0)):
-        message = {"base": torch.zeros(BN_P - BN_HEAD), "trace": torch.tensor([trace])}
-        message["buffers"] = torch.full((8,), float(u))
-        replies.append(MethodReply(u, {}, message, 7, 1, 0.0))
-    server = worker.initial_states(0)[0]
-    assert worker.method.aggregate(server, replies, Log())["buffers"].tolist() == [0.75] * 8
-
-
-def test_a_reported_head_changes_no_client():
-    local = run(tiny("fedas"))
-    reported = run(tiny("fedas", head="reported"))
-    for model in ("personal", "local"):
-        np.testing.assert_array_equal(local.accuracy(model), reported.accuracy(model))
-    assert np.isnan(local.accuracy("global")).all() and local.weights == {}
-    assert np.isfinite(reported.accuracy("global")).all()
-    start = build_network(tiny().setting.network, (1, 8, 8), 10, seed=0).head.state_dict()
-    assert not np.array_equal(reported.weights["head.weight"], start["weight"].numpy())
-    assert all("spatial clients" in row["angles"] for row in reported.history)

@@ -1,13 +1,14 @@
 """FedDBE against a naive reference in NumPy; the warm-up, what is sent, resumed runs."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import reference
 import small
-import states
 import torch
-from reference import GROWING, Array, FedAvgReference, Reply, State, Visit, softmax
+from reference import GROWING, Array, FedAvgReference, Numbers, Reply, State, Visit, softmax
 from small import BATCH_NORM, P, run, tiny
 
 from stamp_core.methods.base.method import DivergedError, Log
@@ -41,38 +42,29 @@ class FedDBEReference(FedAvgReference):
 
     def local(self, visit: Visit, state: State) -> Reply:
         """Local training; the mean is sent where it is used."""
-        mean = np.zeros(self.shapes[0][0])
-        theta = self.theta
-        velocity = np.zeros_like(theta)
-        for batch in self.batches(visit):
-            gradient, slope, mean = self.slopes(theta, self.x[batch], self.y[batch], mean, state)
-            if "offset" in state:
-                state["offset"] = state["offset"] - self.lr * slope
-            gradient = gradient + self.training.weight_decay * theta
-            velocity = self.training.momentum * velocity + gradient
-            theta = theta - self.lr * velocity
+        state["_mean"] = np.zeros(self.shapes[0][0])
+        reply = super().local(visit, state)
         if not self.warm and self.shared is not None:
             state["shared"] = self.shared
-        return Reply(visit.client, theta, len(visit.indices), {"mean": mean, "last": visit.last})
+        return replace(reply, sent={"mean": state["_mean"], "last": visit.last})
 
-    def slopes(
-        self, theta: Array, x: Array, y: Array, mean: Array, state: State
-    ) -> tuple[Array, Array, Array]:
-        """Gradients with respect to θ and the offset, and the new running mean."""
-        w1, b1, w2, b2 = self.parts(theta)
-        h = np.maximum(x @ w1.T + b1, 0)
+    def step_gradient(self, theta: Array, x: Array, y: Numbers, state: State) -> Array:
+        """The gradient with respect to θ, after a step of the running mean and the offset."""
+        _, _, w2, b2 = self.parts(theta)
+        h = self.features(theta, x)
         moved = h + state.get("offset", 0)
         g = (softmax(moved @ w2.T + b2) - np.eye(self.classes)[y]) / len(y)
         mu = self.params.momentum
-        mean = (1 - mu) * mean + mu * h.mean(0)
+        mean = state["_mean"] = (1 - mu) * state["_mean"] + mu * h.mean(0)
         back = g @ w2
+        if "offset" in state:
+            state["offset"] = state["offset"] - self.lr * back.sum(0)
         if not self.warm and self.shared is not None:  # kappa mean_j (m_j - s_j)^2 / 2
             gap = self.params.feddbe_kappa * (mean - self.shared) / len(mean)
             back = back + gap * mu / len(y)
-        slope = (g @ w2).sum(0)
         back = back * (h > 0)
         pieces = [back.T @ x, back.sum(0), g.T @ moved, g.sum(0)]
-        return np.concatenate([piece.ravel() for piece in pieces]), slope, mean
+        return np.concatenate([piece.ravel() for piece in pieces])
 
     def aggregate(self, replies: list[Reply]) -> None:
         """FedAvg's average; the global mean may be renewed after a task."""
@@ -89,14 +81,14 @@ class FedDBEReference(FedAvgReference):
 )
 def test_whole_runs_are_those_of_the_reference(params, configuration, tmp_path):
     kind = FedDBEReference
-    record, _, naive = states.compare("feddbe", configuration, kind, tmp_path, **params)
+    record, naive, _ = reference.compare("feddbe", configuration, kind, tmp_path, **params)
 
     def logits(client: int, x: Array) -> Array:
         _, _, w2, b2 = naive.parts(naive.theta)
         offset = naive.clients[client].get("offset", 0)
         return (naive.features(naive.theta, x) + offset) @ w2.T + b2
 
-    states.assert_personal_scores(record, naive, logits)
+    reference.assert_personal_scores(record, naive, logits)
 
 
 def test_the_warm_up_changes_nothing_but_the_mean():

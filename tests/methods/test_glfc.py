@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reference
 import small
-import states
 import torch
 import torch.nn.functional as F
 from reference import (
@@ -100,9 +100,7 @@ class GLFCReference(FedAvgReference):
         both = np.concatenate([visit.indices, used]) if some else visit.indices
         return super().batches(visit, of, both)
 
-    def step_gradient(
-        self, visit: Visit, theta: Array, x: Array, y: Numbers, state: State
-    ) -> Array:
+    def step_gradient(self, theta: Array, x: Array, y: Numbers, state: State) -> Array:
         params, current, learnt = self.params, state["_current"], state["_learnt"]
         columns = current | state["_past"] | (params.columns == "all")
         z = self.logits(theta, x)
@@ -188,7 +186,7 @@ class GLFCReference(FedAvgReference):
 )
 def test_whole_runs_are_those_of_the_reference(params, configuration, tmp_path):
     params = {**params, "recon_steps": 0}
-    _, kept, naive = states.compare("glfc", configuration, GLFCReference, tmp_path, **params)
+    _, naive, kept = reference.compare("glfc", configuration, GLFCReference, tmp_path, **params)
     for state, own in zip(kept, naive.clients, strict=True):
         memory, lists = state["memory"], own["_lists"]
         assert memory["labels"].tolist() == [c for (_, c), i in lists.items() for _ in i]
@@ -259,20 +257,17 @@ def test_later_gradients_extend_the_monitor_and_those_not_finite_are_left_out():
     method = worker.method
     server = worker.initial_states(0)[0]
     encoder = method.encoder(0)
+    given = method.init_client(0, server), method.broadcast(server, 0)
     x = torch.rand(3, 1, 8, 8)
     gradients = encoder.gradients(x, torch.tensor([4, 5, 6]))
     gradients[1] = torch.nan
-    reply = worker.train_client(small.RoundId(0, 0, 0, 0), *_first(worker, server)).reply
+    reply = worker.train_client(small.RoundId(0, 0, 0, 0), *given).reply
     reply.message["gradients"] = gradients
     for round_, expected in enumerate([[4, 6], [4, 6, 4, 6], [4, 6]]):
         log = Log()
         server = method.aggregate(server, [reply], log)
         assert log.events == [NOT_FINITE]
         assert method.memory_samples(server, {}, 9)["labels"].tolist() == expected, round_
-
-
-def _first(worker: Any, server: Any) -> tuple[Any, Any]:
-    return worker.method.init_client(0, server), worker.method.broadcast(server, 0)
 
 
 def noise(shape: Shape, classes: int, count: int) -> tuple[Tensor, Tensor]:

@@ -46,9 +46,7 @@ class GradMAReference(FedAvgReference):
         state["received"] = state["previous"] = theta
         return super().sgd(visit, theta, state)
 
-    def step_gradient(
-        self, visit: Visit, theta: Array, x: Array, y: Numbers, state: State
-    ) -> Array:
+    def step_gradient(self, theta: Array, x: Array, y: Numbers, state: State) -> Array:
         """The gradient without conflicts with those at two earlier points and the displacement."""
         decay = self.training.weight_decay
         gradient = self.gradient(theta, x, y)
@@ -107,8 +105,7 @@ class GradMAReference(FedAvgReference):
     ids=str,
 )
 def test_gradma_is_the_reference(params, configuration):
-    record, naive = reference.compare("gradma", configuration, GradMAReference, **params)
-    assert isinstance(naive, GradMAReference)
+    record, naive, _ = reference.compare("gradma", configuration, GradMAReference, **params)
     full = [entry["events"].get(NO_ROOM, 0) for entry in record.history if entry["sgd_steps"]]
     assert full == (naive.no_room or [0] * len(full))
     assert (sum(full) > 0) == (params.get("remembered") == 2)
@@ -137,8 +134,7 @@ def test_gradients_at_other_points_are_of_the_same_function():
     experiment = tiny("gradma", network=BATCH_NORM)
     worker = small.worker(experiment, plan(experiment))
     client_round = small.arrived(worker, plan(experiment), 0)
-    method = worker.method
-    assert isinstance(method, GradMA)
+    method: Any = worker.method
     context = small.started(method, client_round)
     batch = next(method.batches(client_round, context))
     worker.runtime.start_step(len(batch))

@@ -1,5 +1,6 @@
 """The contract of all methods: FedAvg where they promise it, and what the engine relies on."""
 
+import re
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
@@ -14,6 +15,7 @@ from small import BATCH_NORM, BN_B, BN_P, P, first, plan, run, tiny, whole, with
 from torch import nn
 
 from stamp_core.client.runtime import RoundId
+from stamp_core.config.decode import ParameterError
 from stamp_core.config.schema import Network, Privacy, Split
 from stamp_core.core.seeding import generator
 from stamp_core.data.plan import Plan, Task
@@ -263,6 +265,33 @@ def test_the_joint_learner_is_client_and_server_in_one():
         assert entry["bytes"] == {"down": 4 * P, "up": 4 * P}
     assert np.isnan(record.scores["personal"]).all() and np.isnan(record.scores["local"]).all()
     assert record.accuracy()[-1].mean() > 0.5
+
+
+def at(lr: float, **params: float) -> dict[str, Any]:
+    return {"training": {"lr": lr}, **params}
+
+
+@pytest.mark.parametrize(
+    ("kind", "right", "wrong", "message"),
+    [
+        ("fedala", {"tensors": 4}, {"tensors": 5}, "tensors is 5; it must be at most 4: the model"),
+        # a proximal term that increases the distance
+        ("fedprox", at(0.1, mu=19.8), at(0.1, mu=20.0), "mu is 20.0; it must be below 2 / train"),
+        ("fedprox", at(0.5, mu=3.96), at(0.5, mu=5.0), "below 2 / training.lr = 4"),
+        ("fedprox", at(0.0, mu=1e6), at(0.1, mu=1e6), "below 2 / training.lr = 20"),
+        # a surrogate that would diverge: its lr (1 - lam) / (2 lam) is 2 at lam = lr / (4 + lr)
+        ("fedssi", at(0.1, lam=1.001 / 41), at(0.1, lam=0.02), "lam is 0.02; it must be above 0.0"),
+        ("fedssi", at(0.5, lam=1.001 / 9), at(0.5, lam=0.11), "above 0.1111, so that training.lr"),
+        ("fedssi", at(0.0, lam=1e-9), at(0.1, lam=1e-9), "above 0.02439, so that training.lr x ("),
+        ("gpm", {}, {"network": {"kind": "swin_t"}}, "network.kind is 'swin_t'; it must be anoth"),
+        # a pull that would diverge: a step of 0.1 along 2 c (w - target) overshoots at c = 10
+        ("pfeddil", {"migration": 9.9}, {"migration": 10.0}, "migration is 10.0; it must be below"),
+    ],
+)
+def test_values_that_cannot_work_are_refused(kind, right, wrong, message):
+    small.worker(tiny(kind, **right))
+    with pytest.raises(ParameterError, match=re.escape(message)):
+        small.worker(tiny(kind, **wrong))
 
 
 BUFFERS = ("encoder.1.running_mean", "encoder.1.running_var")

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import reference
 from reference import GROWING, Array, Numbers, RehearsalReference, State, Visit
+from small import kept
 
 
 class ReplayReference(RehearsalReference):
@@ -11,9 +12,7 @@ class ReplayReference(RehearsalReference):
         state["next"] = iter(self.replayed(visit, state))
         return super().sgd(visit, theta, state)
 
-    def step_gradient(
-        self, visit: Visit, theta: Array, x: Array, y: Numbers, state: State
-    ) -> Array:
+    def step_gradient(self, theta: Array, x: Array, y: Numbers, state: State) -> Array:
         """One mean over all images, or that of new images and of exemplars, 1 to `weight`."""
         past, weight = next(state["next"]), self.params.weight
         if not len(past):
@@ -30,5 +29,4 @@ class ReplayReference(RehearsalReference):
     "params", [{"ratio": 1.0}, {"ratio": 0.5, "weight": 2.0}], ids=["one mean", "weighted"]
 )
 def test_replay_is_the_reference(params, configuration):
-    memory = {"selection": "uniform", "merge": "reservoir", "exemplars_per_class": 4}
-    reference.compare("replay", configuration, ReplayReference, memory=memory, **params)
+    reference.compare("replay", configuration, ReplayReference, memory=kept(4), **params)

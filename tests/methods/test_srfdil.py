@@ -9,14 +9,12 @@ import reference
 import small
 import torch
 from reference import CONFIGURATIONS, Array, Numbers, Reply, State, Visit
-from small import BATCH_NORM, BN_B, run, tiny
+from small import BATCH_NORM, BN_B, flat, run, tiny
 from test_refed import FEW, ReFedReference
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import vector_to_parameters
 
 from stamp_core.core.seeding import address
-
-GENERATOR, DISCRIMINATOR = 4_832, 2_817  # parameters for 32 features and 10 classes
 
 
 class SRFDILReference(ReFedReference):
@@ -33,7 +31,7 @@ class SRFDILReference(ReFedReference):
         for parameter in last.parameters():
             nn.init.zeros_(parameter)
         nets = {"generator": self.generator, "discriminator": self.judge}
-        self.nets = {name: (net, vector(net)) for name, net in nets.items()}
+        self.nets = {name: (net, flat(list(net.parameters()))) for name, net in nets.items()}
 
     def local(self, visit: Visit, state: State) -> Reply:
         """The cache is chosen and the networks are trained at the received model."""
@@ -42,7 +40,8 @@ class SRFDILReference(ReFedReference):
         reply = super().local(visit, state)
         if len(state["cache"]):
             self.fit(visit, state["cache"])
-        return replace(reply, sent={name: vector(net) for name, (net, _) in self.nets.items()})
+        sent = {name: flat(list(net.parameters())) for name, (net, _) in self.nets.items()}
+        return replace(reply, sent=sent)
 
     def inputs(self, rows: Numbers) -> tuple[Tensor, Tensor]:
         """Features of the received model, standardised among these images, and their classes."""
@@ -91,11 +90,6 @@ class SRFDILReference(ReFedReference):
         for name, (net, _) in self.nets.items():
             mean = self.mean([reply.sent[name].numpy() for reply in replies], replies)
             self.nets[name] = net, torch.tensor(mean)
-
-
-def vector(net: nn.Module) -> Tensor:
-    """The parameters of a network.  # [p]"""
-    return parameters_to_vector(net.parameters()).detach().clone()
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)

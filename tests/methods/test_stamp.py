@@ -104,9 +104,7 @@ class FedOMGReference(FedAvgReference):
 
 
 class StampReference(FedOMGReference, RehearsalReference):
-    def step_gradient(
-        self, visit: Visit, theta: Array, x: Array, y: Numbers, state: State
-    ) -> Array:
+    def step_gradient(self, theta: Array, x: Array, y: Numbers, state: State) -> Array:
         """Cross-entropy on the batch with its exemplars, and the prototypical loss."""
         past = next(state["next"])
         if len(past) and self.params.temporal is not None and self.params.temporal.every == 1:
@@ -161,9 +159,7 @@ class StampReference(FedOMGReference, RehearsalReference):
         every = params.every or len(batches)
         for start in range(0, len(batches), every):
             segment = batches[start : start + every]
-            trained = self.descend(
-                theta, segment, lambda *at: self.step_gradient(visit, *at, state)
-            )
+            trained = self.descend(theta, segment, lambda *at: self.step_gradient(*at, state))
             trained = trained if plain is None else plain
             length = len(segment) * self.lr
             gradients = [

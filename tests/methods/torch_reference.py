@@ -1,17 +1,15 @@
 """The reference in plain torch: for methods whose networks are too heavy to be written in NumPy."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import small
 import torch
 import torch.nn.functional as F
-from reference import CONFIGURATIONS, GROWING, FedAvgReference, Numbers, Reply, State, Visit, uneven
+from reference import FedAvgReference, Numbers, Reply, State, Visit
 from torch import Tensor
 
-from stamp_core.results.records import Record
+CLOSE = {"rtol": 1e-5, "atol": 2e-6}  # both in float32
 
 
 class TorchReference(FedAvgReference):
@@ -147,20 +145,3 @@ def divergence(student: Tensor, teacher: Tensor) -> Tensor:
     """KL(teacher || student) of each row."""
     p = teacher.softmax(1)
     return (p * (p.log() - student.log_softmax(1))).sum(1)
-
-
-def compare(
-    kind: str, configuration: str, reference: type[TorchReference], **params: Any
-) -> tuple[Record, Any]:
-    """Refuse a method whose final model is not that of its reference; both for further checks."""
-    experiment = small.tiny(kind, **GROWING[configuration], **params)
-    plan = small.plan(experiment)
-    plan = uneven(plan) if "uneven" in configuration else plan
-    record = small.run(experiment, plan)
-    naive: Any = reference(experiment, plan)
-    theta = naive.run()
-    assert math.isfinite(float(theta.sum()))
-    found = np.concatenate([value.ravel() for value in record.weights.values()])
-    away = 2e-6 if configuration in CONFIGURATIONS else 2e-5  # a rounding grows with the rounds
-    np.testing.assert_allclose(found, theta, rtol=1e-5, atol=away)
-    return record, naive
