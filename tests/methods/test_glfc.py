@@ -212,6 +212,18 @@ def test_weights_stay_finite_where_an_image_has_no_gap(groups):
         torch.testing.assert_close(weights.mean(), torch.tensor(1.0))
 
 
+def test_after_one_task_gaps_have_ieee_roots():
+    """torch's x ** 0.5 is MKL's root, whose last digits follow the kind of CPU."""
+    worker, plan_ = glfc_worker(groups="tasks")
+    context = small.started(worker.method, small.arrived(worker, plan_, 1))
+    labels = context.known["current"].nonzero().flatten()[:1].repeat(2)
+    for logits in torch.randn(1000, 2, 10).unbind():
+        found = worker.method.compensation(logits, labels, context)
+        gaps = (-logits[:, labels[0]]).sigmoid().numpy()
+        roots = np.float32(1) / (np.float32(1) / np.sqrt(gaps))
+        assert np.array_equal(found.flatten().numpy(), roots / (roots.sum() / np.float32(2)))
+
+
 @pytest.mark.parametrize("policy", ["shared", "local", "frozen"])
 def test_the_old_model_has_the_statistics_of_the_policy(policy):
     training = {"rounds": 1, "buffers": policy}

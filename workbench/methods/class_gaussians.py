@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stamp_core.config.limits import Positive, PositiveInt
+from stamp_core.core.arithmetic import sqrt
 from stamp_core.core.seeding import generator
 from stamp_core.methods.base.method import ClientRound, DivergedError, Message, State
 from stamp_core.models.flat import FlatSGD
@@ -103,7 +104,7 @@ class ClassGaussians(StatisticsServer):
         """Deviations, or the Cholesky factor of a covariance matrix.  # [D(, D)]"""
         covariance = scatter / freedom.clamp(min=1)
         if self.params.covariance == "diagonal":
-            return covariance.sqrt()
+            return sqrt(covariance)
         added = 1e-6 * covariance.diagonal().mean() + 1e-12  # few images leave some directions none
         factor: Tensor = torch.linalg.cholesky(covariance + added * torch.eye(len(covariance)))
         return factor

@@ -10,6 +10,7 @@ from torch import Tensor
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid
 from stamp_core.config.limits import NonNegativeInt, Positive
+from stamp_core.core.arithmetic import sqrt
 from stamp_core.core.seeding import generator
 from stamp_core.methods.base.method import ClientRound, Message, State
 from stamp_core.models.flat import FlatModel
@@ -103,4 +104,4 @@ def estimated_rows(sums: Tensor, sizes: Tensor) -> Tensor:
     images, total = sizes.sum(), sums.sum(0)
     away = sums / sizes.clamp(min=1)[:, None] - total / images
     scale = (images - 1) / (sizes.count_nonzero() - 1).clamp(min=1)
-    return torch.cat([total[None] / images.sqrt(), away * (scale * sizes).sqrt()[:, None]])
+    return torch.cat([total[None] / sqrt(images), away * sqrt(scale * sizes)[:, None]])

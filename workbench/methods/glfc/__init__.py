@@ -13,7 +13,7 @@ from stamp_core.client.by_class import class_means, first_per_class
 from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import invalid
 from stamp_core.config.limits import NonNegative, NonNegativeInt, Positive
-from stamp_core.core.arithmetic import distances
+from stamp_core.core.arithmetic import distances, sqrt
 from stamp_core.coresets.selection.base import Candidates
 from stamp_core.coresets.selection.herding import choose
 from stamp_core.methods.base.method import ClientRound, Message, State
@@ -205,7 +205,7 @@ class GLFC(ProxyServer):
         gaps = logits.gather(1, labels[:, None]).neg().sigmoid().clamp(min=SMALLEST_GAP)  # [n, 1]
         if self.params.groups == "tasks":
             past = int(context.known["learnt"].max()) + 1
-            gaps = gaps ** (past / (past + 1))
+            gaps = sqrt(gaps) if past == 1 else gaps ** (past / (past + 1))  # ** 0.5 is MKL's root
         members = context.groups[labels]  # [n, G]
         means = (gaps * members).sum(0) / members.sum(0).clamp(min=1)  # [G]
         weights: Tensor = gaps / (members * means).sum(1, keepdim=True)
