@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from stamp_core.config.decode import invalid
-from stamp_core.core import paths
+from stamp_core.core import arithmetic, paths
 from stamp_core.core.atomic import atomic_write
 
 FEATURES = 1280  # after the last convolution
@@ -117,7 +117,7 @@ def load_encoder(name: str) -> EfficientNetLite:
     ours = [module for module in network.modules() if isinstance(module, nn.Conv2d)]
     for convolution, group in zip(ours, zip(*[iter(values)] * 5, strict=True), strict=True):
         weight, gain, bias, mean, variance = group  # of a convolution and its batch norm
-        gain /= (variance + EPSILON).sqrt()
+        gain /= arithmetic.sqrt(variance + EPSILON)
         folded = {"weight": weight * gain.view(-1, 1, 1, 1), "bias": bias - gain * mean}
         convolution.load_state_dict(folded)  # refuses another shape
     return network.eval().requires_grad_(False)
