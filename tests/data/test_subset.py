@@ -32,6 +32,16 @@ def test_published_numbers_are_those_of_the_kept_classes():
     assert len(dataset.classes) == 60 and len(dataset.y_train) == 30000
 
 
+def test_numbers_of_a_set_without_published_ones_are_counted(raw):
+    raw.mkdir()
+    own = {"source": "subset", "of": {"source": "npz", "file": "own.npz"}, "classes": "1to2"}
+    y = np.array([0, 1, 1, 2, 3])
+    images = {"x_train": np.zeros((5, 4, 4), np.uint8), "y_train": y}
+    np.savez(raw / "own.npz", **images, x_test=images["x_train"][:4], y_test=y[[0, 1, 3, 4]])
+    dataset = published_dataset(own)
+    assert dataset.y_train.tolist() == [0, 0, 1] and dataset.y_test.tolist() == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("classes", "words"), [("4to10", "at most 9"), ("9to4", "rising range"), ("", "rising range")]
 )

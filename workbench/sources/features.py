@@ -31,6 +31,7 @@ from stamp_core.data.cache import SUBSETS, Bytes
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.images import Counts, ImageOptions, Shape
 from stamp_core.data.loading import find_source, load_dataset
+from workbench.counts import count_images
 from workbench.efficientnet import FEATURES, VARIANTS, EfficientNetLite, load_encoder
 
 SMALLEST = 32  # pixels a side of an image that is encoded
@@ -106,15 +107,7 @@ def write(options: Options, draft: Path) -> None:
 
 def expected(options: Options) -> Counts:
     """The numbers of images of the other source."""
-    source, own = find_source(options.of, "of")
-    if hasattr(source, "expected"):
-        counts: Counts = source.expected(own)
-        return replace(counts, shape=options.shape)
-    dataset = _load_images(options)
-    empty = torch.zeros(len(dataset.domains), len(dataset.classes), dtype=torch.int64)
-    parts = [(dataset.domain_train, dataset.y_train), (dataset.domain_test, dataset.y_test)]
-    train, test = (np.asarray(empty.index_put(each, torch.tensor(1), True)) for each in parts)
-    return Counts(options.shape, train, test, dataset.domains)
+    return replace(count_images(options.of), shape=options.shape)
 
 
 def _load_images(options: Options, make: bool = True) -> ImageDataset:

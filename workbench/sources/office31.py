@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stamp_core.config.decode import unknown_name
 from stamp_core.config.limits import OpenFraction, PositiveInt
 from stamp_core.core import paths
 from stamp_core.data.decoding import Listing
@@ -36,31 +35,24 @@ class Options:
 
     root: PathInside = "office31"  # in data/raw, or an absolute path
     size: PositiveInt = 300  # pixels per side
-    domains: tuple[str, ...] = ("amazon", "dslr", "webcam")  # some of them, in this order
     test_share: OpenFraction = 0.25  # of each class of a domain
-
-    def __post_init__(self) -> None:
-        folder.check_domains(self.domains)
 
 
 def listing(options: Options) -> Listing:
     """The images of all classes in each domain."""
     root = paths.RAW / options.root
-    inner = [f"{name}/images" for name in options.domains]
+    inner = [f"{name}/images" for name in _IMAGES]
     folders = [path if (root / path).is_dir() else path.removesuffix("/images") for path in inner]
     found = folder.find_images(root, folders, "<domain>/<class>/* or <domain>/images/<class>/*")
     if (count := len(found[0])) != _CLASSES:
         raise ValueError(f"{root / folders[0]} holds {count} classes; it must hold {_CLASSES}")
     subsets = folder.divide(root, found, options.test_share)
-    return folder.make_listing(root, subsets, options.domains, options.size)
+    return folder.make_listing(root, subsets, tuple(_IMAGES), options.size)
 
 
 def expected(options: Options) -> Counts:
     """The published numbers of images, divided by `test_share`."""
-    for name in options.domains:
-        if name not in _IMAGES:
-            raise unknown_name("domains:", name, _IMAGES)
-    images = np.array([[int(n) for n in _IMAGES[name].split()] for name in options.domains])
+    images = np.array([[int(count) for count in each.split()] for each in _IMAGES.values()])
     counts = [[len(folder.held_out_indices(n, options.test_share)) for n in row] for row in images]
     test = np.array(counts)  # [D, C]
-    return Counts((3, options.size, options.size), images - test, test, options.domains)
+    return Counts((3, options.size, options.size), images - test, test, tuple(_IMAGES))

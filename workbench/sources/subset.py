@@ -18,6 +18,7 @@ from stamp_core.data.cache import SUBSETS
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.images import Counts
 from stamp_core.data.loading import find_source, load_dataset
+from workbench.counts import count_images
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,7 @@ def write(options: Options, draft: Path) -> None:
 
 def expected(options: Options) -> Counts:
     """The numbers of images of the other source, of the kept classes."""
-    source, own = find_source(options.of, "of")
-    counts: Counts = source.expected(own)
+    counts = count_images(options.of)
     kept = _kept(options, counts.train.shape[1])
     return replace(counts, train=counts.train[:, kept], test=counts.test[:, kept])
 
