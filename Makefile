@@ -63,7 +63,7 @@ RANGE  = $(if $(SEEDS),--seeds $(SEEDS))
 CHOSEN = $(if $(METHOD),--method $(METHOD)) $(RANGE)
 paper cifar100 protocols: $(READY) .dvc/config.local  ## a profile, or one SETTING of it (METHOD='a b' SEEDS=200to202); estimates first
 	python -m workbench.workflow.estimate $@ $(SETTING) $(CHOSEN)
-	$(if $(METHOD)$(SEEDS),stamp run $(SETTING) $(METHOD) --profile $@ $(RANGE) --workers 0,dvc repro pipelines/$@/dvc.yaml$(if $(SETTING),:compare@$(SETTING)))
+	$(if $(METHOD),stamp run $(SETTING) $(METHOD) --profile $@ $(RANGE) --workers 0,$(if $(SEEDS),$(error SEEDS needs METHOD='a b' as well))dvc repro pipelines/$@/dvc.yaml$(if $(SETTING),:compare@$(SETTING)))
 
 privacy: $(READY) $(PRIVACY)/.ready .dvc/config.local  ## what privacy costs and what uploads give away: an hour
 	PYTHONPATH=$(CURDIR)/$(PRIVACY) dvc repro pipelines/privacy/dvc.yaml

@@ -18,7 +18,7 @@ from small import plans, whole
 from stamp_core.core.paths import ROOT
 from stamp_core.engine import train as engine
 from workbench.workflow import clusters, grid, training
-from workbench.workflow.clusters import ClusterError, RayCluster
+from workbench.workflow.clusters import ClusterError, RayCluster, sbatch_options
 from workbench.workflow.training import Failure, Job, train_missing
 
 # What submitit asks of SLURM, on this machine; a job's number is that of its process group.
@@ -135,6 +135,14 @@ def test_what_is_cancelled_ends_with_its_process(project):
     waiting.join(60)
     assert [each.kind for each in ended if each] == ["ClusterError"]
     assert not job.records() and checkpoint.exists()
+
+
+def test_options_of_sbatch_stand_with_their_values():
+    found = sbatch_options("--partition=gpu --exclusive")
+    assert found == {"partition": "gpu", "exclusive": True}
+    assert sbatch_options("gpu") == {"partition": "gpu"}
+    with pytest.raises(ClusterError, match="SLURM has 'gpu' after a space; it must be --option=va"):
+        sbatch_options("--partition gpu")
 
 
 def test_as_many_jobs_as_fit_the_nodes_are_submitted(cluster, monkeypatch):

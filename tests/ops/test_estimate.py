@@ -103,7 +103,8 @@ def test_steps_are_those_of_the_clients_that_are_selected():
     split = {"joining": 1, "images_per_class": 10}
     fedavg = small.tiny("fedavg", split=split, training={"clients_per_round": 1})
     plan, cost = small.plan(fedavg), StepCost(1.0, 1, 1)
-    found = estimate.compute_needs([fedavg], plan, fedavg.dataset(), cost, workers=1)
+    training = fedavg.setting.training
+    found = estimate.compute_needs([fedavg], plan, fedavg.dataset(), cost, 1, training)
     assert found.steps == 3 * 2 * 2
     assert found.steps == sum(each["sgd_steps"] for each in small.run(fedavg).history)
 
@@ -116,7 +117,8 @@ def test_what_is_needed_is_counted_by_hand():
     dataset = experiments[0].dataset()
     plan = small.plan(experiments[0])
     cost = StepCost(seconds=3.6, memory=10**9, parameters=small.P)
-    found = estimate.compute_needs(experiments, plan, dataset, cost, workers=2)
+    training = experiments[0].setting.training
+    found = estimate.compute_needs(experiments, plan, dataset, cost, 2, training)
     assert found.steps == sum(each["sgd_steps"] for each in small.run(experiments[0]).history)
     evaluated = estimate.count_tests(plan, dataset) / 16 / 3
     hours = pytest.approx((found.steps + evaluated) * 3.6 / 2 / 3600)  # by two processes
@@ -138,16 +140,12 @@ def test_a_setting_is_estimated_without_its_data(monkeypatch, capsys):
     methods = ["fedavg", "stamp_published", "spatial_only", "glfc"]
     params["methods"]["stamp_published"] = {"extends": "stamp"}
     params["grid"] |= {"setting": ["cifar100_c20"], "method": methods}
-    sweep = {"label": "κ", "setting": ["cifar100_c20"], "method": ["stamp"], "seeds": "0to2"}
-    sweep |= {"keys": ["methods.stamp.spatial.kappa"], "values": [0.25, 0.5]}
-    params["sweeps"] = {"kappa": sweep}
     monkeypatch.setattr(estimate, "read_profile", lambda _: params)
     needs = estimate.estimate_setting("cifar100_c20")
     assert needs.steps == 10 * 5 * 79 * 25 * 5  # ceil(10,000 / 128) batches
     text = capsys.readouterr().out
     few = estimate.in_digits
     assert f"\n20 runs: about {few(5 * 5 * needs.hours)} hours\n" in text
-    assert f"\n6 runs of sweeps: about {few(6 * 2.5 * needs.hours)} hours\n" in text
 
 
 def test_named_methods_are_estimated_in_any_setting():
@@ -158,6 +156,8 @@ def test_named_methods_are_estimated_in_any_setting():
     assert estimate.chosen_runs("digits", params, ["fedavg"]) == [("fedavg", SEEDS)]
     grid = [(method, seeds) for _, method, seeds in expand_grid("grid.cifar100_c2", params)]
     assert estimate.chosen_runs("cifar100_c2", params) == grid
+    named = [(method, "0to2") for method in dict.fromkeys(method for method, _ in grid)]
+    assert estimate.chosen_runs("cifar100_c2", params, seeds="0to2") == named
 
 
 def test_a_client_keeps_no_more_exemplars_than_it_has_images():
@@ -183,7 +183,8 @@ def test_every_setting_of_every_command_fits_a_machine_of_24_gb(profile, setting
         seed=0,
     )
     cost = StepCost(1.0, 2 * 10**9, sum(p.numel() for p in network.parameters()))
-    needs = estimate.compute_needs(experiments, plan, dataset, cost, workers=2)
+    training = experiments[0].setting.training
+    needs = estimate.compute_needs(experiments, plan, dataset, cost, 2, training)
     assert needs.memory < 24 * 10**9, needs.largest
 
 

@@ -47,6 +47,8 @@ def test_an_experiment_is_compared_with_another_on_the_same_seeds(ran):
     _, one, other, same, _ = ran("fedavg", "fedavg", "--set", "server_lr=1.0")
     assert scores(one, "fedavg server_lr=1.0") == scores(other, "fedavg") and one.endswith(" 2")
     assert same.startswith("fedavg server_lr=1.0 - fedavg: +0.0 (+0.0 to +0.0) points")
+    single = ran("fedavg", "fedavg", "--set", "server_lr=1.0", "--seeds", "0")[-2]
+    assert single.endswith("fedavg: +0.0 points of final accuracy, of one seed")
     changed = ran("fedavg", "fedavg", "replay", "--set", "server_lr=0.5")
     assert scores(changed[2], "fedavg") == scores(other, "fedavg") != scores(changed[1], "fedavg")
     assert [line.partition(":")[0] for line in changed[4:6]] == [

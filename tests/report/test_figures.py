@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import made_records
 import matplotlib.pyplot as plt
@@ -13,6 +14,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
+from stamp_core.config.params import read_params, read_setting
+from stamp_core.config.schema import Split
+from stamp_core.data.loading import load_dataset
+from stamp_core.data.split import make_plan
 from stamp_core.results.records import Record
 from workbench.report import figures, tables
 from workbench.report.figures import analyses, style
@@ -49,6 +54,18 @@ def test_lines_are_means_and_points_are_seeds():
     assert seeds == [[1, 80], [2, 60], [1, 80], [2, 70], [1, 80], [2, 65]]
     toy, other = compared(figures.gap).axes
     assert lines(toy) == {"fedavg": [10, 20], "fedala": [10, 15]} and not lines(other)
+
+
+def test_tasks_of_an_imported_plan_are_the_domains_that_it_names():
+    setting = read_setting("glyphs_domains", read_params())
+    dataset = load_dataset(setting.data)
+    drawn = make_plan(setting.split, dataset, 0)
+    imported = replace(drawn, split=Split("file", len(drawn.clients), drawn.tasks))
+    shown = [
+        [text.get_text() for axis in figures.schedule(plan, dataset).axes for text in axis.texts]
+        for plan in (drawn, imported)
+    ]
+    assert shown[0] == shown[1] and any(dataset.domains[0] in text for text in shown[0])
 
 
 def test_a_parameter_without_effect_looks_like_one():

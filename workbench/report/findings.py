@@ -295,13 +295,17 @@ def _points(difference: Mapping[str, float]) -> str:
     mean, low, high = (difference[key] for key in ("mean", "low", "high"))
     if mean < 0:
         mean, low, high = -mean, -high, -low
-    ends = f"{low:z.1f} to {high:z.1f}".replace("-", MINUS)
-    return f"{mean:.1f} points ({ends})"
+    return f"{mean:.1f} points ({_ends(low, high)})"
 
 
 def _interval(difference: Mapping[str, float]) -> str:
     mean, low, high = (difference[key] for key in ("mean", "low", "high"))
-    return f"{mean:+z.1f} ({low:z.1f} to {high:z.1f})".replace("-", MINUS)
+    return f"{mean:+z.1f} ({_ends(low, high)})".replace("-", MINUS)
+
+
+def _ends(low: float, high: float) -> str:
+    ends = (page.limit(end, low > 0 or high < 0).removeprefix("+") for end in (low, high))
+    return " to ".join(ends).replace("-", MINUS)
 
 
 if __name__ == "__main__":

@@ -125,5 +125,8 @@ def sbatch_options(options: str) -> dict[str, str | bool]:
     """The options of sbatch in a text such as "--partition=gpu --exclusive", or a partition."""
     if not options.startswith("-"):
         return {"partition": options}
-    pairs = [option.lstrip("-").partition("=") for option in shlex.split(options)]
+    words = shlex.split(options)
+    if loose := [word for word in words if not word.startswith("-")]:
+        raise ClusterError(f"SLURM has {loose[0]!r} after a space; it must be --option=value")
+    pairs = [word.lstrip("-").partition("=") for word in words]
     return {key.replace("-", "_"): value or True for key, _, value in pairs}

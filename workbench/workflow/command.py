@@ -30,8 +30,11 @@ def print_names(section: str, chosen: str | None = None) -> None:
 
         print("\n".join(shown_setting(chosen)))
         return
-    for name, block in read_params()[section].items():
-        kind = block.get("kind") or block.get("extends") or block.get("data", {}).get("source")
+    from stamp_core.methods.base.registry import with_all_methods
+
+    for name, block in with_all_methods(read_params())[section].items():
+        own = block or {}
+        kind = own.get("kind") or own.get("extends") or own.get("data", {}).get("source")
         print(f"{name:28} {kind or ''}".rstrip())
 
 

@@ -10,11 +10,10 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from io import StringIO
-from typing import Any
 
 import numpy as np
 import psutil
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from stamp_core.config.decode import ParameterError
 from stamp_core.config.params import Params, parse_seeds
-from stamp_core.config.schema import Diagnostics, Split
+from stamp_core.config.schema import Diagnostics, Split, Training
 from stamp_core.core.devices import device_name, resolve_device
 from stamp_core.core.paths import DATA
 from stamp_core.data.cache import Numbers
@@ -35,7 +34,6 @@ from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.engine.train import train
 from workbench.workflow.command import SEEDS
 from workbench.workflow.profiles import PAPER, PROFILES, expand_grid, read_profile
-from workbench.workflow.sweeps import read_sweep, sweep_experiments
 from workbench.workflow.synthetic import published_dataset, synthetic_data
 from workbench.workflow.training import relative_seconds
 
@@ -96,7 +94,8 @@ def chosen_runs(
     """Methods and seeds: those that are named, otherwise the grid's of the setting."""
     if methods:
         return [(method, seeds or SEEDS) for method in methods]
-    return [(method, seeds or own) for _, method, own in expand_grid(f"grid.{name}", params)]
+    runs = [(method, seeds or own) for _, method, own in expand_grid(f"grid.{name}", params)]
+    return list(dict.fromkeys(runs))  # a method has several ranges of seeds in a grid
 
 
 def estimate_setting(
@@ -107,13 +106,13 @@ def estimate_setting(
     runs = chosen_runs(name, params, methods, seeds)
     names = dict.fromkeys(method for method, _ in runs)
     experiments = [load_experiment(name, method, params) for method in names]
+    fedavg = load_experiment(name, "fedavg", params)
     device = resolve_device("auto")
     workers = resolve_workers(0, device)
-    setting = experiments[0].setting
-    dataset = published_dataset(setting.data)
-    plan = make_plan(setting.split, dataset, seed=0)
-    cost = time_step(load_experiment(name, "fedavg", params), dataset, device)
-    needs = compute_needs(experiments, plan, dataset, cost, workers)
+    dataset = published_dataset(fedavg.setting.data)
+    plan = make_plan(fedavg.setting.split, dataset, seed=0)
+    cost = time_step(fedavg, dataset, device)
+    needs = compute_needs(experiments, plan, dataset, cost, workers, fedavg.setting.training)
     cpu = f"{workers} cores, no GPU"
     where = cpu if device == "cpu" else device_name(torch.device(device))
     print(f"{name}: {dataset}")
@@ -121,22 +120,8 @@ def estimate_setting(
     print(f"FedAvg takes {needs.steps:,} steps a seed, about {in_digits(needs.hours)} hours")
     print(format_methods(needs.methods))
     trained = [(needs.methods[method], len(parse_seeds(each))) for method, each in runs]
-    print(format_hours("runs", trained))
-    if not methods and (swept := list(swept_hours(name, params, needs.hours))):
-        print(format_hours("runs of sweeps", swept))
+    print(format_hours(trained))
     return needs
-
-
-def swept_hours(
-    name: str, params: dict[str, Any], fedavg: float
-) -> Iterator[tuple[float | None, int]]:
-    """The hours of each experiment in sweeps of a setting, and the number of its seeds."""
-    ratios = relative_seconds()
-    for sweep in params["sweeps"]:
-        seeds = len(parse_seeds(read_sweep(sweep, params).seeds))
-        for experiment in sweep_experiments(sweep, params):
-            if experiment.setting.name == name:
-                yield multiply(fedavg, ratios, experiment), seeds
 
 
 def in_digits(hours: float) -> str:
@@ -144,10 +129,10 @@ def in_digits(hours: float) -> str:
     return f"{hours:.2g}" if hours < 1 else f"{hours:,.1f}"
 
 
-def format_hours(what: str, runs: Sequence[tuple[float | None, int]]) -> str:
+def format_hours(runs: Sequence[tuple[float | None, int]]) -> str:
     """The number of runs and the sum of their hours, where they are known."""
     hours = sum(each * seeds for each, seeds in runs if each is not None)
-    return f"{sum(seeds for _, seeds in runs)} {what}: about {in_digits(hours)} hours"
+    return f"{sum(seeds for _, seeds in runs)} runs: about {in_digits(hours)} hours"
 
 
 def format_methods(methods: Mapping[str, float | None]) -> str:
@@ -168,9 +153,9 @@ def compute_needs(
     dataset: ImageDataset,
     cost: StepCost,
     workers: int,
+    training: Training,
 ) -> Needs:
-    """The resources to train some methods, each with one seed, on a plan."""
-    training = experiments[0].setting.training
+    """The resources to train some methods, each with one seed, on a plan; FedAvg's `training`."""
     batches = -(-count_images(plan, dataset) // training.batch_size)  # [U, T]
     joined = [len(plan.joined(task)) for task in range(plan.tasks)]
     shares = [training.count_selected(clients) / clients for clients in joined]  # [T]

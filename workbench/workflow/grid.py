@@ -124,9 +124,9 @@ def with_diverged(error: SeedsDiverged) -> dict[int, Record]:
 def load_grid(page: str = "comparison", profile: str = QUICK) -> list[Record]:
     """The records of all experiments of a page (see `expand_grid`).
 
-    Missing or outdated ones are trained with the quick profile, an error with the default one, and
-    left out with the paper's, whose settings take days each. Studies are shown with the default
-    runs, to which they add seeds and settings.
+    With the quick profile missing or outdated ones are trained. With the others outdated ones warn;
+    missing ones are an error with the default profile, and else left out. Studies are shown with
+    the default runs, to which they add seeds and settings.
     """
     profiles = (DEFAULT, STUDIES) if profile == STUDIES else (profile,)
     runs = [(expand_grid(page, read_profile(name)), name) for name in profiles]
@@ -137,14 +137,9 @@ def load_runs(runs: Iterable[tuple[str, str, str]], profile: str) -> list[Record
     """The records of settings with methods and seeds; missing ones as in `load_grid`."""
     params = read_profile(profile)
     records: list[Record] = []
-    plans = dict[tuple[str, str], dict[int, Plan]]()  # read once for all methods of a setting
     for setting, method, seeds in runs:
         experiment = load_experiment(setting, method, params)
-        if (setting, seeds) not in plans:
-            chosen = experiment.setting, experiment.dataset(), seeds, profile
-            plans[setting, seeds] = load_plans(*chosen)
-        own = plans[setting, seeds]
-        loaded = load_planned(experiment, own, seeds, profile, outdated=profile != QUICK)
+        loaded = load_records(experiment, seeds, profile, outdated=profile != QUICK)
         if not loaded and profile == DEFAULT:
             name = f"{experiment.name}-{seeds}"
             raise ParameterError(f"no records of {name}; make them with `make repro`")
@@ -174,13 +169,6 @@ def load_records(
 ) -> list[Record]:
     """The records of an experiment, none if one is missing; outdated ones warn or are missing."""
     plans = load_plans(experiment.setting, experiment.dataset(), seeds, profile)
-    return load_planned(experiment, plans, seeds, profile, outdated)
-
-
-def load_planned(
-    experiment: Experiment, plans: Mapping[int, Plan], seeds: str, profile: str, outdated: bool
-) -> list[Record]:
-    """`load_records` of seeds whose plans are at hand."""
     folder = run_folder(experiment, seeds, profile)
     try:
         records = complete_records(folder, plans)

@@ -56,8 +56,7 @@ def run_and_compare(arguments: argparse.Namespace) -> None:
     print(aligned(table))
     first, *others = found
     for other in others:
-        pair = difference(found[first], found[other])
-        print(f"{first} - {other}: {pair} points of final accuracy, with its 95 % interval")
+        print(f"{first} - {other}: {difference(found[first], found[other])}")
     if arguments.table:
         write_table(table, arguments.table)
         print(f"table in {arguments.table}")
@@ -158,11 +157,15 @@ def result_table(found: Mapping[str, Sequence[Record]]) -> pd.DataFrame:
 
 
 def difference(records: Sequence[Record], others: Sequence[Record]) -> str:
-    """The paired difference of final accuracy in points, with its 95 % interval."""
+    """The paired difference of final accuracy, of several seeds with its 95 % interval."""
     frames = run_frame(records), run_frame(others)
     by_seed = [dict(zip(f.seed, 100 * f.main_accuracy, strict=True)) for f in frames]
     pair = paired_difference(*by_seed)
-    return f"{pair['mean']:+z.1f} ({pair['low']:+z.1f} to {pair['high']:+z.1f})"
+    mean, points = f"{pair['mean']:+z.1f}", "points of final accuracy"
+    if pair["n"] == 1:
+        return f"{mean} {points}, of one seed"
+    ends = f"{pair['low']:+z.1f} to {pair['high']:+z.1f}"
+    return f"{mean} ({ends}) {points}, with its 95 % interval"
 
 
 def aligned(table: pd.DataFrame) -> str:

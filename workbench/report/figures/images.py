@@ -61,7 +61,7 @@ def images(dataset: ImageDataset) -> Figure:
 def schedule(plan: Plan, dataset: ImageDataset) -> Figure:
     """Who learns which classes (or domains) when, and how many clients hold each in each task."""
     kind, names = "class", dataset.classes
-    if plan.split.kind == "domains":
+    if any(task.domain is not None for tasks in plan.clients for task in tasks):
         kind, names = "domain", dataset.domains
     held = np.zeros((len(plan.clients), plan.tasks, len(names)), dtype=bool)  # [U, T, items]
     for u, tasks in enumerate(plan.clients):

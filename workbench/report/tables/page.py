@@ -199,16 +199,16 @@ def _cell(row: Mapping[str, Any]) -> str:
     text = f"{row['difference']:+z.1f}" if row["n"] else DASH
     if row["interval"] == "undefined":
         return text
-    low, high = (_limit(row[end], row["interval"]) for end in ("low", "high"))
+    low, high = (limit(row[end], row["interval"] in _EXCLUDES_0) for end in ("low", "high"))
     text += f" ({low} to {high})"
     text = f"**{text}**" if row["interval"] in _EXCLUDES_0 else text
     marks = {HOLDS: row.get("holds"), SAME: row["interval"] == "equal"}
     return " ".join([text, *(mark for mark, shown in marks.items() if shown)])
 
 
-def _limit(value: float, interval: str) -> str:
+def limit(value: float, excludes_0: bool) -> str:
     """An end of an interval; with more digits where one would say that it includes 0."""
-    small = interval in _EXCLUDES_0 and 0 < abs(value) < 0.05
+    small = excludes_0 and 0 < abs(value) < 0.05
     digits = -math.floor(math.log10(abs(value))) if small else 1
     return f"{value:+z.{digits}f}"
 
