@@ -28,6 +28,7 @@ FOLDERS = {  # of the pages; a file without a profile of its name says whose set
     PRETRAINED: "figures/pretrained",
     "base": "figures/pretrained/base",
     "fifty": "figures/pretrained/fifty",
+    "last_block": "figures/pretrained/last_block",
 }
 FILES = {name: f"params/tuning_{name}.yaml" for name in FOLDERS} | {DEFAULT: "params/tuning.yaml"}
 PROFILE = "tuning"  # of the records
