@@ -23,7 +23,7 @@ class ClassGaussiansParams:
     covariance: Literal["full", "diagonal", "shared"] = "full"
     samples: PositiveInt = 500  # drawn of each class
     epochs: PositiveInt = 5  # of SGD on the draws, from a head of zeros
-    server_head_lr: Positive = 0.01  # of that SGD; its batch size and momentum are the setting's
+    server_head_lr: Positive = 0.01  # of that SGD; all else of it is the setting's
 
 
 class ClassGaussians(StatisticsServer):

@@ -35,7 +35,8 @@ class FedWeITParams(FedAvgParams):
     lambda1: NonNegative = 1e-3
     # weight of half the squared change of the weights of past tasks
     lambda2: NonNegative = 100.0
-    weight_decay: NonNegative = 1e-4  # of m and A; of B in a client's first task
+    # of m and A; of B in a client's first task; added to training.weight_decay, which all have
+    weight_decay: NonNegative = 1e-4
     # Biases, normalisation and head: averaged as by FedAvg, or each task's own, which no client
     # sends, as published. Then there is no global model.
     head: Literal["shared", "task"] = "shared"

@@ -199,7 +199,10 @@ class GLFC(ProxyServer):
         return F.binary_cross_entropy_with_logits(logits[:, context.columns], targets, weights)
 
     def compensation(self, logits: Tensor, labels: Tensor, context: GLFCContext) -> Tensor:
-        """Each image's gap 1 - p, over the mean gap of its group in the batch.  # [n, 1]"""
+        """Each image's gap, over the mean gap of its group in the batch.  # [n, 1]
+
+        A gap is 1 - p; with groups of tasks, (1 - p) ** (past / (past + 1)).
+        """
         if context.groups is None:
             return torch.ones(len(labels), 1, device=logits.device)
         gaps = logits.gather(1, labels[:, None]).neg().sigmoid().clamp(min=SMALLEST_GAP)  # [n, 1]

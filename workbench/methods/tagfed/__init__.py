@@ -60,7 +60,7 @@ class TagFedParams(FedAvgParams):
     exchange: Literal["features", "weights"] = "features"
     trace: Literal["task", "none"] = "task"  # "none": all tasks count as the same one
     keep: Share = 0.1  # share of the encoder's weights that each task keeps
-    mask_lr: NonNegative = 1e-4  # of Adam on masks of earlier weights, in a task's first round
+    mask_lr: NonNegative = 1e-4  # of Adam on masks of earlier weights, whenever a task begins
     kd: UnitInterval = 0.1  # share of distillation in the losses of clients and of tails
     tail_lr: Positive = 0.2  # of SGD on the server's tails
 
