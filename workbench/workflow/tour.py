@@ -19,7 +19,7 @@ def summary() -> str:
     return "\n".join(
         [
             f"\n{aligned(result_table(found))}\n",
-            f"{' - '.join(PAIR)} on {setting}: {pair} points, with its 95 % interval",
+            f"{' - '.join(PAIR)} on {setting}: {pair}",
             f"figure: {ROOT / 'figures' / PAGE / 'accuracy.png'}",
             f"next:   .venv/bin/{NEXT}",
             "        make lab, which opens the notebooks",
