@@ -26,8 +26,8 @@ repro: $(READY) .dvc/config.local  ## regenerate what is out of date (RAY=addres
 verify: $(READY)  ## whether this machine gives the published bits: half a minute
 	STAMP_PROGRESS=none $(VENV)/bin/python -m workbench.workflow.same_bits
 
-tune: $(READY)  ## the candidates on choosing seeds, of all methods or METHOD='a b' (PROFILE=name of params/tuning_name.yaml; SETTING=one)
-	STAMP_PROGRESS=none $(VENV)/bin/python -m workbench.workflow.tune $(METHOD) $(if $(PROFILE),--profile $(PROFILE)) $(if $(SETTING),--setting $(SETTING))
+tune: $(READY)  ## the candidates on choosing seeds, of all methods or METHOD='a b' (PROFILE=name of params/tuning_name.yaml; SETTING=one; NEW=1: those without a row)
+	STAMP_PROGRESS=none $(VENV)/bin/python -m workbench.workflow.tune $(METHOD) $(if $(PROFILE),--profile $(PROFILE)) $(if $(SETTING),--setting $(SETTING)) $(if $(NEW),--new)
 
 # Four processes even on two cores: tests of notebooks wait for other processes. One thread
 # in each: threads of several processes would compete for the cores.

@@ -14,7 +14,7 @@ from stamp_core.config.decode import ParameterError
 from stamp_core.config.params import at_setting, parse_seeds, read_setting
 from stamp_core.core.paths import ROOT
 from stamp_core.methods.base.registry import override, resolve_preset
-from workbench.report.tables.sweeps import KINDS, write_tuning
+from workbench.report.tables.sweeps import write_tuning
 from workbench.report.text import DASH
 from workbench.workflow import tune
 from workbench.workflow.profiles import read_profile
@@ -72,6 +72,21 @@ def test_the_best_mean_accuracy_is_chosen_and_current_records_are_kept(tuning, t
     trained.clear()
     tune.tune(workers=1)
     assert trained == ["tiny-kept-tuning-server_lr 1e+30"]
+
+
+def test_a_better_candidate_of_the_extended_list_is_chosen(tuning, trained, tmp_path):
+    """Only new candidates are trained, and a candidate that has left the file leaves the page."""
+    tune.tune(workers=1)
+    tuning["extended"] = {"kept": [{"server_lr": 0.01}], "near": tuning["candidates"]["near"][:1]}
+    tuning["candidates"]["near"][0] = {"spatial.kappa": 0.0, "server_lr": 1e30}
+    trained.clear()
+    tune.tune(workers=1, new=True)
+    assert len(trained) == 3
+    table = pd.read_csv(tmp_path / "figures" / "tuning.csv")
+    assert len(table) == 7
+    for _, rows in table[table.kind != "explored"].groupby("method"):
+        assert rows.chosen.tolist() == (rows["mean"] == rows["mean"].max()).tolist()
+    assert len(page_lines(tmp_path, "near")) == 3
 
 
 def test_a_method_is_tuned_for_one_setting_alone(params, tuning, tmp_path):
@@ -139,7 +154,7 @@ def test_presets_have_the_chosen_values(name):
         method = row["method"]
         (values,) = [
             each
-            for each in tuning.candidates[method]
+            for each in tuning.methods(row["kind"])[method]
             if tune.candidate_name(each) == row["candidate"]
         ]
         for setting in (each for each in tuning.setting if pd.notna(row.get(each))):
@@ -154,24 +169,10 @@ def test_presets_have_the_chosen_values(name):
 def test_the_page_of_tuning_is_what_its_file_makes(name, tmp_path):
     tuning, folder = tune.read_tuning(name), ROOT / tune.FOLDERS[name]
     shutil.copy(folder / "tuning.csv", tmp_path)
-    known = {(kind, method) for kind in KINDS for method in tuning.methods(kind)}
     elsewhere = tune.default_candidates(tuning) if tuning.profile != "default" else set()
-    write_tuning([], [], parse_seeds(tuning.seeds), tmp_path, known, elsewhere)
+    write_tuning([], [], parse_seeds(tuning.seeds), tmp_path, tuning.known, elsewhere)
     for name in ("tuning.csv", "tuning.md"):
         assert (tmp_path / name).read_text() == (folder / name).read_text(), name
-
-
-def test_options_of_csrel_on_photographs_are_the_best_that_were_explored():
-    table = pd.read_csv(ROOT / tune.FOLDERS["cifar100"] / "tuning.csv")
-    rows = table[table.method == "keep_csrel"].set_index("candidate")["mean"]
-    explored = tune.read_tuning("cifar100").explored["keep_csrel"]
-    best = max(explored, key=lambda values: rows[tune.candidate_name(values)])
-    params = read_profile("cifar100")
-    chosen, again = (
-        resolve_preset("keep_csrel", each)
-        for each in (params, override(params, "keep_csrel", best))
-    )
-    assert chosen == again and len(rows) == len(explored) == 3
 
 
 @pytest.mark.parametrize("setting", ["cifar100_c2_small", "cifar100_c20_small"])

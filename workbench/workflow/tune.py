@@ -1,13 +1,16 @@
 """Choosing values: every method's candidates on choosing seeds, which no other table shows.
 
-Every method has the same number of candidates; the best by mean accuracy over settings and seeds
-is the one to put into params/methods.yaml. Candidates with current records are not trained again.
+Every method has the same number of candidates. Where the best lies at an edge, its list is
+extended. The best by mean accuracy over settings and seeds is the one to put into the parameters.
+Candidates with current records are not trained again.
 """
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import pandas as pd
 
 from stamp_core.config.decode import build, invalid, unknown_name
 from stamp_core.config.params import at_setting, parse_seeds, read_yaml
@@ -43,7 +46,9 @@ class Tuning:
     seeds: str
     candidates: Mapping[str, list[dict[str, Any]]]  # method -> values by key, e.g. spatial.kappa
     profile: str = DEFAULT  # which has the other values
-    # The same for what else was tried in search of a better method: any number of variants.
+    # The same beyond an edge at which the best one lies, and options of selection rules; then
+    # what else was tried, from which nothing is chosen. Both have any number.
+    extended: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
     explored: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -61,7 +66,18 @@ class Tuning:
                     raise invalid(f"candidates.{name}", candidate, right)
 
     def methods(self, kind: str) -> Mapping[str, list[dict[str, Any]]]:
-        return self.explored if kind == "explored" else self.candidates
+        own = {"tuning": self.candidates, "extended": self.extended, "explored": self.explored}
+        return own[kind]
+
+    @property
+    def known(self) -> set[tuple[str, str, str]]:
+        """Kind, method and name of every candidate."""
+        return {
+            (kind, method, candidate_name(values))
+            for kind in KINDS
+            for method, every in self.methods(kind).items()
+            for values in every
+        }
 
 
 def read_tuning(name: str = DEFAULT) -> Tuning:
@@ -115,24 +131,42 @@ def candidate_records(experiments: Sequence[Experiment], seeds: str, workers: in
     return [record for name in found if name not in reasons for record in found[name]]
 
 
+def candidates_shown(name: str, setting: str) -> set[tuple[str, str, str]]:
+    """Method, kind and name of the candidates that the page has for a setting, or for all."""
+    file = ROOT / FOLDERS[name] / "tuning.csv"
+    if not file.exists():
+        return set()
+    rows = pd.read_csv(file)
+    rows = rows[rows.setting == setting]
+    return {*zip(rows.method, rows.kind, rows.candidate, strict=True)}
+
+
 def tune(
-    workers: int, only: Sequence[str] = (), name: str = DEFAULT, setting: str | None = None
+    workers: int,
+    only: Sequence[str] = (),
+    name: str = DEFAULT,
+    setting: str | None = None,
+    new: bool = False,
 ) -> None:
-    """Train what is missing and write the pages; results of methods not in `only` stay."""
+    """Train what is missing and write the pages; results of methods not in `only` stay.
+
+    `new` are candidates without a row on the page.
+    """
     tuning = read_tuning(name)
-    known = {(kind, m) for kind in KINDS for m in tuning.methods(kind)}
-    if unknown := set(only) - {method for _, method in known}:
+    if unknown := set(only) - {method for _, method, _ in tuning.known}:
         raise unknown_name(f"{FILES[name]}: candidates", unknown.pop(), tuning.candidates)
+    known = candidates_shown(name, setting or ALL) if new else set()
     experiments = [
         experiment
         for experiment in candidate_experiments(tuning, name, setting)
-        if not only or experiment.method in only
+        if (not only or experiment.method in only)
+        and (experiment.method, *(experiment.sweep or ())) not in known
     ]
     records = candidate_records(experiments, tuning.seeds, workers)
     swept = [(each, each.sweep) for each in experiments if each.sweep]
     tried = [(kind, each.method, name, each.setting.name) for each, (kind, name) in swept]
     elsewhere = set() if tuning.profile == DEFAULT else default_candidates(tuning)
-    page = ROOT / FOLDERS[name], known, elsewhere, setting or ALL
+    page = ROOT / FOLDERS[name], tuning.known, elsewhere, setting or ALL
     write_tuning(records, tried, parse_seeds(tuning.seeds), *page)
 
 
@@ -141,5 +175,6 @@ if __name__ == "__main__":
     parser.add_argument("methods", nargs="*", help="some of the profile's; default: all")
     parser.add_argument("--profile", default=DEFAULT, choices=FILES, help="params/tuning_*.yaml")
     parser.add_argument("--setting", help="one of the profile's: values for it alone")
+    parser.add_argument("--new", action="store_true", help="candidates that its page has not")
     arguments = parser.parse_args()
-    tune(0, arguments.methods, arguments.profile, arguments.setting)
+    tune(0, arguments.methods, arguments.profile, arguments.setting, arguments.new)

@@ -227,7 +227,8 @@ def write_related(records: Mapping[str, Sequence[Record]], folder: Path) -> Path
 
 # --- tuning
 
-KINDS = ("tuning", "explored")
+CHOICES = ("tuning", "extended")  # candidates, and what their lists were extended by
+KINDS = (*CHOICES, "explored")
 ALL = "all"  # settings together
 Tried = tuple[str, str, str, str]  # kind, method, candidate, setting
 
@@ -235,7 +236,7 @@ Tried = tuple[str, str, str, str]  # kind, method, candidate, setting
 def tuning_frame(
     records: Sequence[Record], tried: Sequence[Tried], setting: str = ALL
 ) -> pd.DataFrame:
-    """One row a method and candidate: mean accuracy by setting, over settings, and if it is best.
+    """One row a method and candidate: mean accuracy by setting, and over settings.
 
     `setting` is what the candidates were tuned for: one, or all together. The accuracy is that of
     the personal models where there are any, and undefined without records.
@@ -248,10 +249,16 @@ def tuning_frame(
     means = rows.groupby(keys, sort=False).score.agg(lambda values: values.mean(skipna=False))
     table = means.reindex(pd.MultiIndex.from_tuples(tried, names=keys)).unstack(sort=False)
     table["mean"] = table.mean(axis=1, skipna=False)  # a setting on which it diverges counts
-    best = table["mean"].groupby(["kind", "method"]).transform("max")
-    table = table.assign(chosen=table["mean"] == best).reset_index()
+    table = table.reset_index()
     table.insert(2, "setting", setting)
-    return table.assign(chosen=table.chosen & (table.kind == "tuning"))
+    return table
+
+
+def _choose(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with the best candidate of each method, among which explored ones are not."""
+    means = frame["mean"].where(frame.kind.isin(CHOICES))
+    best = means.groupby([frame.method, frame.setting]).transform("max")
+    return frame.assign(chosen=means == best)
 
 
 def write_tuning(
@@ -259,24 +266,27 @@ def write_tuning(
     tried: Sequence[Tried],
     seeds: Sequence[int],
     folder: Path,
-    known: Collection[tuple[str, str]],
+    known: Collection[tuple[str, str, str]],
     elsewhere: Collection[tuple[str, str]] = (),
     setting: str = ALL,
 ) -> list[Path]:
     """The files written: tuning.md to read, tuning.csv for the test of the presets.
 
-    A candidate that was `tried` and has no records diverged. Rows of `known` kinds and methods of
-    which none was tried stay as they are in an earlier tuning.csv, and so do those of a method that
-    were tuned for another `setting`. `elsewhere` are methods with their candidates that are chosen
-    on drawn images.
+    A candidate that was `tried` and has no records diverged. Rows of `known` kinds, methods and
+    candidates that were not tried stay as they are in an earlier tuning.csv, and so do those for
+    another `setting`. `elsewhere` are methods with candidates that are chosen on drawn images.
     """
     frame = tuning_frame(records, tried, setting).round(4)  # as the file keeps them
     if (folder / "tuning.csv").exists():
-        earlier = pd.read_csv(folder / "tuning.csv")
+        earlier = pd.read_csv(folder / "tuning.csv").drop(columns="chosen")
         stay = _staying_rows(earlier, frame, known, setting)
         frame = pd.concat([stay, frame], ignore_index=True)
+    frame = _choose(frame)
     shown = _as_text(frame)
-    tuned, explored = (shown[shown.kind == kind].drop(columns="kind") for kind in KINDS)
+    is_explored = shown.pop("kind") == KINDS[-1]
+    tuned, explored = shown[~is_explored], shown[is_explored]
+    first = {method: place for place, method in enumerate(tuned.method.unique())}
+    tuned = tuned.sort_values("method", key=lambda names: names.map(first), kind="stable")
     if elsewhere:
         pairs = zip(tuned.method, tuned.candidate, strict=True)
         tuned["on drawn images"] = ["yes" if pair in elsewhere else "" for pair in pairs]
@@ -296,10 +306,11 @@ def write_tuning(
 
 
 def _staying_rows(
-    earlier: pd.DataFrame, new: pd.DataFrame, known: Collection[tuple[str, str]], setting: str
+    earlier: pd.DataFrame, new: pd.DataFrame, known: Collection[tuple[str, str, str]], setting: str
 ) -> pd.DataFrame:
-    """The rows of `known` kinds and methods that were not tuned again, or for another setting."""
-    keys, again = (pd.MultiIndex.from_frame(frame[["kind", "method"]]) for frame in (earlier, new))
+    """The rows of `known` candidates that were not tried again, or were for another setting."""
+    names = ["kind", "method", "candidate"]
+    keys, again = (pd.MultiIndex.from_frame(frame[names]) for frame in (earlier, new))
     replaced = keys.isin(again)
     if setting != ALL:
         replaced &= earlier.setting.isin([setting, ALL])
