@@ -39,7 +39,7 @@ test: $(READY) .dvc/config.local  ## lint, types, import contracts, unit tests, 
 	OMP_NUM_THREADS=1 $(VENV)/bin/pytest --numprocesses 4 --dist loadfile --ignore tests/device --ignore tests/end_to_end --no-loadscope-reorder
 
 test-device: $(READY)  ## every method on a pretend device with the rules of a GPU
-	OMP_NUM_THREADS=1 $(VENV)/bin/pytest tests/device
+	OMP_NUM_THREADS=1 $(VENV)/bin/pytest tests/device --numprocesses 2 --dist loadfile
 
 test-end-to-end: $(READY) .dvc/config.local  ## the pipeline in a copy of the project: whole, killed, interrupted, damaged
 	OMP_NUM_THREADS=1 $(VENV)/bin/pytest tests/end_to_end --numprocesses 2 --dist loadfile

@@ -371,3 +371,8 @@ def lose(patch: pytest.MonkeyPatch, client: int, lost: Collection[tuple[int, int
         return mapped(executor, work, calls)
 
     patch.setattr(SerialExecutor, "map", map_others)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=draw, dtype=torch.float64)

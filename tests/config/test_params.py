@@ -117,12 +117,11 @@ def test_a_name_that_a_shell_or_a_folder_could_take_for_more_is_refused(root, se
 
 @pytest.mark.parametrize("name", ["a; touch x #", "a\ntouch x\n", "`x`", "", "../a", None, 1.5])
 @pytest.mark.parametrize("axis", ["setting", "method", "seeds"])
-@pytest.mark.parametrize("grid", ["grid", "more_seeds", "more_settings", "tour"])
+@pytest.mark.parametrize("grid", ["grid", "more_seeds", "more_settings", "more_rivals", "tour"])
 def test_no_word_of_a_command_is_more_than_a_name(grid, axis, name):
     params = {**read_profile(STUDIES), **read_profile(CIFAR100), **read_profile()}
     params[grid][axis] = [*params[grid][axis], name]
-    refused = r"seeds is|must be of letters|must be a list of names"
-    with pytest.raises(ParameterError, match=refused):
+    with pytest.raises(ParameterError, match=rf"^params\.yaml: {grid}\.{axis}"):
         check_names(params)
 
 

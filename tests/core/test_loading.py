@@ -1,4 +1,4 @@
-"""Imports without garbage collection: during the imports only, and of their objects only."""
+"""Imports without garbage collection, which is as it was after them."""
 
 import gc
 

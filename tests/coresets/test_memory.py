@@ -261,10 +261,3 @@ def test_synthetic_exemplars_share_the_memory_with_as_many_new_ones():
     draws = [memory._draw_remaining(9, 9, 4, 4, 9, generator(seed)) for seed in range(runs)]
     mean = sum(map(len, draws)) / runs
     assert abs(mean - 4.5) < 5 * math.sqrt(81 / 68 / runs)
-
-
-@pytest.mark.parametrize("merge", MERGES)
-def test_a_task_without_images_changes_nothing(merge):
-    params = MemoryParams(exemplars_per_class=5, merge=merge)
-    before = memory_of(params, (0, images(9)))
-    small.assert_equal_trees(updated(before, 0, 0, images(0), params), before)

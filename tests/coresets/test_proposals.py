@@ -79,8 +79,6 @@ def content_order(images: Tensor, labels: Tensor) -> list[int]:
 def test_options_are_those_of_the_rule_and_checked():
     assert base.rule_options("synthetic", {"height": 3}) == Options(height=3)
     assert base.rule_options("herding", {}) == base.NoOptions()
-    with pytest.raises(ParameterError, match=r"here.options: 'tau' is unknown; known: "):
-        build(MemoryParams, {"selection": "herding", "options": {"tau": 1}}, "here")
     with pytest.raises(ParameterError, match=r"here.options.height is 'x'; it must be a wh"):
         build(MemoryParams, {"selection": "synthetic", "options": {"height": "x"}}, "here")
 

@@ -133,12 +133,6 @@ def imagenet(raw):
     return train + fill(raw / "imagenet1k" / "val", {"n01440764": 3, "n01443537": 3}, seed=50)
 
 
-def test_imagenet_is_read_as_torchvision_lays_it_out(imagenet):
-    found = load_dataset({"source": "imagenet1k", "size": SIDE})
-    assert np.array_equal(all_images(found), np.stack(imagenet))
-    assert found.classes == ("n01440764", "n01443537")
-
-
 @pytest.mark.parametrize("inner", ["", "/images"])
 def test_office_is_read_in_both_layouts(raw, inner):
     names = [f"{domain}{inner}/class{k:02d}" for domain in OFFICE for k in range(31)]
@@ -149,13 +143,15 @@ def test_office_is_read_in_both_layouts(raw, inner):
     assert torch.equal(found.domain_test, torch.arange(3).repeat_interleave(31))
 
 
-def test_expected_counts_of_imagenet_are_those_of_its_files(imagenet, monkeypatch):
+def test_imagenet_is_read_as_torchvision_lays_it_out_and_counted(imagenet, monkeypatch):
     counts = imagenet1k.expected(imagenet1k.Options())
     assert counts.train.sum() == 1_281_167 and counts.test.sum() == 50_000
     assert counts.train.shape == (1, 1000) and np.ptp(counts.train) == 1
     for name, small_ in {"CLASSES": 2, "TRAIN_IMAGES": 10, "VAL_IMAGES": 3}.items():
         monkeypatch.setattr(imagenet1k, name, small_)
     found = load_dataset({"source": "imagenet1k", "size": SIDE})
+    assert np.array_equal(all_images(found), np.stack(imagenet))
+    assert found.classes == ("n01440764", "n01443537")
     counts = imagenet1k.expected(imagenet1k.Options(size=SIDE))
     assert found.x_train.shape[1:] == counts.shape and counts.domains == ("all",)
     assert counts.train.tolist() == [torch.bincount(found.y_train).tolist()]

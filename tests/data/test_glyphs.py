@@ -1,4 +1,4 @@
-"""The built-in sets, digits and glyphs: the same bytes on every machine, and learnable."""
+"""The built-in sets, digits and glyphs: the same bytes on every machine, class by class."""
 
 from dataclasses import replace
 

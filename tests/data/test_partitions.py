@@ -162,7 +162,7 @@ def test_a_number_of_clients_is_refused_before_they_are_listed(count, tmp_path):
 )
 def test_values_of_an_import_are_checked(values, tmp_path):
     path = rows_file(tmp_path / "parts.json", [[0, 1], [2]])
-    with pytest.raises(ValueError, match=r"seed is|tasks is|rows is|for client 0 and then"):
+    with pytest.raises(ValueError, match=f"{next(iter(values))} is "):
         import_flwr(path, GREY, **{"tasks": 1, **values})
 
 

@@ -100,7 +100,7 @@ def test_stamp_is_trained_and_a_method_of_the_workbench_is_refused(site, tmp_pat
     assert "gem" in refused and "workbench, which is not installed: pip install" in refused
 
 
-def test_an_empty_folder_has_the_parameters_of_the_wheel_and_takes_what_is_written(site, tmp_path):
+def test_an_empty_folder_has_the_parameters_of_the_wheel(site, tmp_path):
     script = """
 from stamp_core.config.params import read_params
 from stamp_core.core import paths

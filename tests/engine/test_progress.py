@@ -1,4 +1,4 @@
-"""What a training shows and tells while it runs; neither changes a number."""
+"""What loggers are told while a training runs, which changes no number."""
 
 from collections.abc import Mapping
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small import normal
 from torch import Tensor
 
 from stamp_core.core.paths import ROOT
@@ -23,9 +24,11 @@ from stamp_core.matching.match import MatchingParams, match
 from stamp_core.models.flat import layer_blocks
 
 
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    draw = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=draw, dtype=torch.float64)
+def exact_gram(vectors: Tensor) -> Tensor:
+    """Inner products of float32 vectors, each sum rounded once.  # float64 [K, K]"""
+    pairs = itertools.product(vectors.double(), repeat=2)
+    sums = [math.fsum((one * other).tolist()) for one, other in pairs]
+    return torch.tensor(sums, dtype=torch.float64).view(len(vectors), -1)
 
 
 @pytest.mark.parametrize("width", [1, 100, 70_000, 300_000])
@@ -36,9 +39,7 @@ def test_inner_products_of_float32_vectors_are_exact_to_float64(width):
     product in float64 is no reference: on some processors its error is the larger one.
     """
     vectors = torch.randn(4, width, generator=torch.Generator().manual_seed(0)) + 0.5
-    pairs = itertools.product(vectors.double(), repeat=2)
-    sums = [math.fsum((one * other).tolist()) for one, other in pairs]
-    expected = torch.tensor(sums, dtype=torch.float64).view(4, 4)
+    expected = exact_gram(vectors)
     norms = expected.diagonal().sqrt()
     for form in (vectors, list(vectors)):
         products = gram(form)
@@ -52,9 +53,7 @@ def test_the_rounding_of_the_gram_matrix_is_bounded(width):
     """Even of sums of equal numbers, in which all roundings go the same way."""
     alike = torch.tensor([[0.1], [0.7], [-0.3]]).expand(3, width)
     for vectors in (alike, normal(3, width).float()):
-        pairs = itertools.product(vectors.double(), repeat=2)
-        sums = [math.fsum((one * other).tolist()) for one, other in pairs]
-        exact = torch.tensor(sums, dtype=torch.float64).view(3, 3)
+        exact = exact_gram(vectors)
         norms = exact.diagonal().sqrt()
         (rounding,) = gram_rounding(vectors)
         assert ((gram(vectors)[0] - exact).abs() <= rounding * norms[:, None] * norms).all()

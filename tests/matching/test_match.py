@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small import normal
 from torch import Tensor
 
 from stamp_core.config.decode import ParameterError
@@ -23,11 +24,6 @@ quick = settings(deadline=None, max_examples=40, derandomize=True)
 FREE = MatchingParams(length="free")
 KAPPAS = (0.05, 0.25, 0.5, 0.9, 1.0, 2.0)
 PARETO_STATUS = "pareto: projected on the cone"
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    draw = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=draw, dtype=torch.float64)
 
 
 FAMILIES: dict[str, Callable[[int, int, int], Tensor]] = {

@@ -1,4 +1,4 @@
-"""Sketches: a dense matrix made from the same draws, and the moments of their inner products."""
+"""Sketches: products with a dense matrix that is made from the same draws."""
 
 import pytest
 import torch

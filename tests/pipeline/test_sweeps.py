@@ -73,12 +73,11 @@ def test_only_experiments_without_current_records_are_trained(params, trained):
     assert {path.name for path in folder.iterdir()} == names
 
 
-@pytest.mark.parametrize("file", ["scores.safetensors", "run.json", "weights.safetensors"])
-def test_a_damaged_record_does_not_block_its_sweep(file, params, trained, tmp_path):
+def test_a_damaged_record_does_not_block_its_sweep(params, trained, tmp_path):
     """As a kill or a full disk left it before records were written whole."""
     params["sweeps"]["kappa"]["values"] = [0.5]
     first = run_sweep("kappa", "default", device="cpu")
-    (grid.ROOT / "data/sweeps/kappa/tiny-near-kappa-0.5-0to1/1" / file).write_bytes(b"{")
+    (grid.ROOT / "data/sweeps/kappa/tiny-near-kappa-0.5-0to1/1/run.json").write_bytes(b"{")
     with pytest.warns(UserWarning, match=r"the record in .*0to1/1 is damaged .*; kept as"):
         again = run_sweep("kappa", "default", device="cpu")
     assert trained == 2 * ["tiny-near-kappa-0.5"]

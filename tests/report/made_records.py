@@ -273,19 +273,6 @@ def longer() -> list[Record]:
     ]
 
 
-def normalised() -> list[Record]:
-    """Three methods without and with normalisation, which changes the order."""
-    means = {
-        ("fedavg", "none"): (0.1, 0.2, 0.3),
-        ("replay", "none"): (0.4, 0.5, 0.6),
-        ("stamp", "none"): (0.5, 0.6, 0.7),
-        ("fedavg", "batch"): (0.2, 0.3, 0.4),
-        ("replay", "batch"): (0.6, 0.7, 0.8),
-        ("stamp", "batch"): (0.5, 0.6, 0.7),
-    }
-    return [r for (method, value), each in means.items() for r in swept("a", value, method, each)]
-
-
 def overlapping() -> list[Record]:
     """Two settings, of which one has half of its classes in common; seeds 0 and 1 choose."""
     records = []

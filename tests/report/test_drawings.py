@@ -1,6 +1,5 @@
 """Drawings of the method: legible texts, and arrows that end where the mathematics says."""
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
@@ -13,12 +12,6 @@ from workbench.studies import matching
 
 TWO = [[1.55, 0.4], [-1.0, 0.7]]
 THREE = [[1.8, 0.2], [-0.9, 0.8], [0.3, 1.2]]
-
-
-@pytest.fixture(autouse=True)
-def close_figures():
-    yield
-    plt.close("all")
 
 
 def direction(gradients, **choices):

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import made_records
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import small
@@ -22,13 +21,6 @@ from stamp_core.results.records import Record
 from workbench.report import figures, tables
 from workbench.report.figures import analyses, style
 from workbench.report.tables.page import write_parts
-
-
-@pytest.fixture(autouse=True)
-def close_figures():
-    yield
-    plt.close("all")
-
 
 CAPTIONS = {"kappa": ("radius κ", "2"), "other": ("other", ""), "server_lr": ("η_g", "1.0")}
 

@@ -1,7 +1,5 @@
-"""Pages from records made by hand: `python tests/report/test_pages.py` stores one of them."""
+"""Pages from records made by hand."""
 
-import shutil
-import tempfile
 from pathlib import Path
 
 import made_records
@@ -10,9 +8,6 @@ import pytest
 from workbench.report import frames, tables
 from workbench.report.tables import page
 from workbench.report.text import DASH
-
-PAGES = Path(__file__).parent / "pages"
-STORED = "results.md"
 
 
 def write_pages(folder: Path) -> None:
@@ -25,7 +20,6 @@ def write_pages(folder: Path) -> None:
         tables.write_sensitivity(made_records.sensitive(), captions, folder)
         tables.write_coresets(made_records.selections(), folder)
         tables.HETEROGENEITY.write(made_records.heterogeneous(), folder)
-        tables.NORMALISATION.write(made_records.normalised(), folder)
         tables.ROUNDS.write(made_records.longer(), folder)
         tables.write_overlap(made_records.overlapping(), folder)
         tables.write_related(made_records.related(), folder)
@@ -42,10 +36,6 @@ def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("new") / "pages"
     write_pages(folder)
     return folder
-
-
-def test_the_page_of_results_is_as_stored(written):
-    assert (written / STORED).read_text("utf-8") == (PAGES / STORED).read_text("utf-8")
 
 
 def test_every_definition_stands_on_a_page_and_no_number_is_undefined(written):
@@ -70,6 +60,20 @@ def test_every_definition_stands_on_a_page_and_no_number_is_undefined(written):
                 ("-30.0", "-15.0", "+30.0", "-15.0"),  # from replay
             )
         ),
+        (
+            "results.md",
+            "personalised | fedala | by hand | global | 3 | 60.0 ± 5.0 | 70.0 ± 2.5 | 90.0 ± 5.0 | "
+            "80.0 ± 5.0 | 90.0 ± 2.5 | 90.0 ± 0.0 | 100.0 ± 5.0 | 77.5 ± 5.0 | 35.0 ± 10.0 | "
+            "35.0 ± 10.0 | 97.5 ± 5.0 | 35.0 ± 10.0 | 60.0 ± 5.0 | 12.5 ± 5.0 | "
+            "36.5 ± 2.4, AF 27.3 ± 0.5",
+        ),
+        (
+            "results.md",
+            "srfdil † | global | 2 | -2.5 (-34.3 to +29.3) | -1.2 (-17.1 to +14.6) | "
+            "+10.0 (-117.1 to +137.1) | +2.5 (-29.3 to +34.3)",
+        ),
+        ("results.md", "federated | stamp | 2 | 1.5 | 0.001 | 0.004 | 0.0005 | 0.0005"),
+        ("results.md", f"images, fedavg = 1 | 1 | replay | 3 | 65.0 ± 5.0 | {DASH}"),
         ("sensitivity.md", "stamp | 3 | 40.0 ± 10.0 | 41.0 ± 10.0"),
         ("coresets.md", "OCS | 3 | 70.0 ± 10.0 | 60.0 ± 15.0"),
         ("coresets.md", "OCS | 3 | **+10.0 (+10.0 to +10.0)** ‡ | +0.0 (-12.4 to +12.4)"),
@@ -79,7 +83,6 @@ def test_every_definition_stands_on_a_page_and_no_number_is_undefined(written):
         ("heterogeneity.md", "method | model | n | α = 0.1 | α = 1 | α = 100"),
         ("heterogeneity.md", f"feddbe | global | 3 | 40.0 ± 10.0 | {DASH} | 30.0 ± 10.0"),
         ("heterogeneity.md", "local | 2 | +5.0 (-58.5 to +68.5)"),  # from replay
-        ("normalisation.md", "replay | 3 | **+20.0 (+20.0 to +20.0)** ‡"),
         ("rounds.md", "stamp | global | 3 | 50.0 ± 10.0 | 73.0 ± 10.0"),
         ("rounds.md", "stamp | 3 | +0.0 (+0.0 to +0.0) ≈ | **+3.0 (+3.0 to +3.0)** ‡"),  # replay
         ("rounds.md", "stamp | 3 | **+23.0 (+23.0 to +23.0)** ‡"),  # from two rounds
@@ -166,9 +169,3 @@ def test_a_row_says_of_how_many_seeds_its_numbers_are():
     rows = frames.coreset_frame([*made_records.selected(None, 0, more), *rules])
     table = tables.CORESETS.table(rows).set_index("selection")
     assert table.n.to_dict() == {"no memory": "3", "random": "1 to 3"}
-
-
-if __name__ == "__main__":
-    made = Path(tempfile.mkdtemp())
-    write_pages(made)
-    shutil.copy(made / STORED, PAGES)
