@@ -100,8 +100,10 @@ def import_flwr(
     assert isinstance(content, Mapping)
     count = len(dataset.y_train)
     rows = np.arange(count) if rows is None else np.asarray(rows)
-    if rows.dtype.kind not in "iu" or not np.isin(rows, np.arange(count)).all() or rows.ndim != 1:
-        raise array_error(path, "rows", rows, f"whole numbers [n] from 0 and below {count}")
+    known = rows.dtype.kind in "iu" and rows.ndim == 1 and np.isin(rows, np.arange(count)).all()
+    if not known or len(np.unique(rows)) < len(rows):
+        right = f"whole numbers [n] from 0 and below {count}, each once"
+        raise array_error(path, "rows", rows, right)
     parts = [
         _read_part(f"{path}: {c}", content.get(str(c)), len(rows)) for c in range(len(content))
     ]

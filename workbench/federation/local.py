@@ -55,7 +55,10 @@ class LocalFederation(ExitStack):
         known = f'address = "{self.address}"\nroot-certificates = "{certificate}"\n'
         (self.folder / "flower" / "config.toml").write_text(f"[superlink.local]\n{known}")
         end = time.monotonic() + PATIENCE
-        while self.flwr("list", "local").returncode and time.monotonic() < end:
+        while self.flwr("list", "local").returncode:
+            if time.monotonic() > end:
+                log = (self.folder / "superlink.log").read_text(errors="replace")
+                raise TimeoutError(f"no answer from the SuperLink in {PATIENCE} s: {log[-1000:]}")
             time.sleep(0.5)
         return process
 

@@ -23,7 +23,7 @@ from stamp_core.config.params import (
 )
 from stamp_core.core.paths import PARAMS
 
-GRIDS = ("grid", "more_seeds", "more_settings")  # blocks that are trained
+GRIDS = ("grid", "more_seeds", "more_settings", "more_rivals")  # blocks that are trained
 REQUIRED = ("grid", "ablation", "sweeps")  # blocks of a profile
 OWN_PAGES = ("tour",)  # blocks that a page of their own shows
 BLOCKS = {*REQUIRED, *GRIDS, *OWN_PAGES, CHOSEN}
@@ -75,10 +75,16 @@ def check_names(params: Params) -> None:
         axes = _check_axes(params, grid, AXES) if grid in params else {}
         for axis, words in axes.items():
             for word in words:
-                if axis == "seeds":
-                    parse_seeds(word)
-                else:
-                    require_name(f"{params['file']}: {grid}.{axis}", word)
+                _check_word(f"{params['file']}: {grid}.", axis, word)
+
+
+def _check_word(where: str, axis: str, word: Any) -> None:
+    if axis != "seeds":
+        return require_name(f"{where}{axis}", word)
+    try:
+        parse_seeds(word)
+    except ParameterError as error:
+        raise ParameterError(f"{where}{error}") from None
 
 
 def expand_grid(page: str, params: Params) -> Iterator[tuple[str, str, str]]:
