@@ -42,8 +42,7 @@ EXECUTED = {
     "10_studies": ("studies",),
     "11_inversion": ("privacy-attack-0",),
     "12_privacy": ("privacy",),
-    "13_normalisation": ("cifar100-normalisation",),
-    "14_rounds": ("cifar100-rounds",),
+    "13_rounds": ("cifar100-rounds",),
 }
 
 

@@ -25,6 +25,7 @@ from workbench.report.text import DASH, mean_std
 
 Verdict = Literal["above", "below", "equal", "open"]
 ENDPOINTS = ("accuracy", "average_incremental_accuracy")  # final, and the mean over stages
+_COLUMNS = {"stages": ENDPOINTS[1], "first": "first"}  # of `Table.runs`, by a lookup's last word
 MINUS = "\N{MINUS SIGN}"
 _WORDS = {"equal": f"equal within ±{page.EQUAL:g}"}
 _LOOKUP = re.compile(r"\{(.+?)\}")
@@ -44,9 +45,13 @@ class Table:
     def runs(self) -> pd.DataFrame:
         """Accuracies in %, a column each, by method and seed at the end of the last cycle."""
         rows = pd.concat([pd.read_csv(ROOT / file) for file in self.files])
-        last = rows[rows.experience == rows.groupby("setting").experience.transform("max")]
-        once = last.drop_duplicates(["setting", "method", "seed"])
-        return 100 * once.set_index(["setting", "method", "seed"])[[*ENDPOINTS]].sort_index()
+        keys = ["setting", "method", "seed"]
+        ends = rows.groupby("setting").experience
+        first, last = (
+            rows[rows.experience == end].drop_duplicates(keys).set_index(keys)
+            for end in (ends.transform("min"), ends.transform("max"))
+        )
+        return 100 * last[[*ENDPOINTS]].assign(first=first.accuracy).sort_index()
 
 
 @dataclass(frozen=True)
@@ -157,27 +162,27 @@ class Book:
 
     def sentences(self, name: str, text: str) -> str:
         """Text with its numbers: {A - B, setting}, {A, setting}, {share A, setting}; `, stages`
-        after it asks for average incremental accuracy.
+        after it asks for average incremental accuracy, and `, first` for that after a task.
         """
         return " ".join(_LOOKUP.sub(lambda found: self._number(name, found[1]), text).split())
 
     def _number(self, name: str, lookup: str) -> str:
         where = f"findings.{name}: {{{lookup}}}"
-        what, setting, *stages = lookup.split(", ")
-        endpoint = int(bool(stages))
+        what, setting, *word = lookup.split(", ")
+        column = _COLUMNS[word[0]] if word else ENDPOINTS[0]
         if what.startswith("share "):
-            return self._share(what.removeprefix("share "), setting, endpoint, where)
+            return self._share(what.removeprefix("share "), setting, column, where)
         method, _, base = what.partition(" - ")
         if base:
-            return _points(self.differences(method, base, setting, where)[endpoint])
-        scores = self.scores(method, setting, ENDPOINTS[endpoint], where)
+            both = dict(zip(ENDPOINTS, self.differences(method, base, setting, where), strict=True))
+            return _points(both[column])
+        scores = self.scores(method, setting, column, where)
         return f"{metrics.summarise(scores.values())['mean']:.1f} %"
 
-    def _share(self, method: str, setting: str, endpoint: int, where: str) -> str:
+    def _share(self, method: str, setting: str, column: str, where: str) -> str:
         """How much of the distance from FedAvg, at its best step, to joint training is closed."""
         scores = (
-            self.scores(each, setting, ENDPOINTS[endpoint], where)
-            for each in ("fedavg_step", method, "joint")
+            self.scores(each, setting, column, where) for each in ("fedavg_step", method, "joint")
         )
         low, own, high = (metrics.summarise(each.values())["mean"] for each in scores)
         return f"{100 * (own - low) / (high - low):.0f} %"
@@ -277,6 +282,8 @@ def _page_differences(
     text = (ROOT / table.page).read_text(encoding="utf-8")
     for measure in page.ENDPOINTS:
         heading = page.difference_heading(base, measure)
+        if text.count(f"{heading}\n\n") > 1:
+            raise ParameterError(f"{where}: {table.page} has {heading!r} for several settings")
         _, _, section = text.partition(f"{heading}\n\n")
         lines = [line.strip("| ").split(" | ") for line in section.split("\n\n")[0].splitlines()]
         rows = {cells[0]: dict(zip(lines[0], cells, strict=True)) for cells in lines[2:]}

@@ -23,7 +23,6 @@ SweptFigure = Literal[
     "sensitivity",
     "coresets",
     "heterogeneity",
-    "normalisation",
     "rounds",
     "overlap",
     "protection",

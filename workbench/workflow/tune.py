@@ -16,7 +16,7 @@ from stamp_core.config.decode import build, invalid, unknown_name
 from stamp_core.config.params import at_setting, parse_seeds, read_yaml
 from stamp_core.core.paths import ROOT
 from stamp_core.engine.experiment import Experiment
-from stamp_core.methods.base.registry import override, resolve_preset
+from stamp_core.methods.base.registry import override
 from stamp_core.results.records import Record
 from workbench.report.frames import CHOOSING
 from workbench.report.tables.sweeps import ALL, KINDS, write_tuning
@@ -28,6 +28,7 @@ FOLDERS = {  # of the pages; a file without a profile of its name says whose set
     DEFAULT: "figures",
     CIFAR100: "figures/cifar100",
     "alpha": "figures/cifar100/heterogeneity",
+    "norm": "figures/cifar100/norm",
     PRETRAINED: "figures/pretrained",
     "base": "figures/pretrained/base",
     "fifty": "figures/pretrained/fifty",
@@ -105,18 +106,6 @@ def candidate_name(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{k} {'null' if value is None else value}" for k, value in values.items())
 
 
-def default_candidates(tuning: Tuning) -> set[tuple[str, str]]:
-    """Method and name of the candidates that are chosen on drawn images, for other profiles."""
-    params = read_profile(DEFAULT)
-    return {
-        (method, candidate_name(values))
-        for method, every in tuning.candidates.items()
-        for values in every
-        if resolve_preset(method, override(params, method, values))
-        == resolve_preset(method, params)
-    }
-
-
 def candidate_records(experiments: Sequence[Experiment], seeds: str, workers: int) -> list[Record]:
     """The records of candidates, trained where needed; none of one that diverges."""
     jobs = [Job(experiment, seeds, PROFILE) for experiment in experiments]
@@ -153,8 +142,9 @@ def tune(
     `new` are candidates without a row on the page.
     """
     tuning = read_tuning(name)
-    if unknown := set(only) - {method for _, method, _ in tuning.known}:
-        raise unknown_name(f"{FILES[name]}: candidates", unknown.pop(), tuning.candidates)
+    methods = {method for _, method, _ in tuning.known}
+    if unknown := set(only) - methods:
+        raise unknown_name(f"{FILES[name]}: candidates", unknown.pop(), methods)
     known = candidates_shown(name, setting or ALL) if new else set()
     experiments = [
         experiment
@@ -165,8 +155,7 @@ def tune(
     records = candidate_records(experiments, tuning.seeds, workers)
     swept = [(each, each.sweep) for each in experiments if each.sweep]
     tried = [(kind, each.method, name, each.setting.name) for each, (kind, name) in swept]
-    elsewhere = set() if tuning.profile == DEFAULT else default_candidates(tuning)
-    page = ROOT / FOLDERS[name], tuning.known, elsewhere, setting or ALL
+    page = ROOT / FOLDERS[name], tuning.known, setting or ALL
     write_tuning(records, tried, parse_seeds(tuning.seeds), *page)
 
 

@@ -1,5 +1,5 @@
 """Tables from run records, as data frames and as pages in Markdown: results, ablation, sweeps
-(sensitivity, coresets, heterogeneity, normalisation, rounds, related work, tuning), and the
+(sensitivity, coresets, heterogeneity, rounds, related work, tuning), and the
 paper's beside our runs."""
 
 from ..frames import run_frame
@@ -26,7 +26,6 @@ from .sweeps import (
     CORESETS,
     HETEROGENEITY,
     MASKS,
-    NORMALISATION,
     OVERLAP,
     PROTECTION,
     RETURNING,

@@ -108,7 +108,7 @@ def _setting_page(name: str, title: str, by: str, heading: str) -> Page:
     return Page(
         name,
         title,
-        run_frame if by == "value" else partial(sorted_frame, by=by),  # names stay as swept
+        partial(sorted_frame, by=by),
         partial(page.accuracy_table, keys=["method", "model"], heading=heading),
         [
             Comparison(by, [], ["setting", "method"], heading),
@@ -118,7 +118,6 @@ def _setting_page(name: str, title: str, by: str, heading: str) -> Page:
 
 
 HETEROGENEITY = _setting_page("heterogeneity", "Data heterogeneity", "alpha", "α = {alpha:g}")
-NORMALISATION = _setting_page("normalisation", "Normalisation", "value", "normalisation {value}")
 ROUNDS = _setting_page("rounds", "Rounds", "rounds", "{rounds} rounds")
 
 
@@ -144,6 +143,7 @@ OVERLAP = Page("overlap", "Overlap", overlap_frame, overlap_table, [_FROM_REPLAY
 
 def write_overlap(records: Sequence[Record], folder: Path) -> Path:
     """The file written: overlap.md, all settings together."""
+    page.common_arithmetic(records)
     about, intervals = page.definitions("Overlap"), page.definitions("Intervals")
     parts = ["# Overlap", about, *OVERLAP.section(overlap_frame(records)), intervals]
     return page.write_parts(folder / "overlap.md", parts)
@@ -267,14 +267,13 @@ def write_tuning(
     seeds: Sequence[int],
     folder: Path,
     known: Collection[tuple[str, str, str]],
-    elsewhere: Collection[tuple[str, str]] = (),
     setting: str = ALL,
 ) -> list[Path]:
     """The files written: tuning.md to read, tuning.csv for the test of the presets.
 
     A candidate that was `tried` and has no records diverged. Rows of `known` kinds, methods and
     candidates that were not tried stay as they are in an earlier tuning.csv, and so do those for
-    another `setting`. `elsewhere` are methods with candidates that are chosen on drawn images.
+    another `setting`.
     """
     frame = tuning_frame(records, tried, setting).round(4)  # as the file keeps them
     if (folder / "tuning.csv").exists():
@@ -287,9 +286,6 @@ def write_tuning(
     tuned, explored = shown[~is_explored], shown[is_explored]
     first = {method: place for place, method in enumerate(tuned.method.unique())}
     tuned = tuned.sort_values("method", key=lambda names: names.map(first), kind="stable")
-    if elsewhere:
-        pairs = zip(tuned.method, tuned.candidate, strict=True)
-        tuned["on drawn images"] = ["yes" if pair in elsewhere else "" for pair in pairs]
     parts = [
         "# Tuning",
         page.definitions("Tuning"),
