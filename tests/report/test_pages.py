@@ -6,7 +6,7 @@ import made_records
 import pytest
 
 from workbench.report import frames, tables
-from workbench.report.tables import page
+from workbench.report.tables import page, results
 from workbench.report.text import DASH
 
 
@@ -169,3 +169,14 @@ def test_a_row_says_of_how_many_seeds_its_numbers_are():
     rows = frames.coreset_frame([*made_records.selected(None, 0, more), *rules])
     table = tables.CORESETS.table(rows).set_index("selection")
     assert table.n.to_dict() == {"no memory": "3", "random": "1 to 3"}
+
+
+def test_the_share_of_synthesised_images_that_are_recognised_is_by_task():
+    """The mean over seeds; a method without such images has no row."""
+    noted = [
+        [{"experience": 0, "notes": {"synthesis accuracy": share}}, {}] for share in (0.5, 0.9)
+    ]
+    made = [made_records.fake_record("target", s, rounds=each) for s, each in enumerate(noted)]
+    _, table = results.synthesis_section([*made, made_records.fake_record()])
+    assert table.splitlines()[2:] == ["| target | 70 |"]
+    assert results.synthesis_section([made_records.fake_record()]) == []

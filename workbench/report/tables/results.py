@@ -26,6 +26,7 @@ from workbench.report.text import DASH, MB, mean_std, significant
 _BASES = ("fedavg", "replay", "stamp")  # that the page compares all methods with
 _BOUND = "joint"  # has the data of all clients: it is no method under a budget
 _LEAST_ROOM = 5.0  # points between replay and joint training
+_RECOGNISED = "synthesis accuracy"  # a round's note
 _FEWEST = 5  # methods, below which an order says nothing
 _MEASURES = {
     **page.ENDPOINTS,
@@ -197,7 +198,7 @@ def _section(records: Sequence[Record]) -> list[str]:
         more = ["Methods with more seeds:", _score_page(seeds, paper)]
     budgets = page.markdown(budget_table(run_frame(shared_seeds(records))))
     shown = [table, *more, *room_section(rows), *order_section(rows), *sections]
-    return [*shown, "Costs:", costs, "Under a budget:", budgets]
+    return [*shown, "Costs:", costs, "Under a budget:", budgets, *synthesis_section(records)]
 
 
 def _score_page(table: pd.DataFrame, paper: bool) -> str:
@@ -244,6 +245,24 @@ def order_section(rows: pd.DataFrame) -> list[str]:
         f"({found['low']:+.2f} to {found['high']:+.2f}, n = {len(scores)} methods)."
     )
     return ["Order beside the paper's:", page.markdown(pd.DataFrame(shown)), agreement]
+
+
+# --- images that a server synthesises
+
+
+def synthesis_section(records: Sequence[Record]) -> list[str]:
+    """How many synthesised images the server's model recognises, where a method has some."""
+    rows = pd.DataFrame(
+        {"method": record.run[1], "task": row["experience"] + 1, "share": row["notes"][_RECOGNISED]}
+        for record in shared_seeds(records)
+        for row in record.history
+        if _RECOGNISED in row.get("notes", {})
+    )
+    if rows.empty:
+        return []
+    shares = rows.pivot_table(index="method", columns="task", values="share", sort=False) * 100
+    table = shares.map("{:.0f}".format).rename(columns="after task {}".format).reset_index()
+    return ["Synthesised images that the model recognises, %:", page.markdown(table)]
 
 
 # --- budgets: of images, of bytes, of what a client keeps
