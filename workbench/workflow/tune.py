@@ -67,8 +67,7 @@ class Tuning:
                     raise invalid(f"candidates.{name}", candidate, right)
 
     def methods(self, kind: str) -> Mapping[str, list[dict[str, Any]]]:
-        own = {"tuning": self.candidates, "extended": self.extended, "explored": self.explored}
-        return own[kind]
+        return dict(zip(KINDS, (self.candidates, self.extended, self.explored), strict=True))[kind]
 
     @property
     def known(self) -> set[tuple[str, str, str]]:
@@ -121,13 +120,19 @@ def candidate_records(experiments: Sequence[Experiment], seeds: str, workers: in
 
 
 def candidates_shown(name: str, setting: str) -> set[tuple[str, str, str]]:
-    """Method, kind and name of the candidates that the page has for a setting, or for all."""
+    """Kind, method and name of the candidates that the page has for a setting, or for all."""
     file = ROOT / FOLDERS[name] / "tuning.csv"
     if not file.exists():
         return set()
     rows = pd.read_csv(file)
     rows = rows[rows.setting == setting]
-    return {*zip(rows.method, rows.kind, rows.candidate, strict=True)}
+    return {*zip(rows.kind, rows.method, rows.candidate, strict=True)}
+
+
+def _key(experiment: Experiment) -> tuple[str, str, str]:
+    """Kind, method and name of a candidate."""
+    kind, name = experiment.sweep or ("", "")
+    return kind, experiment.method, name
 
 
 def tune(
@@ -149,12 +154,10 @@ def tune(
     experiments = [
         experiment
         for experiment in candidate_experiments(tuning, name, setting)
-        if (not only or experiment.method in only)
-        and (experiment.method, *(experiment.sweep or ())) not in known
+        if (not only or experiment.method in only) and _key(experiment) not in known
     ]
     records = candidate_records(experiments, tuning.seeds, workers)
-    swept = [(each, each.sweep) for each in experiments if each.sweep]
-    tried = [(kind, each.method, name, each.setting.name) for each, (kind, name) in swept]
+    tried = [(*_key(each), each.setting.name) for each in experiments]
     page = ROOT / FOLDERS[name], tuning.known, setting or ALL
     write_tuning(records, tried, parse_seeds(tuning.seeds), *page)
 
