@@ -32,7 +32,7 @@ class Options:
     outer_steps: PositiveInt = 5  # of the weights
     inner_steps: PositiveInt = 1  # of the proxy before each of them
     # In these units the published values, for a mean of p_i l_i over 50 images and for softmax(p),
-    # are 0.1 and 1. At 1 all weights stay equal: the network was trained on the images already.
+    # are 0.2 and 1. At 1 all weights stay equal: the network was trained on the images already.
     proxy_lr: Positive = 0.1
     weights_lr: Positive = 10.0  # for weights in units of their mean, 1 / n
     # Of the regulariser, which concentrates weight on as many images as selected. In the released

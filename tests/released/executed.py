@@ -1,0 +1,79 @@
+"""What released code computed on small inputs, stored as numbers.
+
+Each test says which function was called, and draws its inputs here: whoever has the repository
+can call it again. None of that code is part of this project.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import small
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from stamp_core.config.params import read_params
+from stamp_core.core.paths import ROOT
+from stamp_core.data.dataset import ImageDataset
+from stamp_core.engine.experiment import Experiment
+from stamp_core.methods.base.registry import resolve_preset
+
+
+@dataclass(frozen=True)
+class Execution:
+    """A preset, or a selection rule, whose code was executed beside that of a repository."""
+
+    name: str
+    repository: str
+    commit: str
+    difference: float  # a bound of the largest one, on every processor
+
+    @property
+    def mark(self) -> str:
+        """As docs/deviations.md has it."""
+        bound = f"{self.difference:.0e}".replace("e-0", "e-")
+        return f"`execution`: {self.repository} {self.commit}, {bound}"
+
+    @property
+    def params(self) -> Any:
+        """The preset's parameters."""
+        return resolve_preset(self.name, read_params())[1]
+
+    def check(self, ours: Mapping[str, ArrayLike]) -> None:
+        """Require that our numbers are the released code's."""
+        with np.load(ROOT / f"tests/released/{self.name}.npz") as released:
+            assert set(ours) == set(released.files)
+            for name, theirs in released.items():
+                own = np.asarray(ours[name])
+                assert own.shape == theirs.shape, name
+                assert np.abs(theirs).max() > 100 * self.difference, f"{name}: nothing to compare"
+                np.testing.assert_allclose(own, theirs, rtol=0, atol=self.difference, err_msg=name)
+
+
+def draws(seed: int, *shape: int) -> Tensor:
+    """Numbers of a standard normal distribution, the same on every machine.  # float64"""
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape))
+
+
+def images(count: int) -> tuple[Tensor, Tensor]:
+    """Images of 0..255 and labels of ten classes."""
+    draw = np.random.default_rng(0)
+    pixels = draw.integers(256, size=(count, 1, 8, 8), dtype=np.uint8)
+    return torch.from_numpy(pixels), torch.from_numpy(draw.integers(10, size=count))
+
+
+def order(count: int, generator: object = None) -> Tensor:
+    """What `torch.randperm` returns on both sides."""
+    return draws(count, count).argsort()
+
+
+def train_on_images(patch: pytest.MonkeyPatch, experiment: Experiment, count: int) -> ImageDataset:
+    """Have experiments train on `images`, whose pixels become -1..1, in `order`."""
+    (x, y), half = images(count), torch.full((1,), 0.5)
+    drawn = replace(experiment.dataset(), x_train=x, y_train=y, mean=half, std=half)
+    patch.setattr(small, "dataset", lambda spec: drawn)
+    patch.setattr(torch, "randperm", order)
+    return drawn

@@ -1,0 +1,69 @@
+"""FedL2P (royson/fedl2p): `fit` and `evaluate` of fedl2p_classification_client.py.
+
+Two outer steps, then fine-tuning. `precompute_kld` and `precompute_feat_stats` have the variances
+of n instead of n - 1. On both sides steps of the meta-networks are 50 times as long, and `clamp` is
+a tenth.
+"""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import small
+import torch
+from executed import Execution, draws, train_on_images
+from torch import Tensor
+
+from stamp_core.client.runtime import RoundId
+from stamp_core.data.plan import Plan, Task
+from workbench.methods.fedl2p import FedL2P
+from workbench.methods.fedl2p.meta_networks import layer_statistics
+
+L2P = Execution("fedl2p", "fedl2p", "fe1944e", 5e-6)
+PARAMS = replace(L2P.params, outer_steps=2, meta_lr=0.05, clamp=0.1)
+BATCH_SIZE = 4
+IMAGES, HELD_OUT = 40, 8
+META_NETS = ((1, 100, 100, 1), (8, 100, 100, 8))  # of one normalisation, of four layers
+RATES = 8  # one for each tensor
+
+
+def network() -> tuple[Tensor, Tensor]:
+    """Parameters, and means and variances of the normalisation."""
+    mean, root = draws(1, 2, 4)
+    return draws(2, small.BN_P).float() / 2.5, torch.cat([mean, 1 + root.square()]).float()
+
+
+def meta() -> Tensor:
+    """Weights and biases of both meta-networks, and the learning rates."""
+    parts = list[Tensor]()
+    for sizes, bias in zip(META_NETS, (0.0, 1.0), strict=True):
+        for a, b in pairwise(sizes):
+            parts += [draws(len(parts), a * b) / 40, draws(100 + len(parts), b) + bias]
+    return torch.cat([*parts, draws(200, RATES).abs() / 100]).float()
+
+
+def changes(after: Tensor) -> dict[str, Tensor]:
+    """Those of every 16th meta-parameter, and of the learning rates in hundredths."""
+    change = after - meta()
+    return {"meta": change[:-RATES:16], "rates": 100 * change[-RATES:]}
+
+
+def test_outer_steps_and_fine_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = {"batch_size": BATCH_SIZE}
+    split = {"clients": 1, "tasks": 1}
+    experiment = small.tiny("fedl2p", split, training, small.BATCH_NORM)
+    drawn = train_on_images(monkeypatch, experiment, IMAGES)
+    task = Task(tuple(range(10)), train=tuple(range(IMAGES)))
+    plan = Plan(experiment.setting.split, 0, drawn.digest, ((task,),), 10)
+    method = small.worker(replace(experiment, params=PARAMS), plan).method
+    assert isinstance(method, FedL2P)
+    parameters, buffers = network()
+    state = {"parameters": parameters, "buffers": buffers}
+    round_id = RoundId(0, 0, 0, 0, last=True)
+    reply = method.train_client(method.client_round(round_id, plan, state, {"meta": meta()}))
+    tuned = method.client_round(round_id, plan, state, reply.message)
+    method.receive(tuned)
+    statistics = layer_statistics(method.runtime, method.norms, tuned.indices)
+    method.load_personal_model(tuned)
+    found = {**changes(reply.message["meta"]), **statistics._asdict()}
+    L2P.check({**found, "logits": method.runtime.outputs(drawn.x_train)})
