@@ -180,11 +180,6 @@ def test_normalisation_keeps_its_running_statistics(network, space):
 # ------------------------------------------------------------------------------ closed forms
 
 
-def test_a_strong_regulariser_leaves_weight_on_as_many_as_are_selected():
-    weights = weights_of(make_task(40, 0, beta=50.0, weights_lr=1.0, smoothing=1e-9))
-    assert (weights > 0).sum() == 6
-
-
 # --------------------------------------------------------------------------------- divergence
 
 

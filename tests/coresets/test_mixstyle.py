@@ -9,28 +9,10 @@ from rule_tasks import colour_images as images
 from rule_tasks import generator
 from scipy import stats
 
-from stamp_core.coresets.memory import EPSILON, mix_statistics, mixing_weights, mixstyle_images
+from stamp_core.coresets.memory import mix_statistics, mixing_weights, mixstyle_images
 
 quick = settings(deadline=None, max_examples=50, derandomize=True)
 seeds = st.integers(0, 10**6)
-
-
-@quick
-@given(seed=seeds)
-def test_mixstyle_is_its_formula_and_mixes_the_statistics(seed):
-    """Before clipping, each channel has the mixed mean and deviation, up to epsilon."""
-    content, style = images(3, seed=seed) / 255.0, images(3, seed=seed + 1) ** 1.5 / 4096
-    weight = torch.rand(3, generator=generator(seed), dtype=torch.float64)
-    found = mix_statistics(content.double(), style.double(), weight).numpy()
-    for n, own in enumerate(weight.tolist()):
-        for c in range(3):
-            x, y = content[n, c].double().numpy(), style[n, c].double().numpy()
-            spread, other = np.sqrt(x.var() + EPSILON), np.sqrt(y.var() + EPSILON)
-            deviation = own * spread + (1 - own) * other
-            mean = own * x.mean() + (1 - own) * y.mean()
-            np.testing.assert_allclose(found[n, c], deviation * (x - x.mean()) / spread + mean)
-            np.testing.assert_allclose(found[n, c].mean(), mean)
-            np.testing.assert_allclose(found[n, c].std(), deviation, rtol=1e-4)
 
 
 @quick

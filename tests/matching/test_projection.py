@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from active_sets import best_active_set
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -61,35 +60,6 @@ def cosines(gradients: Tensor, result: Tensor, vector: Tensor) -> Tensor:
     """<g_k, result> / (|g_k| |vector|) for the gradients that are not 0."""
     norms = gradients.double().norm(dim=1)
     return (gradients.double() @ result)[norms > 0] / (norms[norms > 0] * vector.double().norm())
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"rho": 0.3}, {"rho": 0.1, "margin": 0.2}, {"ridge": 0.5}, {"margin": 0.5, "ridge": 9.0}],
-    ids=str,
-)
-def test_the_result_is_the_best_of_all_active_sets(options):
-    """rho is a lower bound of the cosine; a margin is one of all v, also of gradients without
-    conflict, as soon as one is in conflict."""
-    rho, ridge, margin = (options.get(name, 0.0) for name in ("rho", "ridge", "margin"))
-    projections = 0
-    for seed in range(20):
-        draw = np.random.default_rng(seed)
-        gradients = draw.standard_normal((1 + seed % 5, 8))
-        gradients *= np.exp(draw.standard_normal((len(gradients), 1)))
-        vector = draw.standard_normal(8)
-        floor = rho * np.linalg.norm(vector) * np.linalg.norm(gradients, axis=1)
-        linear, matrix = gradients @ vector - floor, gradients @ gradients.T
-        projection = project_gradient(
-            torch.tensor(vector), list(torch.tensor(gradients)), **options
-        )
-        if (linear >= 0).all():
-            assert projection == Projection(None)
-            continue
-        v = best_active_set(matrix + ridge * np.eye(len(matrix)), linear, margin)
-        np.testing.assert_allclose(projection.added, v @ gradients, rtol=0, atol=1e-9)
-        projections += 1
-    assert projections > 10
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

@@ -21,7 +21,7 @@ from stamp_core.models.networks import build_network
 from workbench.methods.base import synthesis
 from workbench.methods.base.data_free import NO_IMAGES
 from workbench.methods.base.generators import ImageGenerator, build_seeded
-from workbench.methods.base.synthesis import NormStatistics, Synthesis
+from workbench.methods.base.synthesis import Synthesis
 from workbench.methods.lander import NoisyLabelGenerator
 
 KINDS = ("target", "lander")
@@ -298,27 +298,6 @@ def test_whole_runs_are_those_of_the_reference(kind, params, configuration):
     assert away.max() <= 1 and away.mean() < 0.01
 
 
-def test_statistics_by_hand_and_mixed_with_those_of_earlier_rounds():
-    """Running means (1, -1), variances (4, 0.25). First means off by (3, 4): 5. Then off by
-    (-7, -6): 0.1 of it and 0.9 of the first is (2, 3). Then no gap in the batch: (1.8, 2.7)."""
-    norm: Any = nn.BatchNorm2d(2).eval()
-    norm.running_mean.copy_(torch.tensor([1.0, -1.0]))
-    norm.running_var.copy_(torch.tensor([4.0, 0.25]))
-    statistics = NormStatistics([norm])
-    signs = torch.tensor([[1.0, 1.0], [-1.0, -1.0]])
-
-    def loss(means: tuple[float, float], deviations: tuple[float, float]) -> float:
-        values = torch.tensor(means) + signs * torch.tensor(deviations)
-        norm(values.view(2, 2, 1, 1))
-        return statistics.loss().item()
-
-    assert loss((1, -1), (2, 0.5)) == 0
-    assert loss((4, 3), (2, 1.25**0.5)) == pytest.approx(6)  # variances off by (0, 1)
-    for means, expected in (((4, 3), 5), ((-6, -7), 13**0.5), ((1, -1), 0.9 * 13**0.5)):
-        assert loss(means, (2, 0.5)) == pytest.approx(expected)
-        statistics.end_round()
-
-
 def begun(kind: str, **options: Any) -> tuple[Any, Log]:
     """The method's synthesis after an experience with three classes, and its log."""
     experiment = whole(kind, **options)
@@ -329,17 +308,6 @@ def begun(kind: str, **options: Any) -> tuple[Any, Log]:
     log = Log()
     server = {**worker.initial_states(0)[0], "past": past, "round": 1}
     return method.synthesis(method.source(server), server, log), log
-
-
-def test_the_matched_statistics_are_those_of_the_teachers_layers():
-    """Written out for the only layer of the network, whose running statistics are 0 and 1."""
-    each, log = begun("target", network=BATCH_NORM)
-    images = torch.rand(5, 1, 8, 8, generator=generator("images"))
-    each.generator_loss(images, torch.tensor([0, 1, 2, 0, 1]))
-    conv = each.teacher.classifier.encoder[0](each.prepare(images * 255))
-    variance, mean = torch.var_mean(conv, (0, 2, 3), correction=0)
-    torch.testing.assert_close(each.statistics.loss(), mean.norm() + (variance - 1).norm())
-    assert not log.events
 
 
 @pytest.mark.parametrize("shape", [(1, 14, 14), (3, 20, 20), (2, 5, 9)], ids=str)

@@ -8,13 +8,7 @@ from reference import CLOSE, GROWING, Array, FedAvgReference, Numbers, Reply, St
 
 from stamp_core.core.seeding import generator
 from stamp_core.results.records import SCORINGS
-from workbench.methods.fedweit.decomposed import (
-    Channels,
-    Decomposed,
-    PastWeights,
-    to_dense,
-    to_sparse,
-)
+from workbench.methods.fedweit.decomposed import PastWeights, to_dense, to_sparse
 
 TASK = SCORINGS.index("task")
 
@@ -163,6 +157,16 @@ def test_whole_runs_are_those_of_the_reference(params, configuration, tmp_path):
     assert np.isnan(record.scores["global"]).all() == (params.get("head") == "task")
 
 
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5])
+def test_sparse_vectors_come_back_in_few_bytes(share):
+    """Places are a bit for each number, or four bytes for each that is sent."""
+    draw = generator("sparse")
+    vector = torch.randn(999, generator=draw) * (torch.rand(999, generator=draw) < share)
+    sparse = to_sparse(vector, 0.0)
+    assert torch.equal(to_dense(**sparse, size=999), vector)
+    assert sparse["places"].nbytes == min(4 * len(sparse["values"]), 125)
+
+
 @pytest.mark.parametrize("size", [0.01, 1.0, 1e6])
 def test_the_retaining_step_solves_its_equations(size):
     """x + size H x = x' for x = (b, a_1, a_2, a_3), where x^T H x = sum_i (b s_i + a_i)^2: one
@@ -181,47 +185,3 @@ def test_the_retaining_step_solves_its_equations(size):
         rows = np.column_stack([gates[:, weight], np.eye(3)])  # of b s_i + a_i
         x = np.linalg.solve(np.eye(4) + size * rows.T @ rows, start[:, weight])
         np.testing.assert_allclose(moved[:, weight], x, rtol=0, atol=2e-5)
-
-
-def test_channels_of_several_tensors_by_hand():
-    """Of a 3 x 2 x 2, 3, 2 x 3 and 5 x 2 tensor the first and the third are decomposed."""
-    channels = Channels([(3, 2, 2), (3,), (2, 3), (5, 2)], [True, False, True, False])
-    numbers = torch.arange(31.0)
-    weights = channels.pick(numbers)
-    assert weights.tolist() == [*range(12), *range(15, 21)]
-    assert torch.equal(channels.join(weights, channels.pick(numbers, False)), numbers)
-    assert channels.expand(torch.arange(5)).bincount().tolist() == [4, 4, 4, 3, 3]
-    assert channels.largest(torch.tensor([1.0, 3, 2, 5, 4]), 0.4).tolist() == [0, 1, 0, 1, 0]
-    assert not channels.largest(torch.ones(5), 0.3).any()  # none is above the threshold
-
-
-def test_each_decomposed_tensor_has_an_attention_of_its_own():
-    """The composed weights and the gradients of all parts, against automatic differentiation."""
-    channels = Channels([(3, 4), (3,), (2, 3)], [True, False, True])
-    sizes = (18, 5, 18, (2, 4))
-    parts = [torch.randn(size, dtype=torch.float64, requires_grad=True) for size in sizes]
-    base, mask, adaptive, attention = parts
-    knowledge = torch.randn(4, 18, dtype=torch.float64)
-    slopes = torch.randn(21, dtype=torch.float64)
-    known = knowledge.split([12, 6], 1)
-    foreign = torch.cat([row @ each for row, each in zip(attention, known, strict=True)])
-    expected = base * channels.expand(mask.sigmoid()) + adaptive + foreign
-    gradients = torch.autograd.grad(expected @ channels.pick(slopes), parts)
-    decomposed = Decomposed(channels, [part.detach() for part in parts], knowledge)
-    live = torch.zeros(21, dtype=torch.float64)
-    decomposed.compose(live)
-    torch.testing.assert_close(channels.pick(live), expected.detach())
-    torch.testing.assert_close(decomposed.foreign(), foreign.detach())
-    decomposed.backward(slopes)
-    for found, gradient in zip(decomposed.gradients, gradients, strict=True):
-        torch.testing.assert_close(found, gradient.flatten())
-
-
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.5])
-def test_sparse_vectors_come_back_in_few_bytes(share):
-    """Places are a bit for each number, or four bytes for each that is sent."""
-    draw = generator("sparse")
-    vector = torch.randn(999, generator=draw) * (torch.rand(999, generator=draw) < share)
-    sparse = to_sparse(vector, 0.0)
-    assert torch.equal(to_dense(**sparse, size=999), vector)
-    assert sparse["places"].nbytes == min(4 * len(sparse["values"]), 125)

@@ -240,29 +240,6 @@ def test_the_old_model_has_the_statistics_of_the_policy(policy):
     assert torch.equal(method.teacher.buffers, own.get(policy, sent.get("old buffers")))
 
 
-def test_prototypes_are_images_nearest_to_the_mean_of_their_class_and_lose_their_loss():
-    for steps, lr in ((1, 0.0), (20, 0.2)):
-        worker, plan_ = glfc_worker(perturb_steps=steps, perturb_lr=lr)
-        client_round = small.arrived(worker, plan_, 0)
-        method = worker.method
-        context = small.started(method, client_round)
-        images, labels = worker.runtime.train_images(client_round.indices)
-        features = F.normalize(worker.runtime.outputs(images, method.classifier.encode))
-        pixels, classes = method.perturbed_prototypes(client_round, context.columns)
-        assert classes.tolist() == labels.unique().tolist()
-        for pixel, label in zip(pixels, classes, strict=True):
-            own = (labels == label).nonzero().flatten()
-            mean = features[own].mean(0)
-            nearest = images[own[(features[own] - mean).norm(dim=1).argmin()]] / 255
-            before, after = (
-                F.cross_entropy(
-                    method.classifier(worker.runtime.normalise(255 * x[None])), label[None]
-                )
-                for x in (nearest, pixel)
-            )
-            assert torch.equal(pixel, nearest) if not lr else after < before
-
-
 def test_later_gradients_extend_the_monitor_and_those_not_finite_are_left_out():
     """What is reconstructed is what the memory shows; a new experience starts anew."""
     worker, _ = glfc_worker(training={"rounds": 2})

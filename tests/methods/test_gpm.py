@@ -180,45 +180,6 @@ def test_the_matrix_of_a_convolution_times_its_columns_is_its_output(options, bi
     assert torch.equal(written, vector)
 
 
-@pytest.mark.parametrize("count", [1, 40])
-def test_inputs_of_layers_are_what_they_multiply(count):
-    """Of a network with convolutions in evaluation mode, in several passes: W R, or W R R' W'."""
-    runtime = small.worker(tiny(network=BATCH_NORM)).runtime
-    layers = subspaces.find_layers(runtime)
-    sizes = {name: layer.shape for name, layer in layers.items()}
-    assert sizes == {"encoder.0": (4, 26), "encoder.5": (8, 17), "head": (10, 9)}
-    outputs = defaultdict(list)
-    for name, layer in layers.items():
-        layer.module.register_forward_hook(
-            lambda module, args, out, name=name: outputs[name].append(out.transpose(0, 1))
-        )
-    inputs = subspaces.layer_inputs(runtime, layers, runtime.dataset.x_train[:count])
-    for name, layer in layers.items():
-        z = torch.cat([each.flatten(1) for each in outputs[name]], 1).double()
-        weights = layer.matrix(runtime.model.parameters).double()
-        found = weights @ inputs[name]
-        if inputs[name].shape[1] >= layer.shape[1]:
-            assert inputs[name].shape[1] == layer.shape[1]
-            found = found @ weights.T
-            z = z @ z.T
-        torch.testing.assert_close(found, z, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("gram", [False, True])
-def test_a_basis_holds_the_share_epsilon_with_no_fewer_columns(gram):
-    inputs = draw(12, 9, seed=1)
-    basis = torch.linalg.qr(draw(12, 3)).Q
-    for epsilon in (0.2, 0.5, 0.8, 0.95, 1.0):
-        held = basis.shape[1]
-        basis = grow(basis, inputs @ inputs.T if gram else inputs, epsilon)
-        shares = (basis.T @ inputs).square().sum(1).cumsum(0) / inputs.square().sum()
-        assert shares[-1] >= epsilon - 1e-12
-        assert basis.shape[1] == held or shares[-2] < epsilon
-    assert basis.shape[1] == 12
-    identity = torch.eye(12, dtype=torch.float64)
-    torch.testing.assert_close(basis.T @ basis, identity, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("value", [0.0, float("inf"), float("nan")])
 def test_inputs_without_a_direction_add_nothing(value):
     basis = torch.linalg.qr(draw(5, 2)).Q

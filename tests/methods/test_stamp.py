@@ -292,28 +292,6 @@ def test_alternating_losses_are_the_reference(momentum):
     reference.compare("stamp", "plain", StampReference, **params)
 
 
-@pytest.mark.parametrize(
-    "labels",
-    [
-        [4, 4, 4, 9, 9, 9, 9, 9, 1, 1],
-        [2, 0, 2, 1, 0, 1, 2, 2, 0, 5],  # 5 has one image
-        [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9],
-        [4, 4, 1, 2],  # a single prototype
-        [0, 1, 2],  # no query
-    ],
-    ids=str,
-)
-def test_the_prototypical_loss_and_its_gradient_are_those_of_loops(labels):
-    draw = generator("features", len(labels))
-    z = torch.randn(len(labels), 3, generator=draw, dtype=torch.float64).requires_grad_()
-    loss, slopes = prototype_slopes(z.detach().numpy(), np.array(labels))
-    found = prototype_loss(z, torch.tensor(labels))
-    (gradient,) = torch.autograd.grad(found, z)
-    assert found.item() == pytest.approx(loss, rel=1e-12)
-    np.testing.assert_allclose(gradient, slopes, rtol=0, atol=1e-12)
-    assert prototype_loss(z + 100, torch.tensor(labels)).item() == pytest.approx(loss, rel=1e-9)
-
-
 def test_large_distances_do_not_overflow():
     """Squared distances of 1e10 and more: exponentials without a shift would give 0 / 0."""
     features = 1e5 * torch.randn(4, 3, generator=generator("features")).requires_grad_()
@@ -331,20 +309,6 @@ def test_without_past_tasks_temporal_matching_is_fedavg_bit_for_bit():
         small.assert_same_weights(record, run(tiny(split=split)))
         assert [entry["events"] for entry in record.history] == events
         assert all(entry["notes"] == {} for entry in record.history)
-
-
-def test_a_match_of_the_own_update_alone_changes_its_length():
-    """In the first experience of the public code: (1 + kappa) / (1 + kappa^2) times the update."""
-    experiments = [
-        tiny("stamp", split={"clients": 1, "tasks": 1}, training={"rounds": 1}, temporal=temporal)
-        for temporal in (None, {"kappa": 0.5, "alone": True, "length": "1+kappa^2"})
-    ]
-    start = dict(small.worker(experiments[0]).runtime.network(0).named_parameters())
-    update, longer = (
-        np.concatenate([(w - start[k].detach().numpy()).ravel() for k, w in run(e).weights.items()])
-        for e in experiments
-    )
-    np.testing.assert_allclose(longer, 1.2 * update, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("past", ["trajectory", "gradient"])

@@ -4,8 +4,9 @@ Each test says which function was called, and draws its inputs here: whoever has
 can call it again. None of that code is part of this project.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,11 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from stamp_core.client import runtime
 from stamp_core.config.params import read_params
 from stamp_core.core.paths import ROOT
 from stamp_core.data.dataset import ImageDataset
+from stamp_core.data.plan import Plan, Task
 from stamp_core.engine.experiment import Experiment
 from stamp_core.methods.base.registry import resolve_preset
 
@@ -77,3 +80,33 @@ def train_on_images(patch: pytest.MonkeyPatch, experiment: Experiment, count: in
     patch.setattr(small, "dataset", lambda spec: drawn)
     patch.setattr(torch, "randperm", order)
     return drawn
+
+
+def federation(
+    patch: pytest.MonkeyPatch, experiment: Experiment, samples: Sequence[Sequence[int]]
+) -> Plan:
+    """The plan of clients with so many of `images` in each task; their model starts from draws."""
+    drawn = train_on_images(patch, experiment, sum(map(sum, samples)))
+    features = experiment.setting.network.features
+    weights = draws(1, 64 * features + features + features * 10 + 10).float() / 5
+    patch.setattr(runtime, "build_network", lambda *_: small.network(experiment, weights))
+    left = iter(range(len(drawn.y_train)))
+    every = tuple(range(10))
+    clients = tuple(
+        tuple(Task(every, train=tuple(islice(left, count))) for count in tasks) for tasks in samples
+    )
+    return Plan(experiment.setting.split, 0, drawn.digest, clients, 10)
+
+
+def photographs(patch: pytest.MonkeyPatch, experiment: Experiment, samples: Sequence[int]) -> Plan:
+    """The plan of clients with so many images of two classes in each task, taken in `order`."""
+    draw, tasks = np.random.default_rng(0), experiment.setting.split.tasks
+    shape = tasks, sum(samples)
+    pixels = torch.from_numpy(draw.integers(256, size=(*shape, 3, 32, 32), dtype=np.uint8))
+    labels = torch.from_numpy(draw.integers(2, size=shape) + 2 * np.arange(tasks)[:, None])
+    drawn = replace(experiment.dataset(), x_train=pixels.flatten(0, 1), y_train=labels.flatten())
+    patch.setattr(small, "dataset", lambda spec: drawn)
+    patch.setattr(torch, "randperm", order)
+    parts = torch.arange(labels.numel()).view(shape).split(list(samples), 1)  # [T, n] of each
+    clients = [tuple(Task((0,), train=tuple(own)) for own in part.tolist()) for part in parts]
+    return Plan(experiment.setting.split, 0, drawn.digest, tuple(clients), 10)

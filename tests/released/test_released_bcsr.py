@@ -8,43 +8,25 @@ Ours is without regulariser and past exemplars, which have no effect there.
 from dataclasses import replace
 from typing import Literal, get_args
 
-import numpy as np
+import rules
 import torch
 from executed import Execution, draws
+from rules import preset, samples
 from torch import Tensor
 
-from stamp_core.config.params import read_params
-from stamp_core.config.schema import Network
-from stamp_core.coresets.learner import Learner
 from stamp_core.coresets.selection.base import TaskData
-from stamp_core.methods.base.registry import resolve_preset
-from stamp_core.models.networks import build_network
 from workbench.selection import bcsr
 
 BCSR = Execution("bcsr", "BCSR", "8e5359c", 1e-12)
-PRESET: bcsr.Options = resolve_preset("keep_bcsr", read_params())[1].memory.options
-OPTIONS = replace(PRESET, beta=0.0, past_weight=0.0)
+OPTIONS: bcsr.Options = replace(preset("bcsr"), beta=0.0, past_weight=0.0)
 Space = Literal["all", "head"]
 SHAPE, FEATURES, CLASSES, N = (2, 2, 3), 5, 4, 17
-LAYERS = [(FEATURES, 12), (FEATURES,), (CLASSES, FEATURES), (CLASSES,)]
 IMAGE_WEIGHTS = draws(9, N).softmax(0)  # at which the gradient is compared
 
 
-def weights() -> list[Tensor]:
-    return [0.4 * draws(1 + i, *shape) for i, shape in enumerate(LAYERS)]
-
-
-def samples(seed: int, n: int) -> tuple[Tensor, Tensor]:
-    labels = np.random.default_rng(seed).integers(CLASSES, size=n)
-    return draws(seed, n, *SHAPE), torch.from_numpy(labels)
-
-
 def make_task(space: Space) -> TaskData:
-    network = build_network(Network("mlp", FEATURES), SHAPE, CLASSES, seed=0).double()
-    values = torch.cat([part.flatten() for part in weights()])
-    learner = Learner(network, torch.clone, values, torch.empty(0))
-    options = replace(OPTIONS, space=space)
-    return TaskData(*samples(5, N), samples(6, 7), 2, options, learner, torch.Generator())
+    own, past = (samples(seed, CLASSES, n, *SHAPE) for seed, n in ((5, N), (6, 7)))
+    return rules.make_task(own, past, 2, replace(OPTIONS, space=space), FEATURES, 0.4)
 
 
 def softmax_gradient(task: TaskData) -> Tensor:

@@ -75,7 +75,6 @@ def test_a_local_update_of_a_third_task(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(method, "old_classes", lambda *args: replace(past(*args), **given))
     monkeypatch.setattr(method.runtime, "normalise", normalise)
     monkeypatch.setattr(torch, "randperm", lambda n, **_: next(left) if n else torch.arange(n))
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     state, message = method.init_client(0, {}), {"parameters": weights()}
     reply = method.train_client(method.client_round(RoundId(0, 0, 2, 0), plan, state, message))
     FBL.check({**reply.message, "loss": [reply.loss]})

@@ -8,35 +8,23 @@ from pathlib import Path
 import pytest
 import small
 import torch
-from executed import Execution, draws, train_on_images
-from torch import Tensor
+from executed import Execution, federation
 
-from stamp_core.client import runtime
 from stamp_core.client.runtime import RoundId
-from stamp_core.data.plan import Plan, Task
 
 FEDAS = Execution("fedas", "PFLlib", "d832e76", 1e-6)
-SAMPLES = 16, 32  # of the clients: whole batches of alignment
+SAMPLES = (16,), (32,)  # of the clients: whole batches of alignment
 TRAINING = {"rounds": 2, "epochs": 1, "batch_size": 8, "lr": 0.1}
 SPLIT = {"clients": 2, "tasks": 1}
 FEATURES = 4
 BASE = 64 * FEATURES + FEATURES
 
 
-def weights() -> Tensor:
-    """The initial parameters of encoder and head."""
-    return draws(1, BASE + FEATURES * 10 + 10).float() / 5
-
-
 def test_two_rounds_and_an_alignment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     network = {"kind": "mlp", "features": FEATURES}
     experiment = small.tiny("fedas", split=SPLIT, training=TRAINING, network=network)
     experiment = replace(experiment, params=replace(FEDAS.params, align_lr=0.01))
-    drawn = train_on_images(monkeypatch, experiment, sum(SAMPLES))
-    monkeypatch.setattr(runtime, "build_network", lambda *_: small.network(experiment, weights()))
-    parts = torch.arange(sum(SAMPLES)).split(SAMPLES)
-    clients = tuple((Task(tuple(range(10)), train=tuple(part.tolist())),) for part in parts)
-    plan = Plan(experiment.setting.split, 0, drawn.digest, clients, 10)
+    plan = federation(monkeypatch, experiment, SAMPLES)
     record = small.run(experiment, plan, resume=tmp_path)
     states = small.saved(experiment, tmp_path)["clients"]
     parameters = torch.cat([torch.from_numpy(each).flatten() for each in record.weights.values()])

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import small
 import torch
-from executed import Execution, draws, order
+from executed import Execution, draws, photographs
 from torch import Tensor, nn
 
 from stamp_core.client import runtime
 from stamp_core.client.runtime import ClientRuntime, RoundId
 from stamp_core.config.decode import build
 from stamp_core.config.schema import Network
-from stamp_core.data.plan import Plan, Task
+from stamp_core.data.plan import Plan
 from stamp_core.engine.worker import Worker
 from stamp_core.methods.base.method import Log
 from stamp_core.models.networks import build_network
@@ -31,14 +31,6 @@ FEDCIL = Execution("fedcil", "FedCIL", "c439de0", 1e-10)
 NOISE, WIDTH = 100, 384  # of the released generator
 TASKS, SAMPLES = 5, (16, 24)  # of the clients, in each task
 TRAINING = {"rounds": 2, "epochs": 1, "batch_size": 8, "lr": 0.05}
-
-
-def images() -> tuple[Tensor, Tensor]:
-    """Images of 0..255 and labels, two classes of each task.  # [T, n, 3, 32, 32], [T, n]"""
-    draw, shape = np.random.default_rng(0), (TASKS, sum(SAMPLES))
-    pixels = draw.integers(256, size=(*shape, 3, 32, 32), dtype=np.uint8)
-    labels = draw.integers(2, size=shape) + 2 * np.arange(TASKS)[:, None]
-    return torch.from_numpy(pixels), torch.from_numpy(labels)
 
 
 def normalise(pixels: Tensor) -> Tensor:
@@ -79,22 +71,18 @@ def update(name: str, end: Tensor) -> Tensor:
 
 def federation(patch: pytest.MonkeyPatch) -> tuple[Worker, Plan]:
     """A worker in float64 with the weights and draws of both sides, and its plan."""
-    split, (x, y) = {"clients": len(SAMPLES), "tasks": TASKS}, images()
+    split = {"clients": len(SAMPLES), "tasks": TASKS}
     experiment = small.tiny("fedcil", split=split, training=TRAINING)
     changes = {"width": WIDTH, "noise": NOISE, "every": 1, "consolidation": 0}
     experiment = replace(experiment, params=replace(FEDCIL.params, **changes))
     half = torch.full((3,), 0.5)  # mean and deviation: pixels become -1..1
-    drawn = replace(experiment.dataset(), x_train=x.flatten(0, 1), y_train=y.flatten())
-    drawn = replace(drawn, mean=half, std=half)
-    patch.setattr(small, "dataset", lambda spec: drawn)
-    patch.setattr(torch, "randperm", order)
+    dataset = replace(experiment.dataset(), mean=half, std=half)
+    patch.setattr(small, "dataset", lambda spec: dataset)
+    plan = photographs(patch, experiment, SAMPLES)
     patch.setattr(runtime, "build_network", lambda *_: networks()["parameters"])
     patch.setattr(acgan, "build_seeded", lambda build, seed, name: networks()[name])
     patch.setattr(ClientRuntime, "normalise", lambda self, pixels: normalise(pixels))
     patch.setattr(fedcil, "draw_inputs", draw_inputs)
-    parts = torch.arange(y.numel()).view(y.shape).split(SAMPLES, 1)  # [T, n] of each client
-    clients = [tuple(Task((0,), train=tuple(own)) for own in part.tolist()) for part in parts]
-    plan = Plan(experiment.setting.split, 0, drawn.digest, tuple(clients), 10)
     return small.worker(experiment, plan), plan
 
 

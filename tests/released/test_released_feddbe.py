@@ -6,34 +6,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import small
-import torch
-from executed import Execution, draws, train_on_images
-from torch import Tensor
-
-from stamp_core.client import runtime
-from stamp_core.data.plan import Plan, Task
+from executed import Execution, federation
 
 DBE = Execution("feddbe", "PFLlib", "d832e76", 1e-6)
-SAMPLES = 8, 16, 12  # of the clients
+SAMPLES = (8,), (16,), (12,)  # of the clients
 TRAINING = {"rounds": 2, "epochs": 2, "batch_size": 4, "lr": 0.1}
 SPLIT = {"clients": 3, "tasks": 1}
 FEATURES = 6
-
-
-def weights() -> Tensor:
-    """The initial parameters of encoder and head."""
-    return draws(1, 64 * FEATURES + FEATURES + FEATURES * 10 + 10).float() / 5
 
 
 def test_the_warm_up_and_two_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     network = {"kind": "mlp", "features": FEATURES}
     experiment = small.tiny("feddbe", split=SPLIT, training=TRAINING, network=network)
     experiment = replace(experiment, params=DBE.params)
-    drawn = train_on_images(monkeypatch, experiment, sum(SAMPLES))
-    monkeypatch.setattr(runtime, "build_network", lambda *_: small.network(experiment, weights()))
-    parts = torch.arange(sum(SAMPLES)).split(SAMPLES)
-    clients = tuple((Task(tuple(range(10)), train=tuple(part.tolist())),) for part in parts)
-    plan = Plan(experiment.setting.split, 0, drawn.digest, clients, 10)
+    plan = federation(monkeypatch, experiment, SAMPLES)
     record = small.run(experiment, plan, resume=tmp_path)
     states = small.saved(experiment, tmp_path)["clients"]
     DBE.check(

@@ -6,8 +6,6 @@ herded twice there either, and the model that chooses exemplars is the one that 
 """
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -30,15 +28,6 @@ EARLIER, LATER = (0, 2, 3), (5, 6, 8, 9)  # classes of the client's tasks, of fi
 SHAPES = ((8, 64), (8,), (10, 8), (10,))  # of the classifier's parameters
 ENCODER = ((12, 25), (12,), *2 * [(12, 300), (12,)], (10, 48), (10,))
 STEPS = 5  # of L-BFGS
-
-
-@contextmanager
-def double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def small_params(preset: GLFCParams) -> GLFCParams:
@@ -120,6 +109,6 @@ def client_round(preset: GLFCParams, patch: pytest.MonkeyPatch) -> dict[str, Any
     }
 
 
+@pytest.mark.usefixtures("double")
 def test_a_client_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    with double():
-        GLFC.check(client_round(GLFC.params, monkeypatch))
+    GLFC.check(client_round(GLFC.params, monkeypatch))

@@ -4,6 +4,7 @@ Left out there, besides what is in `test_released_target.py`: the model of the b
 normalisation of synthetic images, restarts of the student's momentum.
 """
 
+import pytest
 import torch
 from executed import Execution, draws
 from test_released_target import federation, weights
@@ -21,9 +22,10 @@ def anchors() -> Tensor:
     return (0.1 * draws(6, 10, LANDER.params.anchor_features)).half()
 
 
-def test_a_synthesis_and_two_rounds() -> None:
+@pytest.mark.usefixtures("double")
+def test_a_synthesis_and_two_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     own = {"anchors": anchors(), "map": weights(7, MAP)}
-    synthesised, first, last = federation(LANDER, SGD, lander, **own)
+    synthesised, first, last = federation(LANDER, SGD, lander, monkeypatch, **own)
     LANDER.check(
         {
             "images": synthesised["replay"]["images"][::12],

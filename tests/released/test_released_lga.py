@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from executed import Execution, draws
-from test_released_glfc import client_round, double, worker
+from test_released_glfc import client_round, worker
 from torch import Tensor
 
 from workbench.methods.base.task_server import class_mask
@@ -44,7 +44,7 @@ def weights(patch: pytest.MonkeyPatch) -> Tensor:
     return found[later(labels)]
 
 
+@pytest.mark.usefixtures("double")
 def test_a_client_round_and_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    with double():
-        third = weights(monkeypatch)
-        LGA.check({**client_round(LGA.params, monkeypatch), "weights": third})
+    third = weights(monkeypatch)
+    LGA.check({**client_round(LGA.params, monkeypatch), "weights": third})

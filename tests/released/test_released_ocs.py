@@ -9,47 +9,24 @@ from typing import Literal, get_args
 
 import numpy as np
 import pytest
+import rules
 import torch
-from executed import Execution, draws
-from torch import Tensor
+from executed import Execution
+from rules import preset, samples
 
-from stamp_core.config.params import read_params
-from stamp_core.config.schema import Network
-from stamp_core.coresets.learner import Learner
 from stamp_core.coresets.selection.base import TaskData
-from stamp_core.methods.base.registry import resolve_preset
-from stamp_core.models.networks import build_network
 from workbench.selection import ocs
 
 OCS = Execution("ocs", "OCS", "b8cd9f8", 1e-11)  # of scores up to 1,000, the weight tau
-OPTIONS: ocs.Options = resolve_preset("keep_ocs", read_params())[1].memory.options
+OPTIONS: ocs.Options = preset("ocs")
 Space = Literal["all", "head"]
 SHAPE, FEATURES, CLASSES = (2, 3, 4), 6, 5
-LAYERS = [(FEATURES, 24), (FEATURES,), (CLASSES, FEATURES), (CLASSES,)]
 STREAM = torch.from_numpy(np.random.default_rng(0).permutation(53))  # batches of 20, 20, 13
 
 
-def weights() -> list[Tensor]:
-    return [0.5 * draws(1 + i, *shape) for i, shape in enumerate(LAYERS)]
-
-
-def samples(seed: int, n: int) -> tuple[Tensor, Tensor]:
-    labels = np.random.default_rng(seed).integers(CLASSES, size=n)
-    return draws(seed, n, *SHAPE), torch.from_numpy(labels)
-
-
 def make_task(gradients: Space, past: int) -> TaskData:
-    network = build_network(Network("mlp", FEATURES), SHAPE, CLASSES, seed=0).double()
-    values = torch.cat([part.flatten() for part in weights()])
-    learner = Learner(network, torch.clone, values, torch.empty(0))
-    options = replace(OPTIONS, gradients=gradients)
-    return TaskData(*samples(5, 53), samples(6, past), 2, options, learner, torch.Generator())
-
-
-def proposed(task: TaskData) -> Tensor:
-    """The indices of the images."""
-    proposal = ocs.propose(task)
-    return (proposal.images[:, None] == task.images).flatten(2).all(2).nonzero()[:, 1]
+    own, old = (samples(seed, CLASSES, n, *SHAPE) for seed, n in ((5, 53), (6, past)))
+    return rules.make_task(own, old, 2, replace(OPTIONS, gradients=gradients), FEATURES, 0.5)
 
 
 def test_scores_and_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,5 +36,5 @@ def test_scores_and_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
         for past in (0, 20):
             task, case = make_task(gradients, past), f"{gradients}_{past}"
             ours[f"{case}_scores"] = ocs._stream_scores(task, STREAM)
-            ours[f"{case}_candidates"] = proposed(task)[:30].sort().values
+            ours[f"{case}_candidates"] = rules.indices(ocs.propose(task), task)[:30].sort().values
     OCS.check(ours)

@@ -6,18 +6,16 @@ Also `stgm_low` and `tgm_low` alone, `prototypical_loss` of protonet_utils.py an
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import small
 import torch
-from executed import Execution, draws, order
+from executed import Execution, draws, order, photographs
 from torch import Tensor, nn
 
 from stamp_core.client import runtime
 from stamp_core.client.runtime import ClientRuntime, RoundId
 from stamp_core.config.decode import build
 from stamp_core.config.schema import Network
-from stamp_core.data.plan import Plan, Task
 from stamp_core.engine.worker import Worker
 from stamp_core.matching.match import match
 from stamp_core.methods.base.method import Log
@@ -30,14 +28,6 @@ TASKS = 3
 SAMPLES = 16, 8, 24  # of the clients, in each task
 TRAINING = {"rounds": 1, "epochs": 2, "batch_size": 8, "lr": 0.05}
 NETWORK = {"kind": "cnn", "channels": [32, 64], "features": 512}
-
-
-def images() -> tuple[Tensor, Tensor]:
-    """Images of 0..255 and labels, two classes of each task.  # [T, n, 3, 32, 32], [T, n]"""
-    draw, shape = np.random.default_rng(0), (TASKS, sum(SAMPLES))
-    pixels = draw.integers(256, size=(*shape, 3, 32, 32), dtype=np.uint8)
-    labels = draw.integers(2, size=shape) + 2 * np.arange(TASKS)[:, None]
-    return torch.from_numpy(pixels), torch.from_numpy(labels)
 
 
 def weights() -> Tensor:
@@ -77,17 +67,12 @@ def normalise(_: ClientRuntime, pixels: Tensor) -> Tensor:
 
 def federation(patch: pytest.MonkeyPatch) -> Worker:
     """A worker in float64 with the weights, images and orders of both sides."""
-    split, (x, y) = {"clients": len(SAMPLES), "tasks": TASKS}, images()
+    split = {"clients": len(SAMPLES), "tasks": TASKS}
     experiment = small.tiny("stamp", split=split, training=TRAINING, network=NETWORK)
     experiment = replace(experiment, params=STAMP.params)
-    drawn = replace(experiment.dataset(), x_train=x.flatten(0, 1), y_train=y.flatten())
-    patch.setattr(small, "dataset", lambda spec: drawn)
-    patch.setattr(torch, "randperm", order)
+    plan = photographs(patch, experiment, SAMPLES)
     patch.setattr(runtime, "build_network", network)
     patch.setattr(ClientRuntime, "normalise", normalise)
-    parts = torch.arange(y.numel()).view(y.shape).split(SAMPLES, 1)  # [T, n] of each client
-    clients = [tuple(Task((0,), train=tuple(own)) for own in part.tolist()) for part in parts]
-    plan = Plan(experiment.setting.split, 0, drawn.digest, tuple(clients), 10)
     return small.worker(experiment, plan)
 
 

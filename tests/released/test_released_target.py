@@ -6,7 +6,6 @@ is drawn from all of it), the earlier start of the adversarial term, pixels that
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -78,20 +77,6 @@ class Recorded:
         return draws(self.seed("randperm", rows), rows).argsort()
 
 
-@contextmanager
-def double() -> Iterator[pytest.MonkeyPatch]:
-    """A context in which float32 is float64."""
-    single = torch.float32
-    torch.set_default_dtype(torch.float64)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch, "float32", torch.float64)
-            patch.setattr(Tensor, "float", Tensor.double)
-            yield patch
-    finally:
-        torch.set_default_dtype(single)
-
-
 def filled(module: nn.Module, seed: int) -> nn.Module:
     parameters = list(module.parameters())
     nn.utils.vector_to_parameters(weights(seed, len(small.flat(parameters))), parameters)
@@ -122,30 +107,34 @@ def clients(execution: Execution, training: Mapping[str, Any], patch: pytest.Mon
 
 
 def federation(
-    execution: Execution, training: Mapping[str, Any], code: ModuleType, **own: Tensor
+    execution: Execution,
+    training: Mapping[str, Any],
+    code: ModuleType,
+    patch: pytest.MonkeyPatch,
+    **own: Tensor,
 ) -> Iterator[State]:
     """The server's states after the synthesis at the end of a task, and the rounds of the next."""
-    with double() as patch:
-        worker = clients(execution, training, patch)
-        feed(patch, code, Recorded())
-        server, states, *_ = worker.initial_states(0)
-        server = {**server, **own, "round": TRAINING["rounds"], "buffers": statistics()}
-        server["parameters"] = weights(1, PARAMETERS)
-        server["classes"][list(PAST)] = True
-        method: Any = worker.method
-        server = method.end_experience(server, Log())
+    worker = clients(execution, training, patch)
+    feed(patch, code, Recorded())
+    server, states, *_ = worker.initial_states(0)
+    server = {**server, **own, "round": TRAINING["rounds"], "buffers": statistics()}
+    server["parameters"] = weights(1, PARAMETERS)
+    server["classes"][list(PAST)] = True
+    method: Any = worker.method
+    server = method.end_experience(server, Log())
+    yield server
+    for number in range(TRAINING["rounds"]):
+        sent = [method.broadcast(server, client) for client in range(2)]
+        ids = [RoundId(0, client, 1, number) for client in range(2)]
+        replies = [each.reply for each in map(worker.train_client, ids, states, sent)]
+        states = [reply.state for reply in replies]
+        server = method.aggregate(server, replies, Log())
         yield server
-        for number in range(TRAINING["rounds"]):
-            sent = [method.broadcast(server, client) for client in range(2)]
-            ids = [RoundId(0, client, 1, number) for client in range(2)]
-            replies = [each.reply for each in map(worker.train_client, ids, states, sent)]
-            states = [reply.state for reply in replies]
-            server = method.aggregate(server, replies, Log())
-            yield server
 
 
-def test_a_synthesis_and_two_rounds() -> None:
-    synthesised, first, last = federation(TARGET, SGD, target)
+@pytest.mark.usefixtures("double")
+def test_a_synthesis_and_two_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    synthesised, first, last = federation(TARGET, SGD, target, monkeypatch)
     TARGET.check(
         {
             "images": synthesised["replay"]["images"][::12],
