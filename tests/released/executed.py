@@ -83,19 +83,24 @@ def train_on_images(patch: pytest.MonkeyPatch, experiment: Experiment, count: in
 
 
 def federation(
-    patch: pytest.MonkeyPatch, experiment: Experiment, samples: Sequence[Sequence[int]]
-) -> Plan:
-    """The plan of clients with so many of `images` in each task; their model starts from draws."""
+    patch: pytest.MonkeyPatch,
+    execution: Execution,
+    training: Mapping[str, Any],
+    features: int,
+    samples: Sequence[Sequence[int]],
+) -> tuple[Experiment, Plan]:
+    """Clients with so many of `images` in each task, and an MLP whose weights are drawn."""
+    split = {"clients": len(samples), "tasks": len(samples[0])}
+    network = {"kind": "mlp", "features": features}
+    experiment = small.tiny(execution.name, split, training, network, **vars(execution.params))
     drawn = train_on_images(patch, experiment, sum(map(sum, samples)))
-    features = experiment.setting.network.features
     weights = draws(1, 64 * features + features + features * 10 + 10).float() / 5
     patch.setattr(runtime, "build_network", lambda *_: small.network(experiment, weights))
-    left = iter(range(len(drawn.y_train)))
-    every = tuple(range(10))
+    left, every = iter(range(len(drawn.y_train))), tuple(range(10))
     clients = tuple(
         tuple(Task(every, train=tuple(islice(left, count))) for count in tasks) for tasks in samples
     )
-    return Plan(experiment.setting.split, 0, drawn.digest, clients, 10)
+    return experiment, Plan(experiment.setting.split, 0, drawn.digest, clients, 10)
 
 
 def photographs(patch: pytest.MonkeyPatch, experiment: Experiment, samples: Sequence[int]) -> Plan:

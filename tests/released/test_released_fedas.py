@@ -15,16 +15,13 @@ from stamp_core.client.runtime import RoundId
 FEDAS = Execution("fedas", "PFLlib", "d832e76", 1e-6)
 SAMPLES = (16,), (32,)  # of the clients: whole batches of alignment
 TRAINING = {"rounds": 2, "epochs": 1, "batch_size": 8, "lr": 0.1}
-SPLIT = {"clients": 2, "tasks": 1}
 FEATURES = 4
 BASE = 64 * FEATURES + FEATURES
 
 
 def test_two_rounds_and_an_alignment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    network = {"kind": "mlp", "features": FEATURES}
-    experiment = small.tiny("fedas", split=SPLIT, training=TRAINING, network=network)
+    experiment, plan = federation(monkeypatch, FEDAS, TRAINING, FEATURES, SAMPLES)
     experiment = replace(experiment, params=replace(FEDAS.params, align_lr=0.01))
-    plan = federation(monkeypatch, experiment, SAMPLES)
     record = small.run(experiment, plan, resume=tmp_path)
     states = small.saved(experiment, tmp_path)["clients"]
     parameters = torch.cat([torch.from_numpy(each).flatten() for each in record.weights.values()])

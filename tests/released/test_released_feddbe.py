@@ -1,6 +1,5 @@
 """FedDBE (PFLlib): `FedDBE` of serverdbe.py trains three `clientDBE`: the warm-up, two rounds."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,15 +10,11 @@ from executed import Execution, federation
 DBE = Execution("feddbe", "PFLlib", "d832e76", 1e-6)
 SAMPLES = (8,), (16,), (12,)  # of the clients
 TRAINING = {"rounds": 2, "epochs": 2, "batch_size": 4, "lr": 0.1}
-SPLIT = {"clients": 3, "tasks": 1}
 FEATURES = 6
 
 
 def test_the_warm_up_and_two_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    network = {"kind": "mlp", "features": FEATURES}
-    experiment = small.tiny("feddbe", split=SPLIT, training=TRAINING, network=network)
-    experiment = replace(experiment, params=DBE.params)
-    plan = federation(monkeypatch, experiment, SAMPLES)
+    experiment, plan = federation(monkeypatch, DBE, TRAINING, FEATURES, SAMPLES)
     record = small.run(experiment, plan, resume=tmp_path)
     states = small.saved(experiment, tmp_path)["clients"]
     DBE.check(

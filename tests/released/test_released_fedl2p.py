@@ -22,7 +22,7 @@ from workbench.methods.fedl2p.meta_networks import layer_statistics
 L2P = Execution("fedl2p", "fedl2p", "fe1944e", 5e-6)
 PARAMS = replace(L2P.params, outer_steps=2, meta_lr=0.05, clamp=0.1)
 BATCH_SIZE = 4
-IMAGES, HELD_OUT = 40, 8
+IMAGES = 40
 META_NETS = ((1, 100, 100, 1), (8, 100, 100, 8))  # of one normalisation, of four layers
 RATES = 8  # one for each tensor
 

@@ -16,15 +16,12 @@ SSI = Execution("fedssi", "mammoth", "e75a491", 2e-6)
 PARAMS = replace(SSI.params, lam=1 - 1e-9)
 SAMPLES = 40, 24  # of the tasks
 TRAINING = {"rounds": 1, "epochs": 1, "batch_size": 4, "lr": 0.2}
-SPLIT = {"clients": 1, "tasks": 2}
 FEATURES = 6
 
 
 def test_two_tasks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    network = {"kind": "mlp", "features": FEATURES}
-    experiment = small.tiny("fedssi", split=SPLIT, training=TRAINING, network=network)
+    experiment, plan = federation(monkeypatch, SSI, TRAINING, FEATURES, [SAMPLES])
     experiment = replace(experiment, params=PARAMS)
-    plan = federation(monkeypatch, experiment, [SAMPLES])
     record = small.run(experiment, plan, resume=tmp_path)
     (state,) = small.saved(experiment, tmp_path)["clients"]
     parameters = np.concatenate([each.ravel() for each in record.weights.values()])
