@@ -93,6 +93,16 @@ def test_every_verdict_is_that_of_a_t_test(shown: bool) -> None:
         assert word == wanted, (k, results[k], word)
 
 
+def test_forgetting_is_looked_up_at_the_end_of_a_run() -> None:
+    setting = "cifar100_c2_pretrained"
+    rows = pd.read_csv(ROOT / BOOK.tables[setting].files[0])
+    last = rows[rows.experience == 5].pivot(index="seed", columns="method", values="forgetting")
+    mean = 100 * (last.stamp - last.replay).mean()
+    assert mean < 0  # so it is given by how much it is below
+    text = BOOK.sentences("encoder", f"{{stamp - replay, {setting}, forgetting}}")
+    assert text.startswith(f"{-mean:.1f} points (")
+
+
 def test_the_papers_numbers_stand_beside_the_whole_method() -> None:
     rows = {line.split("|")[1].strip(): line for line in BOOK.readme_table().splitlines()}
     whole = [

@@ -25,7 +25,8 @@ from workbench.report.text import DASH, mean_std
 
 Verdict = Literal["above", "below", "equal", "open"]
 ENDPOINTS = ("accuracy", "average_incremental_accuracy")  # final, and the mean over stages
-_COLUMNS = {"stages": ENDPOINTS[1], "first": "first"}  # of `Table.runs`, by a lookup's last word
+# Of `Table.runs`, by a lookup's last word.
+_COLUMNS = {"stages": ENDPOINTS[1], "first": "first", "forgetting": "forgetting"}
 MINUS = "\N{MINUS SIGN}"
 _WORDS = {"equal": f"equal within ±{page.EQUAL:g}"}
 _LOOKUP = re.compile(r"\{(.+?)\}")
@@ -43,7 +44,7 @@ class Table:
 
     @cached_property
     def runs(self) -> pd.DataFrame:
-        """Accuracies in %, a column each, by method and seed at the end of the last cycle."""
+        """Accuracies and forgetting in %, by method and seed at the end of the last cycle."""
         rows = pd.concat([pd.read_csv(ROOT / file) for file in self.files])
         keys = ["setting", "method", "seed"]
         ends = rows.groupby("setting").experience
@@ -51,7 +52,7 @@ class Table:
             rows[rows.experience == end].drop_duplicates(keys).set_index(keys)
             for end in (ends.transform("min"), ends.transform("max"))
         )
-        return 100 * last[[*ENDPOINTS]].assign(first=first.accuracy).sort_index()
+        return 100 * last[[*ENDPOINTS, "forgetting"]].assign(first=first.accuracy).sort_index()
 
 
 @dataclass(frozen=True)
@@ -131,11 +132,14 @@ class Book:
         table = self.tables[setting]
         if table.page:
             return (*_page_differences(table, method, base, where),)
-        pairs = (
-            [self.scores(name, setting, endpoint, where) for name in (method, base)]
-            for endpoint in ENDPOINTS
-        )
-        return tuple(metrics.paired_difference(*pair) for pair in pairs)
+        return tuple(self.difference(method, base, setting, each, where) for each in ENDPOINTS)
+
+    def difference(
+        self, method: str, base: str, setting: str, column: str, where: str
+    ) -> dict[str, float]:
+        """The paired difference of one column of the runs."""
+        pair = (self.scores(name, setting, column, where) for name in (method, base))
+        return metrics.paired_difference(*pair)
 
     def scores(self, method: str, setting: str, endpoint: str, where: str) -> dict[int, float]:
         runs = self.tables[setting].runs
@@ -162,7 +166,8 @@ class Book:
 
     def sentences(self, name: str, text: str) -> str:
         """Text with its numbers: {A - B, setting}, {A, setting}, {share A, setting}; `, stages`
-        after it asks for average incremental accuracy, and `, first` for that after a task.
+        after it asks for average incremental accuracy, `, first` for that after a task, and
+        `, forgetting` for forgetting.
         """
         return " ".join(_LOOKUP.sub(lambda found: self._number(name, found[1]), text).split())
 
@@ -173,9 +178,11 @@ class Book:
         if what.startswith("share "):
             return self._share(what.removeprefix("share "), setting, column, where)
         method, _, base = what.partition(" - ")
-        if base:
+        if base and column in ENDPOINTS:
             both = dict(zip(ENDPOINTS, self.differences(method, base, setting, where), strict=True))
             return _points(both[column])
+        if base:
+            return _points(self.difference(method, base, setting, column, where))
         scores = self.scores(method, setting, column, where)
         return f"{metrics.summarise(scores.values())['mean']:.1f} %"
 
