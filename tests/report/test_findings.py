@@ -155,6 +155,9 @@ def test_a_key_a_number_and_a_marker_that_do_not_exist_are_named(copy):
     book = changed(copy, "whole", text=f"It has {{magic, {AT}}}.")
     with pytest.raises(ParameterError, match=rf"findings\.whole: {{magic, {AT}}}: no file of {AT}"):
         book.write(copy)
+    for setting, message in (("c3", "one of tables"), ("encoder_alpha100", "no file of")):
+        with pytest.raises(ParameterError, match=message):
+            BOOK.sentences("whole", f"{{{PAIR}, {setting}, forgetting}}")
     (copy / "README.md").write_text("# No markers\n")
     with pytest.raises(ParameterError, match=r"README\.md has no <!-- findings -->"):
         BOOK.write(copy)

@@ -127,9 +127,7 @@ class Book:
         self, method: str, base: str, setting: str, where: str
     ) -> tuple[dict[str, float], ...]:
         """The paired difference of each endpoint, by the tables of a setting."""
-        if setting not in self.tables:
-            raise invalid(where, setting, f"one of tables: {', '.join(self.tables)}")
-        table = self.tables[setting]
+        table = self._table(setting, where)
         if table.page:
             return (*_page_differences(table, method, base, where),)
         return tuple(self.difference(method, base, setting, each, where) for each in ENDPOINTS)
@@ -141,11 +139,18 @@ class Book:
         pair = (self.scores(name, setting, column, where) for name in (method, base))
         return metrics.paired_difference(*pair)
 
+    def _table(self, setting: str, where: str) -> Table:
+        if setting not in self.tables:
+            raise invalid(where, setting, f"one of tables: {', '.join(self.tables)}")
+        return self.tables[setting]
+
     def scores(self, method: str, setting: str, endpoint: str, where: str) -> dict[int, float]:
-        runs = self.tables[setting].runs
-        if (setting, method) not in runs.index.droplevel("seed"):
+        table = self._table(setting, where)
+        if not table.files or (setting, method) not in table.runs.index.droplevel("seed"):
             raise ParameterError(f"{where}: no file of {setting} has {method}")
-        return {int(seed): float(v) for seed, v in runs.loc[setting, method][endpoint].items()}
+        return {
+            int(seed): float(v) for seed, v in table.runs.loc[setting, method][endpoint].items()
+        }
 
     def _verdicts(self) -> dict[tuple[str, Claim], list[str]]:
         """What each claim is found to be; those of README.md hold after Holm's correction."""
