@@ -23,10 +23,10 @@ from stamp_core.config.params import (
 )
 from stamp_core.core.paths import PARAMS
 
-GRIDS = ("grid", "more_seeds", "more_settings", "more_rivals")  # blocks that are trained
 REQUIRED = ("grid", "ablation", "sweeps")  # blocks of a profile
 OWN_PAGES = ("tour",)  # blocks that a page of their own shows
-BLOCKS = {*REQUIRED, *GRIDS, *OWN_PAGES, CHOSEN}
+BLOCKS = {*REQUIRED, *OWN_PAGES, CHOSEN}
+MORE = "more_"  # begins the name of a further grid
 AXES = ("setting", "method", "seeds")  # of a grid
 DEFAULT, QUICK, PAPER = "default", "quick", "paper"
 # with a pipeline each, and values of their own
@@ -59,8 +59,8 @@ def _read_blocks(file: str, root: Path) -> dict[str, Any]:
     for key in blocks:
         if key in FILES:
             raise ParameterError(f"{file}: {key} belongs into {FILES[key]}")
-        if key not in BLOCKS:
-            raise unknown_name(f"{file}:", key, BLOCKS)
+        if key not in BLOCKS and not key.startswith(MORE):
+            raise unknown_name(f"{file}:", key, {*BLOCKS, f"{MORE}..."})
     for key in (*REQUIRED, *blocks):
         if not isinstance(blocks.get(key), dict):
             raise invalid(f"{file}: {key}", blocks.get(key), "a block of keys")
@@ -69,10 +69,15 @@ def _read_blocks(file: str, root: Path) -> dict[str, Any]:
     return blocks
 
 
+def trained_grids(params: Params) -> list[str]:
+    """The blocks that are trained: the grid and what comes to it, as `more_seeds`."""
+    return [name for name in params if name == "grid" or name.startswith(MORE)]
+
+
 def check_names(params: Params) -> None:
     """Validate that names and seeds of grids are single words of a command."""
-    for grid in (*OWN_PAGES, *GRIDS):
-        axes = _check_axes(params, grid, AXES) if grid in params else {}
+    for grid in (*(name for name in OWN_PAGES if name in params), *trained_grids(params)):
+        axes = _check_axes(params, grid, AXES)
         for axis, words in axes.items():
             for word in words:
                 _check_word(f"{params['file']}: {grid}.", axis, word)
@@ -97,7 +102,7 @@ def expand_grid(page: str, params: Params) -> Iterator[tuple[str, str, str]]:
     page, _, only = page.partition(".")
     if page not in PAGES:
         raise unknown_name("page", page, PAGES)
-    blocks = [page] if page in OWN_PAGES else [name for name in GRIDS if name in params]
+    blocks = [page] if page in OWN_PAGES else trained_grids(params)
     grids = [_check_axes(params, name, AXES) for name in blocks]
     settings = dict.fromkeys(setting for grid in grids for setting in grid["setting"])
     if only and only not in settings:
