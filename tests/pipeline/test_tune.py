@@ -14,7 +14,7 @@ from stamp_core.config.decode import ParameterError
 from stamp_core.config.params import at_setting, parse_seeds, read_setting
 from stamp_core.core.paths import ROOT
 from stamp_core.methods.base.registry import override, resolve_preset
-from workbench.report.tables.sweeps import write_tuning
+from workbench.report.tables.tuning import edges_of, write_tuning
 from workbench.report.text import DASH
 from workbench.workflow import tune
 from workbench.workflow.profiles import read_profile
@@ -65,7 +65,7 @@ def test_the_best_mean_accuracy_is_chosen_and_current_records_are_kept(tuning, t
     for _, rows in table[table.kind == "tuning"].groupby("method"):
         assert rows.chosen.tolist() == (rows["mean"] == rows["mean"].max()).tolist()
     assert table[table.method == "kept"]["mean"].notna().tolist() == [True, False]
-    candidates, explored = (tmp_path / "figures" / "tuning.md").read_text().split("## Explored")
+    _, candidates, explored = page_parts(tmp_path)
     assert "| kept | server_lr 1e+30 | diverges | diverges |" in candidates
     assert "| near | spatial.kappa 0.5, server_lr 1.0 |" in candidates
     assert "| sam | spatial.kappa 0.75 |" in explored and "| near |" not in explored
@@ -115,8 +115,14 @@ def test_a_method_is_tuned_for_one_setting_alone(params, tuning, tmp_path):
         tune.tune(workers=1, setting="tniy")
 
 
+def page_parts(folder: Path) -> list[str]:
+    """What was chosen, the candidates, and the explored ones if there are any."""
+    return (folder / "figures" / "tuning.md").read_text().split("\n## ")
+
+
 def page_lines(folder: Path, method: str) -> list[str]:
-    lines = (folder / "figures" / "tuning.md").read_text().split("\n")
+    _, *parts = page_parts(folder)
+    lines = [line for part in parts for line in part.split("\n")]
     return [line for line in lines if line.startswith(f"| {method} |")]
 
 
@@ -163,6 +169,32 @@ def test_presets_have_the_chosen_values(name):
                 resolve_preset(method, each) for each in (params, override(params, method, values))
             )
             assert found == right, (method, setting)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "edges"),
+    [
+        ("a 2, b 1.5, c x", []),
+        ("a 1, b 1.5, c x", ["smallest a"]),
+        ("a 3.5, b 2.0", ["largest a", "largest b"]),
+        ("b 1.5", []),
+        ("a 2, b 0.0", []),  # below 0 there is nothing
+        ("a 2, d 7", []),  # of which one number was tried
+    ],
+)
+def test_an_edge_has_candidates_on_one_side_alone(chosen, edges):
+    others = ["a 1, b 1.5, c x", "a 2, b 0.0, c null", "a 3.5, b 2.0", "b 0.0"]
+    assert [*edges_of(chosen, [chosen, *others])] == edges
+
+
+def test_what_is_better_among_explored_candidates_is_named(tuning, trained, tmp_path):
+    tuning["explored"] = {"kept": [{"server_lr": 0.9}]}
+    tuning["candidates"]["kept"] = [{"server_lr": 1e-9}, {"server_lr": 1e30}]  # it learns nothing
+    tune.tune(workers=1)
+    chosen, *_ = page_parts(tmp_path)
+    (line,) = (each for each in chosen.split("\n") if each.startswith("| kept |"))
+    assert line.startswith("| kept | all | 3 | server_lr 1e-09 |")
+    assert line.endswith("| smallest server_lr | server_lr 0.9 |")
 
 
 @pytest.mark.parametrize("name", tune.FILES)

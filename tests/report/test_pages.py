@@ -7,6 +7,7 @@ import pytest
 
 from workbench.report import frames, tables
 from workbench.report.tables import page, results
+from workbench.report.tables.tuning import write_tuning
 from workbench.report.text import DASH
 
 
@@ -26,7 +27,7 @@ def write_pages(folder: Path) -> None:
         tables.write_paper(made_records.printed_runs(), folder)
         records = made_records.candidates(["gem", "gpm"])
         tried = [(kind, r.run[1], value, r.run[0]) for r in records for kind, value in [r.sweep]]
-        tables.write_tuning(records, [*dict.fromkeys(tried)], [0, 1], folder, known=())
+        write_tuning(records, [*dict.fromkeys(tried)], [0, 1], folder, known=())
         privacy = made_records.noisy(), *made_records.projected(), made_records.SPENT
         tables.write_privacy(*privacy, made_records.inverted(), folder)
 

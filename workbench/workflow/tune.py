@@ -1,8 +1,8 @@
 """Choosing values: every method's candidates on choosing seeds, which no other table shows.
 
-Every method has the same number of candidates. Where the best lies at an edge, its list is
-extended. The best by mean accuracy over settings and seeds is the one to put into the parameters.
-Candidates with current records are not trained again.
+Every method has the same number of candidates. Where the best lies at an edge, its list may be
+extended; the page says where it still does. The best by mean accuracy over settings and seeds is
+the one to put into the parameters. Candidates with current records are not trained again.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from stamp_core.engine.experiment import Experiment
 from stamp_core.methods.base.registry import override
 from stamp_core.results.records import Record
 from workbench.report.frames import CHOOSING
-from workbench.report.tables.sweeps import ALL, KINDS, write_tuning
+from workbench.report.tables.tuning import ALL, KINDS, write_tuning
 from workbench.workflow.profiles import CIFAR100, DEFAULT, PRETRAINED, read_profile
 from workbench.workflow.sweeps import light_experiment
 from workbench.workflow.training import Job, require_trained, train_missing

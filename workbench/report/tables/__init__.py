@@ -1,6 +1,5 @@
 """Tables from run records, as data frames and as pages in Markdown: results, ablation, sweeps
-(sensitivity, coresets, heterogeneity, rounds, related work, tuning), and the
-paper's beside our runs."""
+(sensitivity, coresets, heterogeneity, rounds, related work), and the paper's beside our runs."""
 
 from ..frames import run_frame
 from .ablation import ablation_table, write_ablation
@@ -35,5 +34,4 @@ from .sweeps import (
     write_overlap,
     write_related,
     write_sensitivity,
-    write_tuning,
 )

@@ -1,7 +1,7 @@
-"""The pages of sweeps: sensitivity, coresets, values of settings, overlap, related work, tuning."""
+"""The pages of sweeps: sensitivity, coresets, values of settings, overlap, related work."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -223,108 +223,3 @@ def write_related(records: Mapping[str, Sequence[Record]], folder: Path) -> Path
         parts += [f"## {each.title}", page.describe_runs(own), about, *tables]
     parts += ["## Definitions", page.definitions("Intervals")]
     return page.write_parts(folder / "related.md", parts)
-
-
-# --- tuning
-
-CHOICES = ("tuning", "extended")  # candidates, and what their lists were extended by
-KINDS = (*CHOICES, "explored")
-ALL = "all"  # settings together
-Tried = tuple[str, str, str, str]  # kind, method, candidate, setting
-
-
-def tuning_frame(
-    records: Sequence[Record], tried: Sequence[Tried], setting: str = ALL
-) -> pd.DataFrame:
-    """One row a method and candidate: mean accuracy by setting, and over settings.
-
-    `setting` is what the candidates were tuned for: one, or all together. The accuracy is that of
-    the personal models where there are any, and undefined without records.
-    """
-    keys = ["kind", "method", "candidate", "setting"]
-    rows = pd.DataFrame(columns=[*keys, "score"])  # if every candidate diverges
-    if records:
-        rows = run_frame(records).rename(columns={"sweep": "kind", "value": "candidate"})
-        rows["score"] = rows.personal_accuracy.fillna(rows.main_accuracy)
-    means = rows.groupby(keys, sort=False).score.agg(lambda values: values.mean(skipna=False))
-    table = means.reindex(pd.MultiIndex.from_tuples(tried, names=keys)).unstack(sort=False)
-    table["mean"] = table.mean(axis=1, skipna=False)  # a setting on which it diverges counts
-    table = table.reset_index()
-    table.insert(2, "setting", setting)
-    return table
-
-
-def _choose(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame with the best candidate of each method, among which explored ones are not."""
-    means = frame["mean"].where(frame.kind.isin(CHOICES))
-    best = means.groupby([frame.method, frame.setting]).transform("max")
-    return frame.assign(chosen=means == best)
-
-
-def write_tuning(
-    records: Sequence[Record],
-    tried: Sequence[Tried],
-    seeds: Sequence[int],
-    folder: Path,
-    known: Collection[tuple[str, str, str]],
-    setting: str = ALL,
-) -> list[Path]:
-    """The files written: tuning.md to read, tuning.csv for the test of the presets.
-
-    A candidate that was `tried` and has no records diverged. Rows of `known` kinds, methods and
-    candidates that were not tried stay as they are in an earlier tuning.csv, and so do those for
-    another `setting`.
-    """
-    frame = tuning_frame(records, tried, setting).round(4)  # as the file keeps them
-    if (folder / "tuning.csv").exists():
-        earlier = pd.read_csv(folder / "tuning.csv").drop(columns="chosen")
-        stay = _staying_rows(earlier, frame, known, setting)
-        frame = pd.concat([stay, frame], ignore_index=True)
-    frame = _choose(frame)
-    shown = _as_text(frame)
-    is_explored = shown.pop("kind") == KINDS[-1]
-    tuned, explored = shown[~is_explored], shown[is_explored]
-    first = {method: place for place, method in enumerate(tuned.method.unique())}
-    tuned = tuned.sort_values("method", key=lambda names: names.map(first), kind="stable")
-    parts = [
-        "# Tuning",
-        page.definitions("Tuning"),
-        f"Seeds: {', '.join(map(str, seeds))}.",
-        page.markdown(tuned),
-    ]
-    if len(explored):
-        parts += ["## Explored", page.definitions("Explored")]
-        parts += [page.markdown(explored.drop(columns="chosen"))]
-    return [
-        page.write_parts(folder / "tuning.md", parts),
-        page.write_parts(folder / "tuning.csv", [frame.to_csv(index=False)]),
-    ]
-
-
-def _staying_rows(
-    earlier: pd.DataFrame, new: pd.DataFrame, known: Collection[tuple[str, str, str]], setting: str
-) -> pd.DataFrame:
-    """The rows of `known` candidates that were not tried again, or were for another setting."""
-    names = ["kind", "method", "candidate"]
-    keys, again = (pd.MultiIndex.from_frame(frame[names]) for frame in (earlier, new))
-    replaced = keys.isin(again)
-    if setting != ALL:
-        replaced &= earlier.setting.isin([setting, ALL])
-    return earlier[keys.isin(list(known)) & ~replaced]
-
-
-def _as_text(frame: pd.DataFrame) -> pd.DataFrame:
-    """A tuning frame as a page shows it, one row a candidate."""
-    alone = frame.setting != ALL
-    shown = frame.assign(chosen=frame.setting.where(alone, "yes").where(frame.chosen, ""))
-    for name in frame.columns[4:-1]:
-        shown[name] = [mean_std([value]) for value in frame[name]]
-        tuned = frame.setting.isin([ALL, name]) | (name == "mean")
-        shown.loc[frame["mean"].isna() & frame[name].isna() & tuned, name] = "diverges"
-    shown.loc[alone, "mean"] = DASH
-    texts = shown.drop(columns="setting").groupby(["kind", "method", "candidate"], sort=False)
-
-    def joined(cells: pd.Series) -> str:
-        return ", ".join(cell for cell in cells if cell not in ("", DASH)) or cells.iloc[0]
-
-    return texts.agg(joined).reset_index()  # of settings that were tuned one at a time
