@@ -64,26 +64,25 @@ def write_tuning(
         stay = _staying_rows(earlier, frame, known, setting)
         frame = pd.concat([stay, frame], ignore_index=True)
     frame = _choose(frame)
-    shown = _as_text(frame)
-    is_explored = shown.pop("kind") == KINDS[-1]
-    tuned, explored = shown[~is_explored], shown[is_explored]
-    first = {method: place for place, method in enumerate(tuned.method.unique())}
-    tuned = tuned.sort_values("method", key=lambda names: names.map(first), kind="stable")
-    parts = [
-        "# Tuning",
-        page.definitions("Tuning"),
-        f"Seeds: {', '.join(map(str, seeds))}.",
-        page.markdown(chosen_table(frame)),
-        "## Candidates",
-        page.markdown(tuned),
-    ]
-    if len(explored):
-        parts += ["## Explored", page.definitions("Explored")]
-        parts += [page.markdown(explored.drop(columns="chosen"))]
     return [
-        page.write_parts(folder / "tuning.md", parts),
+        page.write_parts(folder / "tuning.md", _page_parts(frame, seeds)),
         page.write_parts(folder / "tuning.csv", [frame.to_csv(index=False)]),
     ]
+
+
+def _page_parts(frame: pd.DataFrame, seeds: Sequence[int]) -> Iterator[str]:
+    """Title and definitions, what was chosen, the candidates, and the explored ones if any."""
+    yield from ("# Tuning", page.definitions("Tuning"))
+    yield f"Seeds: {', '.join(map(str, seeds))}."
+    yield page.markdown(chosen_table(frame))
+    shown = _as_text(frame)
+    is_explored = shown.pop("kind") == KINDS[-1]
+    tuned, explored = shown[~is_explored], shown[is_explored].drop(columns="chosen")
+    first = {method: place for place, method in enumerate(tuned.method.unique())}
+    tuned = tuned.sort_values("method", key=lambda names: names.map(first), kind="stable")
+    yield from ("## Candidates", page.markdown(tuned))
+    if len(explored):
+        yield from ("## Explored", page.definitions("Explored"), page.markdown(explored))
 
 
 def _staying_rows(
