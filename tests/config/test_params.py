@@ -115,9 +115,12 @@ def test_a_name_that_a_shell_or_a_folder_could_take_for_more_is_refused(root, se
     assert str(error.value) == f"{where} {name!r} must be of letters, digits and underscores"
 
 
+GRIDS = ["grid", "more_seeds", "more_settings", "more_rivals", "more_parts", "tour"]
+
+
 @pytest.mark.parametrize("name", ["a; touch x #", "a\ntouch x\n", "`x`", "", "../a", None, 1.5])
 @pytest.mark.parametrize("axis", ["setting", "method", "seeds"])
-@pytest.mark.parametrize("grid", ["grid", "more_seeds", "more_settings", "more_rivals", "tour"])
+@pytest.mark.parametrize("grid", GRIDS)
 def test_no_word_of_a_command_is_more_than_a_name(grid, axis, name):
     params = {**read_profile(STUDIES), **read_profile(CIFAR100), **read_profile()}
     params[grid][axis] = [*params[grid][axis], name]

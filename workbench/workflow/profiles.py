@@ -59,7 +59,7 @@ def _read_blocks(file: str, root: Path) -> dict[str, Any]:
     for key in blocks:
         if key in FILES:
             raise ParameterError(f"{file}: {key} belongs into {FILES[key]}")
-        if key not in BLOCKS and not key.startswith(MORE):
+        if not (key in BLOCKS or is_trained(key)):
             raise unknown_name(f"{file}:", key, {*BLOCKS, f"{MORE}..."})
     for key in (*REQUIRED, *blocks):
         if not isinstance(blocks.get(key), dict):
@@ -69,16 +69,15 @@ def _read_blocks(file: str, root: Path) -> dict[str, Any]:
     return blocks
 
 
-def trained_grids(params: Params) -> list[str]:
-    """The blocks that are trained: the grid and what comes to it, as `more_seeds`."""
-    return [name for name in params if name == "grid" or name.startswith(MORE)]
+def is_trained(block: str) -> bool:
+    """Whether a block is the grid, or comes to it, as `more_seeds`."""
+    return block == "grid" or block.startswith(MORE)
 
 
 def check_names(params: Params) -> None:
     """Validate that names and seeds of grids are single words of a command."""
-    for grid in (*(name for name in OWN_PAGES if name in params), *trained_grids(params)):
-        axes = _check_axes(params, grid, AXES)
-        for axis, words in axes.items():
+    for grid in (name for name in params if name in OWN_PAGES or is_trained(name)):
+        for axis, words in _check_axes(params, grid, AXES).items():
             for word in words:
                 _check_word(f"{params['file']}: {grid}.", axis, word)
 
@@ -102,7 +101,7 @@ def expand_grid(page: str, params: Params) -> Iterator[tuple[str, str, str]]:
     page, _, only = page.partition(".")
     if page not in PAGES:
         raise unknown_name("page", page, PAGES)
-    blocks = [page] if page in OWN_PAGES else trained_grids(params)
+    blocks = [page] if page in OWN_PAGES else list(filter(is_trained, params))
     grids = [_check_axes(params, name, AXES) for name in blocks]
     settings = dict.fromkeys(setting for grid in grids for setting in grid["setting"])
     if only and only not in settings:
