@@ -190,17 +190,19 @@ def test_a_page_is_every_combination_with_seeds_as_text():
 
 
 def test_more_seeds_and_settings_follow_the_grid_on_every_page():
-    """Baselines alone show no part of STAMP: not on the ablation's page."""
+    """Where no block has a variant, baselines show no part of STAMP: not on the ablation's page."""
     params = {
         "file": "f",
-        "grid": {"setting": ["a"], "method": ["m", "n", "v"], "seeds": ["0"]},
+        "grid": {"setting": ["a", "b"], "method": ["m", "n"], "seeds": ["0"]},
+        "more_parts": {"setting": ["a"], "method": ["v"], "seeds": ["0"]},
         "more_seeds": {"setting": ["a"], "method": ["n", "v"], "seeds": ["1"]},
         "more_settings": {"setting": ["c"], "method": ["n"], "seeds": ["0"]},
         "ablation": {"baselines": ["n"], "method": ["v"]},
     }
     runs = {page: [" ".join(run) for run in expand_grid(page, params)] for page in PAGES[:3]}
-    assert runs["grid"] == ["a m 0", "a n 0", "a v 0", "a n 1", "a v 1", "c n 0"]
-    assert runs["comparison"] == ["a m 0", "a n 0", "a n 1", "c n 0"]
+    baselines = ["a m 0", "a n 0", "b m 0", "b n 0"]
+    assert runs["grid"] == [*baselines, "a v 0", "a n 1", "a v 1", "c n 0"]
+    assert runs["comparison"] == [*baselines, "a n 1", "c n 0"]
     assert runs["ablation"] == ["a n 0", "a v 0", "a n 1", "a v 1"]
     assert list(expand_grid("comparison.c", params)) == [("c", "n", "0")]
 

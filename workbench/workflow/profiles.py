@@ -107,21 +107,29 @@ def expand_grid(page: str, params: Params) -> Iterator[tuple[str, str, str]]:
     if only and only not in settings:
         raise unknown_name(f"{params['file']}: {page}.setting", only, settings)
     ablation = _check_axes(params, "ablation", ("baselines", "method"))
+    varied = {
+        setting
+        for grid in grids
+        if not {*ablation["method"]}.isdisjoint(grid["method"])
+        for setting in grid["setting"]
+    }
     for grid in grids:
-        methods = _methods_shown(page, grid["method"], ablation)
-        for run in itertools.product(grid["setting"], methods, map(str, grid["seeds"])):
-            if run[0] == (only or run[0]):
+        for run in itertools.product(grid["setting"], grid["method"], map(str, grid["seeds"])):
+            if run[0] == (only or run[0]) and _is_shown(page, run, varied, ablation):
                 yield run
 
 
-def _methods_shown(page: str, methods: list[str], ablation: Mapping[str, list[str]]) -> list[str]:
-    variants = [method for method in methods if method in ablation["method"]]
+def _is_shown(
+    page: str, run: tuple[str, str, str], varied: set[str], ablation: Mapping[str, list[str]]
+) -> bool:
+    """Whether a page has a run; baselines alone, without a variant, show no part of STAMP."""
+    setting, method, _ = run
+    variant = method in ablation["method"]
     if page == "comparison":
-        return [method for method in methods if method not in variants]
-    if page == "ablation":  # baselines alone show no part of STAMP
-        shown = {*ablation["baselines"], *variants} if variants else ()
-        return [method for method in methods if method in shown]
-    return methods
+        return not variant
+    if page == "ablation":
+        return variant or (setting in varied and method in ablation["baselines"])
+    return True
 
 
 def _check_axes(params: Params, name: str, axes: tuple[str, ...]) -> dict[str, list[str]]:
