@@ -265,6 +265,7 @@ def test_what_the_gram_matrix_certifies_is_true(family, solver, monkeypatch):
             passes = counted_passes(patch)
             result = match(gradients, matching)[1]
         if passes:
+            assert len(passes) <= 2  # nearly opposite gradients need an orthonormal basis
             torch.testing.assert_close(result.coefficients, measured.coefficients, rtol=0, atol=0)
             assert result.gap == measured.gap
             continue
@@ -278,13 +279,3 @@ def test_what_the_gram_matrix_certifies_is_true(family, solver, monkeypatch):
         assert measured.gap <= result.gap <= measured.gap + 1e-8
     least, most = {"independent": (40, 60), "cancelling": (0, 0)}.get(family, (4, 60))
     assert least <= certified <= most
-
-
-def test_large_gradients_are_read_twice_unless_they_nearly_cancel_out(monkeypatch):
-    """Once for the Gram matrix and once for d; nearly opposite ones need an orthonormal basis."""
-    passes = counted_passes(monkeypatch)
-    g = torch.randn(5, 1000, generator=torch.Generator().manual_seed(0))
-    match(g, FREE)
-    assert not passes
-    match(torch.cat([g, -g + 1e-5]), FREE)
-    assert len(passes) == 2

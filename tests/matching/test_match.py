@@ -111,19 +111,13 @@ def test_the_duality_gap_certifies_the_result(instance, kappa, reference):
 @quick
 @given(instances, any_kappa, any_reference)
 def test_d_lies_on_the_ball(instance, kappa, reference):
-    """|d - g0| = kappa rho, so 2 <g0, d> = |d|^2 + (1 - kappa^2) rho^2 and |d| within
-    (1 -+ kappa) rho; the angle is largest where d is tangent to the ball, sin = kappa."""
     _, g0, d, result = matched(instance, kappa, reference)
-    rho = float(g0.norm())
+    rho, away = float(g0.norm()), float((d - g0).norm())
     if result.status != "exact":
-        assert float((d - g0).norm()) <= kappa * rho * (1 + 1e-7)
+        assert away <= kappa * rho * (1 + 1e-7)
         return
-    assert float((d - g0).norm()) == pytest.approx(kappa * rho, rel=1e-6, abs=1e-9 * rho)
-    both = float(d @ d) + (1 - kappa**2) * rho**2
-    assert 2 * float(g0 @ d) == pytest.approx(both, abs=1e-6 * rho**2)
-    assert abs(1 - kappa) * rho * (1 - 1e-6) <= float(d.norm()) <= (1 + kappa) * rho * (1 + 1e-6)
+    assert away == pytest.approx(kappa * rho, rel=1e-6, abs=1e-9 * rho)
     if kappa < 1:
-        assert result.cosine >= (1 - kappa**2) ** 0.5 - 1e-6
         assert result.cosine == pytest.approx(float(d @ g0 / d.norm() / rho), abs=1e-6)
 
 
@@ -310,12 +304,13 @@ def test_the_direction_of_gradients_in_bfloat16_is_in_float32():
     assert close(d.double(), match(g.double(), matching)[0], 1e-5)
 
 
+@pytest.mark.parametrize("solver", ["exact", "softmax_sgd"])
 @quick
 @given(st.sampled_from(sorted(FAMILIES)), st.integers(2, 6), st.integers(0, 999), any_kappa)
-def test_layers_are_separate_problems(family, count, seed, kappa):
+def test_layers_are_separate_problems(solver, family, count, seed, kappa):
     """Each has its own ball and worst-served gradient; the record is of their sum."""
-    sizes = [7, 1, 22]
-    g, matching = FAMILIES[family](count, sum(sizes), seed), replace(FREE, kappa=kappa)
+    sizes, matching = [7, 1, 22], replace(FREE, kappa=kappa, solver=solver)
+    g = FAMILIES[family](count, sum(sizes), seed)
     d, own = match(g, replace(matching, blocks="layers"), sizes=sizes)
     parts = g.split(sizes, 1)
     alone = [match(part, matching) for part in parts]
@@ -326,13 +321,8 @@ def test_layers_are_separate_problems(family, count, seed, kappa):
     ]
     assert own.value * square == pytest.approx(sum(values), abs=1e-6 * square)
     assert own.worst_product * square == pytest.approx(float((g @ d).min()), abs=1e-6 * square)
-    assert own.gap <= 1e-7 and own.weights.shape == own.coefficients.shape == (3, count)
-
-
-def test_the_solver_of_the_public_code_solves_layers_separately():
-    """Its numbers are in `tests/released/test_released_stamp_code.py`."""
-    g, matching = FAMILIES["a common part"](5, 60, 5), replace(FREE, solver="softmax_sgd")
-    layered, result = match(g, replace(matching, blocks="layers"), sizes=[20, 40])
-    alone = torch.cat([match(part, matching)[0] for part in g.split([20, 40], 1)])
-    assert result.status == "softmax_sgd" and result.iterations == 2 * matching.softmax.rounds
-    assert close(layered, alone)
+    assert own.weights.shape == own.coefficients.shape == (3, count)
+    if solver == "exact":
+        assert own.gap <= 1e-7
+    else:
+        assert own.status == solver and own.iterations == 3 * matching.softmax.rounds

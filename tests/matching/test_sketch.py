@@ -28,17 +28,14 @@ def matrix(seed: int) -> Tensor:
     return dense
 
 
-def test_a_sketch_is_a_product_with_a_sparse_matrix():
-    x, _ = pair()
-    torch.testing.assert_close(sketch(x, K, draw(3)).double(), matrix(3) @ x.double())
-
-
-def test_it_is_read_in_chunks(monkeypatch):
-    """Of a difference as of the vector, whose draws follow one another."""
+@pytest.mark.parametrize("chunk", [64, P])
+def test_a_sketch_is_a_product_with_a_sparse_matrix(chunk, monkeypatch):
+    """Of a vector or a difference, read in chunks whose draws follow one another."""
+    monkeypatch.setattr(module, "CHUNK", chunk)
     x, y = pair()
-    whole = sketch(x - y, K, draw())
-    monkeypatch.setattr(module, "CHUNK", 64)
-    torch.testing.assert_close(sketch(Difference(x, y), K, draw()), whole)
+    for vector in (x - y, Difference(x, y)):
+        expected = matrix(3) @ (x - y).double()
+        torch.testing.assert_close(sketch(vector, K, draw(3)).double(), expected)
 
 
 @pytest.mark.parametrize("numbers", [P, P + 1])

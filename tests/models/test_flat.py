@@ -1,5 +1,7 @@
 """A model as a vector: views, SGD and the weighted mean, bit-identical to PyTorch and float64."""
 
+from copy import deepcopy
+
 import numpy as np
 import pytest
 import small
@@ -63,15 +65,12 @@ def test_split_like_inverts_flatten_like(layout):
 # --- channels last
 
 
-def colour_network(layout: torch.memory_format) -> nn.Sequential:
-    """Two convolutions of more than one channel, in one layout of their weights."""
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Conv2d(3, 4, 2), nn.Flatten(), nn.Linear(36, 5))
-    return module.to(memory_format=layout)  # type: ignore[call-overload, no-any-return]
-
-
 def models() -> list[FlatModel]:
-    return [FlatModel(colour_network(layout)) for layout in LAYOUTS]
+    """Two convolutions of more than one channel, in both layouts of their weights."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(2, 3, 2), nn.Conv2d(3, 4, 2), nn.Flatten(), nn.Linear(36, 5)
+    module = nn.Sequential(*layers)
+    return [FlatModel(deepcopy(module).to(memory_format=layout)) for layout in LAYOUTS]
 
 
 def permuted(model: FlatModel) -> Tensor:
@@ -91,7 +90,7 @@ def permuted(model: FlatModel) -> Tensor:
 
 def test_weights_are_channels_last_inside_the_vector():
     """The values, the gradients and what is split off are views with the strides of cuDNN."""
-    first, last = models()
+    _, last = models()
     for p in (*last.tensors[:1], *last.tensors[2:3]):
         for each in (p, p.grad):
             assert each.is_contiguous(memory_format=torch.channels_last)
@@ -99,7 +98,6 @@ def test_weights_are_channels_last_inside_the_vector():
     last.parameters.copy_(torch.arange(len(last.parameters)))
     filter_ = last.tensors[0][0].detach()  # [I, H, W] = [2, 2, 2]
     assert filter_.flatten().tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
-    assert all(a.shape == b.shape for a, b in zip(first.tensors, last.tensors, strict=True))
 
 
 def test_the_gradient_has_the_order_of_the_weights():
@@ -146,13 +144,11 @@ def test_sgd_is_bit_identical_to_torch(momentum, decay):
     assert (start != model.parameters).float().mean() > 0.9
 
 
-@pytest.mark.parametrize("schedule", ["constant", "cosine", "exponential"])
+@pytest.mark.parametrize("schedule", ["cosine", "exponential"])
 def test_learning_rates_are_those_of_torch(schedule):
-    falls = {} if schedule == "constant" else {"schedule": schedule, "lr_end": 0.001}
-    training = Training(7, 1, 1, lr=0.04, **falls)  # type: ignore[arg-type]
+    training = Training(7, 1, 1, lr=0.04, schedule=schedule, lr_end=0.001)
     sgd = torch.optim.SGD(network().parameters(), lr=0.04)
     scheduler = {
-        "constant": lambda: torch.optim.lr_scheduler.ConstantLR(sgd, 1.0),
         "cosine": lambda: torch.optim.lr_scheduler.CosineAnnealingLR(sgd, 7, eta_min=0.001),
         "exponential": lambda: torch.optim.lr_scheduler.ExponentialLR(sgd, (1 / 40) ** (1 / 7)),
     }[schedule]()

@@ -11,11 +11,7 @@ from stamp_core.models.group_gradients import group_gradients, in_one_pass
 from stamp_core.models.networks import Classifier, build_network
 
 SIZES = [3, 1, 4]
-NETWORKS = {
-    "mlp": Network("mlp", features=8),
-    "cnn": Network("cnn", features=8, channels=(3, 4)),
-    "lenet": Network("lenet"),
-}
+NETWORKS = Network("mlp", features=8), Network("cnn", features=8, channels=(3, 4)), Network("lenet")
 
 
 class Odd(nn.Module):
@@ -30,14 +26,10 @@ class Odd(nn.Module):
         return self.last(self.first(images).flatten(1)).relu()
 
 
-def networks() -> dict[str, Classifier]:
-    built = {name: build_network(each, (2, 16, 16), 5, 0) for name, each in NETWORKS.items()}
-    return {**built, "odd": Classifier(Odd(), 8, 5)}
-
-
-@pytest.mark.parametrize("name", [*NETWORKS, "odd"])
-def test_they_are_those_of_a_pass_for_each_group(name):
-    net = networks()[name].double()
+@pytest.mark.parametrize("network", [*NETWORKS, None], ids=["mlp", "cnn", "lenet", "odd"])
+def test_they_are_those_of_a_pass_for_each_group(network):
+    built = build_network(network, (2, 16, 16), 5, 0) if network else Classifier(Odd(), 8, 5)
+    net = built.double()
     model = FlatModel(net)
     draw = torch.Generator().manual_seed(1)
     images = torch.randn(sum(SIZES), 2, 16, 16, generator=draw, dtype=torch.float64)
@@ -60,15 +52,9 @@ def test_they_are_those_of_a_pass_for_each_group(name):
     torch.testing.assert_close(found.weighted(weights), weights[0] @ vectors)
 
 
-@pytest.mark.parametrize(
-    "network",
-    [Network("cnn", norm="batch"), Network("cnn", norm="group"), Network("fcn", channels=(2, 4))],
-    ids=["batch norm", "group norm", "pixels"],
-)
-def test_other_networks_need_a_pass_for_each_group(network):
-    assert not in_one_pass(build_network(network, (2, 16, 16), 5, 0))
-
-
-def test_grouped_convolutions_need_a_pass_for_each_group():
+def test_other_networks_need_a_pass_for_each_group():
+    norms = Network("cnn", norm="batch"), Network("cnn", norm="group")
+    built = [build_network(each, (2, 16, 16), 5, 0) for each in (*norms, Network("fcn"))]
     for layer in (nn.Conv2d(2, 4, 3, groups=2), nn.Conv2d(2, 4, 3, padding_mode="circular")):
-        assert not in_one_pass(Classifier(nn.Sequential(layer, nn.Flatten()), 8, 5))
+        built.append(Classifier(nn.Sequential(layer, nn.Flatten()), 8, 5))
+    assert list(map(in_one_pass, built)) == [False] * 5

@@ -16,6 +16,7 @@ from stamp_core.models.encoders import Shape
 from stamp_core.models.networks import Classifier, build_network
 from stamp_core.models.pretrained import weights_digest
 
+BIAS, WEIGHT = "encoder.1.bias", "encoder.1.weight"
 SMALL_STEM = Network("resnet18", norm="batch", stem="small")
 NETWORKS = [
     Network("mlp", features=8),
@@ -28,12 +29,8 @@ NETWORKS = [
 
 
 def recorded(network: Classifier) -> dict[str, Tensor]:
-    tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
-    return {
-        name: value.detach().clone()
-        for name, value in tensors.items()
-        if not name.endswith("num_batches_tracked")
-    }
+    values = network.state_dict().items()
+    return {name: value.clone() for name, value in values if not name.endswith("batches_tracked")}
 
 
 def refusal(network: Network, shape: Shape) -> str:
@@ -70,9 +67,8 @@ def mlp(file: str) -> Network:
 
 def mlp_weights() -> dict[str, Tensor]:
     """Weights that fit it, over 5 classes."""
-    names = ("encoder.1.weight", "encoder.1.bias", "head.weight", "head.bias")
-    shapes = ((3, 12), (3,), (5, 3), (5,))
-    return {k: torch.full(shape, 0.5) for k, shape in zip(names, shapes, strict=True)}
+    shapes = {WEIGHT: (3, 12), BIAS: (3,), "head.weight": (5, 3), "head.bias": (5,)}
+    return {name: torch.full(shape, 0.5) for name, shape in shapes.items()}
 
 
 @pytest.mark.parametrize(
@@ -88,13 +84,12 @@ def test_torchvisions_weights_give_torchvisions_logits(raw, kind, file):
 
 @pytest.mark.parametrize("network", NETWORKS, ids=lambda network: network.kind)
 def test_the_weights_of_a_run_record_load_bit_identically(raw, network):
-    model, images = build_network(network, (3, 20, 20), 5, seed=0), torch.randn(4, 3, 20, 20)
-    model.train()(images)
+    model = build_network(network, (3, 20, 20), 5, seed=0)
+    model.train()(torch.randn(4, 3, 20, 20))
     save_file(recorded(model), raw / "w.safetensors")
     loaded = build_network(replace(network, pretrained="w.safetensors"), (3, 20, 20), 5, seed=9)
     stored, values = recorded(model), recorded(loaded)
     assert all(torch.equal(values[name], value) for name, value in stored.items())
-    assert torch.equal(loaded.eval()(images), model.eval()(images))
 
 
 @pytest.mark.parametrize("names", ["torchvision", "run record", "without a head"])
@@ -120,36 +115,26 @@ def test_float16_weights_are_read_as_float32(raw):
     assert all(p.dtype is torch.float32 and (p == 0.5).all() for p in loaded.parameters())
 
 
-def changed(key: str, value: Tensor | None = None) -> dict[str, Tensor]:
-    values = {name: each for name, each in mlp_weights().items() if name != key}
-    return values if value is None else {**values, key: value}
+MISFITS: dict[str, dict[str, object]] = {
+    f"lacks '{BIAS}', float32 [3]": {k: v for k, v in mlp_weights().items() if k != BIAS},
+    "has 'more.weight', which is not in": {**mlp_weights(), "more.weight": torch.zeros(3)},
+    f"has '{WEIGHT}' as float32 [3, 13] instead of float32 [3,": {
+        **mlp_weights(),
+        WEIGHT: torch.zeros(3, 13),
+    },
+    f"has '{BIAS}' with values that are not": {
+        **mlp_weights(),
+        BIAS: torch.tensor([0.0, float("nan"), 0.0]),
+    },
+    "holds more than tensors by name": {"epoch": 3, "model": mlp_weights()},
+}
 
 
-BIAS, WEIGHT = "encoder.1.bias", "encoder.1.weight"
-MISFITS: list[tuple[object, str]] = [
-    (changed(BIAS), f"lacks '{BIAS}', float32 [3]"),
-    (changed("encoder.3.weight", torch.zeros(3)), "has 'encoder.3.weight', which is not in"),
-    (
-        changed(WEIGHT, torch.zeros(3, 13)),
-        f"has '{WEIGHT}' as float32 [3, 13] instead of float32 [3,",
-    ),
-    (
-        changed(BIAS, torch.tensor([0.0, float("nan"), 0.0])),
-        f"has '{BIAS}' with values that are not",
-    ),
-    ({"epoch": 3, "model": mlp_weights()}, "holds more than tensors by name"),
-]
-
-
-def misfit(raw: Path, kind: str, problem: str) -> str:
-    right = f"a file of weights of this {kind}: {raw / 'w.pth'} {problem}"
-    return f"network.pretrained is 'w.pth'; it must be {right}"
-
-
-@pytest.mark.parametrize(("stored", "problem"), MISFITS, ids=[problem for _, problem in MISFITS])
-def test_weights_that_do_not_fit_are_refused_by_name(raw, stored, problem):
-    torch.save(stored, raw / "w.pth")
-    assert refusal(mlp("w.pth"), (3, 2, 2)).startswith(misfit(raw, "mlp", problem))
+@pytest.mark.parametrize("problem", MISFITS)
+def test_weights_that_do_not_fit_are_refused_by_name(raw, problem):
+    torch.save(MISFITS[problem], raw / "w.pth")
+    message = f"network.pretrained is 'w.pth'; it must be a file of weights of this mlp: {raw}"
+    assert refusal(mlp("w.pth"), (3, 2, 2)).startswith(f"{message}/w.pth {problem}")
 
 
 @pytest.mark.parametrize("file", ["w.pth", "w.safetensors"])

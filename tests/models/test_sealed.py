@@ -35,18 +35,19 @@ def test_a_vector_of_weight_0_may_hold_nan():
     assert torch.equal(weighted_sum(sealed(plain), WEIGHTS), expected)
 
 
-@pytest.mark.parametrize("clients", [(5,), (5, 5), (5, 6)], ids=["one", "twice", "weight 0"])
-def test_a_sum_that_shows_one_upload_is_refused(clients):
-    """Of one client, of two vectors of one client, of two clients one of which has no weight."""
-    weights = [1.0, 0.0 if 6 in clients else 1.0][: len(clients)]
-    uploads = [Sealed(torch.ones(3), client) for client in clients]
+ONES = torch.ones(3)
+REFUSED: dict[str, tuple[list[Tensor | Sealed], list[float]]] = {
+    "one": ([Sealed(ONES, 5)], [1.0]),
+    "two of one client": ([Sealed(ONES, 5), Sealed(ONES, 5)], [1.0, 1.0]),
+    "one of two without weight": ([Sealed(ONES, 5), Sealed(ONES, 6)], [1.0, 0.0]),
+    "one and a known vector": ([ONES, Sealed(ONES, 5)], [1.0, 1.0]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_sum_that_shows_one_upload_is_refused(case):
     with pytest.raises(SingleUploadError, match="client 5 alone"):
-        weighted_sum(uploads, weights)
-
-
-def test_known_vectors_in_a_sum_hide_no_upload():
-    with pytest.raises(SingleUploadError, match="client 0 alone"):
-        weighted_sum([torch.ones(3), Sealed(torch.ones(3), 0)], [1.0, 1.0])
+        weighted_sum(*REFUSED[case])
 
 
 def test_a_second_sum_is_refused():

@@ -14,14 +14,17 @@ import pytest
 import small
 import torch
 from numpy.typing import ArrayLike
-from torch import Tensor
+from torch import Tensor, nn
 
 from stamp_core.client import runtime
+from stamp_core.client.runtime import ClientRuntime, RoundId
 from stamp_core.config.params import read_params
+from stamp_core.config.schema import Split
 from stamp_core.core.paths import ROOT
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.plan import Plan, Task
 from stamp_core.engine.experiment import Experiment
+from stamp_core.methods.base.method import Log, Reply, State
 from stamp_core.methods.base.registry import resolve_preset
 
 
@@ -101,6 +104,51 @@ def federation(
         tuple(Task(every, train=tuple(islice(left, count))) for count in tasks) for tasks in samples
     )
     return experiment, Plan(experiment.setting.split, 0, drawn.digest, clients, 10)
+
+
+def rehearse(
+    experiment: Experiment, data: ImageDataset, tasks: Tensor, task: int, parameters: Tensor
+) -> Reply:
+    """A reply in the first round of a task; `tasks` are of the images, earlier ones' exemplars."""
+    past, count = tasks < task, int(tasks.max()) + 1
+    parts = [tuple((tasks == t).nonzero().flatten().tolist()) for t in range(count)]
+    own = tuple(Task(tuple(range(10)), train=part) for part in parts)
+    plan = Plan(Split("file", 1, count), 0, data.digest, (own,), 10)
+    method: Any = experiment.kind(experiment.params, ClientRuntime(experiment.setting, data))
+    state = method.init_client(0, {})
+    state["memory"] |= {"images": data.x_train[past], "labels": data.y_train[past]}
+    state["memory"] |= {"tasks": tasks[past], "soft": torch.zeros(int(past.sum()), 0)}
+    sent = {"parameters": parameters.float(), "buffers": torch.zeros(0)}
+    reply: Reply = method.train_client(
+        method.client_round(RoundId(0, 0, task, 0), plan, state, sent)
+    )
+    return reply
+
+
+def exchange(
+    method: Any,
+    plan: Plan,
+    server: State,
+    states: Sequence[State],
+    task: int,
+    number: int = 0,
+    last: bool = False,
+) -> tuple[State, list[State]]:
+    """The server's state and the clients' after a round of all of them."""
+    replies = []
+    method.runtime.start_round(number)
+    for client, state in enumerate(states):
+        round_id = RoundId(0, client, task, number, last)
+        message = method.broadcast(server, client)
+        replies.append(method.train_client(method.client_round(round_id, plan, state, message)))
+    return method.aggregate(server, replies, Log()), [reply.state for reply in replies]
+
+
+def changes(end: Tensor, network: nn.Module) -> Tensor:
+    """How a network's parameters differ in the end: at most 50 numbers of each tensor."""
+    start = list(network.parameters())
+    parts = zip(end.split([each.numel() for each in start]), start, strict=True)
+    return torch.cat([(own - p.flatten())[:: len(own) // 50 + 1] for own, p in parts]).detach()
 
 
 def photographs(patch: pytest.MonkeyPatch, experiment: Experiment, samples: Sequence[int]) -> Plan:

@@ -26,27 +26,15 @@ FEATURES = 6
 PARAMETERS, FLOW = 460, 1016
 TRAINING = {"lr": 0.1, "momentum": 0.5}
 PAST, LEARNT, CURRENT = (1, 2, 7), (1, 2, 3, 5, 7, 8, 9), (3, 8)
+REVERSED = torch.arange(FEATURES).flip(0)
+ORDERS = torch.stack([REVERSED, REVERSED, *(draws(k, FEATURES).argsort() for k in (10, 11))])
+LABELS = torch.from_numpy(np.random.default_rng(20).choice(CURRENT, (3, 12)))
+BATCHES = list(map(Batch, draws(21, 3, 12, 1, 8, 8), LABELS))
 
 
 def networks(seed: int) -> dict[str, Tensor]:
     """A classifier and a flow."""
     return {"parameters": 0.3 * draws(seed, PARAMETERS), "flow": 0.4 * draws(seed + 1, FLOW)}
-
-
-def orders() -> Tensor:
-    """How the flow's layers permute: the first two reverse."""
-    drawn = [draws(k, FEATURES).argsort() for k in (10, 11)]
-    return torch.stack([*2 * [torch.arange(FEATURES).flip(0)], *drawn])
-
-
-def batches() -> list[tuple[Tensor, Tensor]]:
-    """Three batches of twelve images, whose labels are the current task's classes."""
-    labels = np.random.default_rng(20).choice(CURRENT, (3, 12))
-    return list(zip(draws(21, 3, 12, 1, 8, 8), torch.from_numpy(labels), strict=True))
-
-
-def features() -> Tensor:
-    return draws(40, 36, FEATURES)
 
 
 def drawn(classes: Tensor, *_: object) -> tuple[Tensor, Tensor]:
@@ -63,10 +51,10 @@ def prepared(patch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     experiment = small.tiny("affcl", training=TRAINING, network=network, **vars(PARAMS))
     plan = small.plan(experiment)
     method: Any = small.worker(experiment, plan).method
-    patch.setattr(method, "batches", lambda *_: (Batch(*each) for each in batches()))
+    patch.setattr(method, "batches", lambda *_: iter(BATCHES))
     for flow in (method.flow.module, method.last_flow.module):
-        flow.orders.copy_(orders())
-        flow.inverse.copy_(orders().argsort(1))
+        flow.orders.copy_(ORDERS)
+        flow.inverse.copy_(ORDERS.argsort(1))
     return method, plan
 
 
@@ -83,7 +71,7 @@ def test_a_local_update_of_a_later_task(monkeypatch: pytest.MonkeyPatch) -> None
     assert not reply.log.events
     labels, noise = drawn(class_mask(LEARNT, 10))
     with torch.no_grad():
-        own, density = method.flow.module(features(), labels)
+        own, density = method.flow.module(draws(40, 36, FEATURES), labels)
         samples = method.flow.module.sample(noise, labels)
     of_flow = {"noise": own, "density": density, "samples": samples}
     AFFCL.check({**reply.message, "loss": [reply.loss], **of_flow})

@@ -26,28 +26,18 @@ def integers(seed: int, below: int, *shape: int) -> Tensor:
     return torch.from_numpy(np.random.default_rng(seed).integers(0, below, shape))
 
 
-def weights() -> list[Tensor]:
-    return [0.3 * draws(k, *shape) for k, shape in enumerate(SHAPES)]
+BATCHES = list(map(Batch, draws(4, STEPS, 12, 1, 8, 8), integers(5, 3, STEPS, 12)))
+MEMORY = {  # 300 exemplars of three tasks, one of which is learnt
+    "images": integers(6, 256, 300, 1, 8, 8).to(torch.uint8),
+    "labels": integers(7, 10, 300),
+    "tasks": integers(8, 3, 300),
+}
 
 
-def batches() -> list[tuple[Tensor, Tensor]]:
-    return list(zip(draws(4, STEPS, 12, 1, 8, 8), integers(5, 3, STEPS, 12), strict=True))
-
-
-def memory() -> dict[str, Tensor]:
-    """Images and labels of 300 exemplars of three tasks, one of which is learnt."""
-    images = integers(6, 256, 300, 1, 8, 8).to(torch.uint8)
-    return {"images": images, "labels": integers(7, 10, 300), "tasks": integers(8, 3, 300)}
-
-
-def normalised(images: Tensor) -> Tensor:
-    return images / 64 - 2
-
-
-def orders(exemplars: int) -> Iterator[Tensor]:
-    """An order of the exemplars for each step: its first ones give the reference gradient."""
-    draw = np.random.default_rng(9)
-    return (torch.from_numpy(draw.permutation(exemplars)) for _ in range(STEPS))
+def orders() -> Iterator[Tensor]:
+    """An order of past exemplars for each step: its first ones give the reference gradient."""
+    draw, past = np.random.default_rng(9), int((MEMORY["tasks"] != CURRENT).sum())
+    return (torch.from_numpy(draw.permutation(past)) for _ in range(STEPS))
 
 
 @pytest.mark.usefixtures("double")
@@ -57,14 +47,14 @@ def test_the_steps_of_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = small.plan(experiment)
     method = small.worker(replace(experiment, params=AGEM.params), plan).method
     state = method.init_client(0, {})
-    state = {"memory": {**state["memory"], **memory()}, "experiences": [0, 2]}
-    sent = {"parameters": torch.cat([w.flatten() for w in weights()])}
+    state = {"memory": {**state["memory"], **MEMORY}, "experiences": [0, 2]}
+    sent = {"parameters": small.flat([0.3 * draws(k, *each) for k, each in enumerate(SHAPES)])}
     arrived = method.client_round(RoundId(0, 0, CURRENT, 0), plan, state, sent)
     arrived = replace(arrived, indices=torch.arange(STEPS * experiment.setting.training.batch_size))
-    drawn = orders(int((memory()["tasks"] != CURRENT).sum()))
+    drawn = orders()
     monkeypatch.setattr(torch, "randperm", lambda count, generator: next(drawn))
-    monkeypatch.setattr(method.runtime, "normalise", normalised)
-    monkeypatch.setattr(method, "batches", lambda *_: (Batch(*each) for each in batches()))
+    monkeypatch.setattr(method.runtime, "normalise", lambda images: images / 64 - 2)
+    monkeypatch.setattr(method, "batches", lambda *_: iter(BATCHES))
     trained = method.train_client(arrived).message["parameters"]
     assert 0.2 < arrived.log.numbers["agem corrected"] < 1
     AGEM.check({"trained": trained})

@@ -4,7 +4,6 @@ coreset_selection/selection_agent.py, with the training of its reference model.
 All classes are ranked together, as in the published runs on task sequences.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,24 +14,14 @@ import torch
 from executed import Execution, draws
 from torch import Tensor
 
-from stamp_core.coresets.selection.base import TaskData
 from workbench.selection import csrel
 
 CSREL = Execution("csrel", "CSReL", "4257b4e", 1e-12)
 OPTIONS: csrel.Options = replace(rules.preset("csrel"), balanced=False)
 SHAPE, FEATURES, CLASSES, PER_CLASS = (2, 2, 3), 8, 3, 16
 TOTAL = CLASSES * PER_CLASS  # a quarter more at a time, in the end above a batch of 32
-LABELS = torch.arange(75) % CLASSES
-
-
-def images() -> Tensor:
-    return draws(5, len(LABELS), *SHAPE)
-
-
-def epochs() -> Iterator[Tensor]:
-    """The orders of images in the epochs of the reference model."""
-    for seed in range(OPTIONS.reference_epochs):
-        yield torch.from_numpy(np.random.default_rng(seed).permutation(len(LABELS)))
+N = 75
+IMAGES, LABELS = draws(5, N, *SHAPE), torch.arange(N) % CLASSES
 
 
 def batches(count: int) -> Tensor:
@@ -41,22 +30,21 @@ def batches(count: int) -> Tensor:
     return torch.from_numpy(np.random.default_rng(count).integers(count, size=size))
 
 
-def make_task() -> TaskData:
-    past = images()[:0], LABELS[:0]
-    return rules.make_task((images(), LABELS), past, PER_CLASS, OPTIONS, FEATURES, 0.4)
-
-
 def test_the_images_and_their_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    orders, scores, rank = epochs(), list[Tensor](), csrel._rank
+    epochs = map(np.random.default_rng, range(OPTIONS.reference_epochs))
+    scores, rank = list[Tensor](), csrel._rank
 
     def recording_rank(values: Tensor, *others: Any) -> Tensor:
         scores.append(values)
         return rank(values, *others)
 
-    monkeypatch.setattr(torch, "randperm", lambda n, generator: next(orders))
+    monkeypatch.setattr(
+        torch, "randperm", lambda n, generator: torch.from_numpy(next(epochs).permutation(N))
+    )
     monkeypatch.setattr(torch, "randint", lambda n, size, generator: batches(n))
     monkeypatch.setattr(csrel, "_rank", recording_rank)
-    task = make_task()
+    own, past = (IMAGES, LABELS), (IMAGES[:0], LABELS[:0])
+    task = rules.make_task(own, past, PER_CLASS, OPTIONS, FEATURES, 0.4)
     chosen = rules.indices(csrel.propose(task), task)[:TOTAL]
     ranked = [values[part] for values, part in zip(scores, chosen.chunk(len(scores)), strict=True)]
     CSREL.check({"images": chosen, "scores": torch.cat(ranked)})

@@ -4,7 +4,6 @@ With this project's network. Relations, entropy, soft labels, POD and the factor
 are left out, thresholds are given, new classes weigh 1, and z counts the background as a class.
 """
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -23,10 +22,8 @@ CLASSES, BACKGROUND = (1, 2, 0), 3  # a class in each task
 NETWORK = {"kind": "fcn", "channels": [2, 2], "features": 3}
 TRAINING = {"lr": 0.5, "epochs": 2, "batch_size": 4}
 Z = 3 / 4
-
-
-def weights() -> Tensor:
-    return 0.7 * draws(2, 399)
+ORDERS = [torch.from_numpy(np.random.default_rng(k).permutation(6)) for k in (3, 4)]  # of epochs
+THRESHOLDS = 0.8 + 0.1 * draws(5, 2, 4)  # of each epoch and class: parts of the largest entropy
 
 
 def scenes() -> Tensor:
@@ -37,27 +34,14 @@ def scenes() -> Tensor:
     return torch.from_numpy(np.concatenate([pixels, masks], 1).astype(np.uint8))
 
 
-def normalise(images: Tensor) -> Tensor:
-    """Pixels from -2 to 2, exact in float32."""
-    return images[:, :1] / 64 - 2
-
-
-def orders() -> list[Tensor]:
-    """In which two epochs take the images."""
-    return [torch.from_numpy(np.random.default_rng(k).permutation(6)) for k in (3, 4)]
-
-
-def thresholds() -> Tensor:
-    """Of each epoch and class, for entropies as parts of their maximum."""
-    return 0.8 + 0.1 * draws(5, 2, 4)
-
-
 def worker(patch: pytest.MonkeyPatch) -> tuple[Any, Plan]:
     """A method that has the drawn scenes, and one client with three tasks."""
-    digits, x = small.dataset(json.dumps(small.DATA)), scenes()
+    x = scenes()
     y = torch.full((len(x),), CLASSES[2])
     names = ("0", "1", "2")
-    data = replace(digits, x_train=x, y_train=y, domain_train=0 * y, classes=names, masks=True)
+    data = replace(
+        small.tiny().dataset(), x_train=x, y_train=y, domain_train=0 * y, classes=names, masks=True
+    )
     patch.setattr(small, "dataset", lambda _: data)
     split = {"clients": 1, "classes_per_task": 1}
     experiment = small.tiny("fbl", split=split, training=TRAINING, network=NETWORK)
@@ -70,11 +54,11 @@ def worker(patch: pytest.MonkeyPatch) -> tuple[Any, Plan]:
 @pytest.mark.usefixtures("double")
 def test_a_local_update_of_a_third_task(monkeypatch: pytest.MonkeyPatch) -> None:
     method, plan = worker(monkeypatch)
-    past, left = method.old_classes, iter(orders())
-    given = {"power": Z, "thresholds": iter(thresholds().repeat_interleave(2, 0))}
+    past, left = method.old_classes, iter(ORDERS)
+    given = {"power": Z, "thresholds": iter(THRESHOLDS.repeat_interleave(2, 0))}
     monkeypatch.setattr(method, "old_classes", lambda *args: replace(past(*args), **given))
-    monkeypatch.setattr(method.runtime, "normalise", normalise)
+    monkeypatch.setattr(method.runtime, "normalise", lambda images: images[:, :1] / 64 - 2)
     monkeypatch.setattr(torch, "randperm", lambda n, **_: next(left) if n else torch.arange(n))
-    state, message = method.init_client(0, {}), {"parameters": weights()}
+    state, message = method.init_client(0, {}), {"parameters": 0.7 * draws(2, 399)}
     reply = method.train_client(method.client_round(RoundId(0, 0, 2, 0), plan, state, message))
     FBL.check({**reply.message, "loss": [reply.loss]})

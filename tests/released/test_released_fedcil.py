@@ -13,16 +13,14 @@ import numpy as np
 import pytest
 import small
 import torch
-from executed import Execution, draws, photographs
+from executed import Execution, changes, draws, exchange, photographs
 from torch import Tensor, nn
 
 from stamp_core.client import runtime
-from stamp_core.client.runtime import ClientRuntime, RoundId
+from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.decode import build
 from stamp_core.config.schema import Network
 from stamp_core.data.plan import Plan
-from stamp_core.engine.worker import Worker
-from stamp_core.methods.base.method import Log
 from stamp_core.models.networks import build_network
 from workbench.methods import fedcil
 from workbench.methods.fedcil import acgan
@@ -33,19 +31,12 @@ TASKS, SAMPLES = 5, (16, 24)  # of the clients, in each task
 TRAINING = {"rounds": 2, "epochs": 1, "batch_size": 8, "lr": 0.05}
 
 
-def normalise(pixels: Tensor) -> Tensor:
-    return pixels.double() / 127.5 - 1
-
-
-def inputs(classes: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
+def draw_inputs(mask: Tensor, size: Sequence[int], *_: object) -> tuple[Tensor, Tensor]:
     """Labels and noise of a round's generated images."""
+    classes = mask.nonzero().flatten()
     draw = np.random.default_rng(len(classes))
-    labels = torch.tensor(classes)[draw.integers(len(classes), size=count)]
-    return labels, draws(len(classes), count, NOISE)
-
-
-def draw_inputs(classes: Tensor, size: Sequence[int], *_: object) -> tuple[Tensor, Tensor]:
-    return inputs(classes.nonzero().flatten().tolist(), size[0])
+    labels = classes[draw.integers(len(classes), size=size[0])]
+    return labels, draws(len(classes), size[0], NOISE)
 
 
 def networks() -> dict[str, nn.Module]:
@@ -62,15 +53,8 @@ def networks() -> dict[str, nn.Module]:
     return modules
 
 
-def update(name: str, end: Tensor) -> Tensor:
-    """How the server's network has changed: at most 50 numbers of each tensor."""
-    start = list(networks()[name].parameters())
-    parts = zip(end.split([each.numel() for each in start]), start, strict=True)
-    return torch.cat([(own - p.flatten())[:: len(own) // 50 + 1] for own, p in parts]).detach()
-
-
-def federation(patch: pytest.MonkeyPatch) -> tuple[Worker, Plan]:
-    """A worker in float64 with the weights and draws of both sides, and its plan."""
+def federation(patch: pytest.MonkeyPatch) -> tuple[Any, Plan]:
+    """The method in float64 with the weights and draws of both sides, and its plan."""
     split = {"clients": len(SAMPLES), "tasks": TASKS}
     experiment = small.tiny("fedcil", split=split, training=TRAINING)
     changes = {"width": WIDTH, "noise": NOISE, "every": 1, "consolidation": 0}
@@ -81,22 +65,15 @@ def federation(patch: pytest.MonkeyPatch) -> tuple[Worker, Plan]:
     plan = photographs(patch, experiment, SAMPLES)
     patch.setattr(runtime, "build_network", lambda *_: networks()["parameters"])
     patch.setattr(acgan, "build_seeded", lambda build, seed, name: networks()[name])
-    patch.setattr(ClientRuntime, "normalise", lambda self, pixels: normalise(pixels))
+    patch.setattr(ClientRuntime, "normalise", lambda _, pixels: pixels.double() / 127.5 - 1)
     patch.setattr(fedcil, "draw_inputs", draw_inputs)
-    return small.worker(experiment, plan), plan
+    return small.worker(experiment, plan).method, plan
 
 
 def test_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker, plan = federation(monkeypatch)
-    method: Any = worker.method
+    method, plan = federation(monkeypatch)
     method.acgan.chunk = TRAINING["batch_size"]  # of replayed images that are normalised at once
-    server, states, *_ = worker.initial_states(0)
+    server, states, *_ = method.initial_states(plan)
     for experience, round_ in product(range(TASKS), range(2)):
-        replies = []
-        for client, state in enumerate(states):
-            round_id = RoundId(0, client, experience, round_, last=round_ == 1)
-            sent = method.broadcast(server, client)
-            replies.append(method.train_client(method.client_round(round_id, plan, state, sent)))
-        states = [reply.state for reply in replies]
-        server = method.aggregate(server, replies, Log())
-    FEDCIL.check({name: update(name, server[name]) for name in networks()})
+        server, states = exchange(method, plan, server, states, experience, round_, round_ == 1)
+    FEDCIL.check({name: changes(server[name], initial) for name, initial in networks().items()})

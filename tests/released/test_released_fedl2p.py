@@ -21,16 +21,9 @@ from workbench.methods.fedl2p.meta_networks import layer_statistics
 
 L2P = Execution("fedl2p", "fedl2p", "fe1944e", 5e-6)
 PARAMS = replace(L2P.params, outer_steps=2, meta_lr=0.05, clamp=0.1)
-BATCH_SIZE = 4
 IMAGES = 40
 META_NETS = ((1, 100, 100, 1), (8, 100, 100, 8))  # of one normalisation, of four layers
 RATES = 8  # one for each tensor
-
-
-def network() -> tuple[Tensor, Tensor]:
-    """Parameters, and means and variances of the normalisation."""
-    mean, root = draws(1, 2, 4)
-    return draws(2, small.BN_P).float() / 2.5, torch.cat([mean, 1 + root.square()]).float()
 
 
 def meta() -> Tensor:
@@ -42,28 +35,23 @@ def meta() -> Tensor:
     return torch.cat([*parts, draws(200, RATES).abs() / 100]).float()
 
 
-def changes(after: Tensor) -> dict[str, Tensor]:
-    """Those of every 16th meta-parameter, and of the learning rates in hundredths."""
-    change = after - meta()
-    return {"meta": change[:-RATES:16], "rates": 100 * change[-RATES:]}
-
-
 def test_outer_steps_and_fine_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = {"batch_size": BATCH_SIZE}
-    split = {"clients": 1, "tasks": 1}
+    split, training = {"clients": 1, "tasks": 1}, {"batch_size": 4}
     experiment = small.tiny("fedl2p", split, training, small.BATCH_NORM)
     drawn = train_on_images(monkeypatch, experiment, IMAGES)
     task = Task(tuple(range(10)), train=tuple(range(IMAGES)))
     plan = Plan(experiment.setting.split, 0, drawn.digest, ((task,),), 10)
     method = small.worker(replace(experiment, params=PARAMS), plan).method
     assert isinstance(method, FedL2P)
-    parameters, buffers = network()
-    state = {"parameters": parameters, "buffers": buffers}
+    mean, root = draws(1, 2, 4)
+    buffers = torch.cat([mean, 1 + root.square()]).float()
+    state = {"parameters": draws(2, small.BN_P).float() / 2.5, "buffers": buffers}
     round_id = RoundId(0, 0, 0, 0, last=True)
     reply = method.train_client(method.client_round(round_id, plan, state, {"meta": meta()}))
     tuned = method.client_round(round_id, plan, state, reply.message)
     method.receive(tuned)
     statistics = layer_statistics(method.runtime, method.norms, tuned.indices)
     method.load_personal_model(tuned)
-    found = {**changes(reply.message["meta"]), **statistics._asdict()}
+    change = reply.message["meta"] - meta()
+    found = {"meta": change[:-RATES:16], "rates": 100 * change[-RATES:], **statistics._asdict()}
     L2P.check({**found, "logits": method.runtime.outputs(drawn.x_train)})

@@ -5,6 +5,7 @@ a task starts from the current B / 3, the term of λ₂ takes implicit steps of 
 personal models have the received B.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -13,44 +14,34 @@ import numpy as np
 import pytest
 import small
 import torch
-from executed import Execution, draws
+from executed import Execution, draws, exchange
 from torch import Tensor
 
 from stamp_core.client import runtime
 from stamp_core.client.batches import Batch
 from stamp_core.client.runtime import RoundId
-from stamp_core.methods.base.method import Log
+from stamp_core.methods.base.method import ClientRound
 from stamp_core.results.records import SCORINGS
 
 FEDWEIT = Execution("fedweit", "FedWeIT", "83c0bcd", 1e-12)
 PARAMS = replace(FEDWEIT.params, head="task", sparsity=0.3)
 NETWORK = {"kind": "cnn", "channels": [3], "features": 4}
-PARAMETERS = 180
 CLIENTS, TASKS, ROUNDS = 2, 3, 2
-LR = 0.1
 KEPT = "mask", "adaptive", "rest"
+WEIGHTS = 0.3 * draws(0, 180)  # each task starts with these biases and this head
+IMAGES = draws(200, 4, 1, 8, 8)  # what personal models are evaluated on
 
 
-def weights() -> Tensor:
-    """The initial parameters; each task starts with these biases and this head."""
-    return 0.3 * draws(0, PARAMETERS)
-
-
-def batches(client: int, task: int) -> list[tuple[Tensor, Tensor]]:
+def batches(each: ClientRound, _: object) -> Iterator[Batch]:
     """Three batches of a task, the same in each of its rounds."""
-    seed = 10 * client + task
+    seed = 10 * each.client + each.task
     labels = np.random.default_rng(seed).integers(10, size=(3, 6))
-    return list(zip(draws(100 + seed, 3, 6, 1, 8, 8), torch.from_numpy(labels), strict=True))
+    return map(Batch, draws(100 + seed, 3, 6, 1, 8, 8), torch.from_numpy(labels))
 
 
-def images() -> Tensor:
-    """What personal models are evaluated on."""
-    return draws(200, 4, 1, 8, 8)
-
-
-def address(client: int, task: int, purpose: str) -> int:
+def address(each: RoundId, purpose: str) -> int:
     """The seed of a first mask or attention."""
-    return 100 * len(purpose) + 10 * client + task
+    return 100 * len(purpose) + 10 * each.client + each.experience
 
 
 def randn(*size: Any, generator: int) -> Tensor:
@@ -60,15 +51,13 @@ def randn(*size: Any, generator: int) -> Tensor:
 
 def prepared(patch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     """The method, with these weights, batches and draws, and a plan."""
-    split, training = {"clients": CLIENTS, "tasks": TASKS}, {"rounds": ROUNDS, "lr": LR}
+    split, training = {"clients": CLIENTS, "tasks": TASKS}, {"rounds": ROUNDS, "lr": 0.1}
     experiment = small.tiny("fedweit", split, training, NETWORK, **vars(PARAMS))
-    patch.setattr(runtime, "build_network", lambda *_: small.network(experiment, weights()))
+    patch.setattr(runtime, "build_network", lambda *_: small.network(experiment, WEIGHTS))
     plan = small.plan(experiment)
     method = small.worker(experiment, plan).method
-    parts = lambda each, _: (Batch(*b) for b in batches(each.client, each.task))  # noqa: E731
-    patch.setattr(method, "batches", parts)
-    seed = lambda each, name: address(each.client, each.experience, name)  # noqa: E731
-    patch.setattr(RoundId, "generator", seed)
+    patch.setattr(method, "batches", batches)
+    patch.setattr(RoundId, "generator", address)
     patch.setattr(torch, "randn", randn)
     return method, plan
 
@@ -76,16 +65,10 @@ def prepared(patch: pytest.MonkeyPatch) -> tuple[Any, Any]:
 def federation(method: Any, plan: Any) -> tuple[list[Tensor], Any, list[Any]]:
     """B as it is sent after every round, the server's state and the clients'."""
     server, states, *_ = method.initial_states(plan)
-    states, sent = list(states), []
+    sent = []
     for task, number in product(range(TASKS), range(ROUNDS)):
-        replies = []
-        for client, state in enumerate(states):
-            round_id = RoundId(0, client, task, number, last=number == ROUNDS - 1)
-            message = method.broadcast(server, client)
-            arrived = method.client_round(round_id, plan, state, message)
-            replies.append(method.train_client(arrived))
-        states = [reply.state for reply in replies]
-        server = method.aggregate(server, replies, Log())
+        last = number == ROUNDS - 1
+        server, states = exchange(method, plan, server, states, task, number, last)
         sent.append(server["base"])
     return sent, server, states
 
@@ -95,7 +78,7 @@ def outputs(method: Any, plan: Any, server: Any, states: list[Any]) -> list[Tens
     found: list[Tensor] = []
 
     def scores(_: object, tasks: list[int]) -> Tensor:
-        found.extend(method.classifier(images()).softmax(1).detach() for _ in tasks)
+        found.extend(method.classifier(IMAGES).softmax(1).detach() for _ in tasks)
         return torch.zeros(len(SCORINGS), 1, TASKS)
 
     method.scores_on = scores

@@ -11,16 +11,14 @@ import numpy as np
 import pytest
 import small
 import torch
-from executed import Execution, draws
+from executed import Execution, draws, rehearse
 from torch import Tensor
 
-from stamp_core.client.runtime import ClientRuntime, RoundId
-from stamp_core.config.schema import Split
-from stamp_core.data.plan import Plan, Task
-from workbench.methods.fsdgpm import FsDgpm, FsDgpmParams
+from workbench.methods.fsdgpm import FsDgpmParams
 
 EXECUTION = Execution("fsdgpm", "FS-DGPM", "8cc57ae", 1e-6)
 ORDERS = draws(2, 5, 10).argsort(1)  # of the memory: for the bases, for the draw of each batch
+WEIGHTS = 0.8 * draws(99, 8, 13), 0.8 * draws(1099, 10, 9)  # of two layers; last columns: biases
 TASKS = torch.arange(3).repeat_interleave(torch.tensor([5, 5, 31]))  # ten exemplars, new images
 
 
@@ -31,38 +29,22 @@ def images() -> tuple[Tensor, Tensor]:
     return pixels, 2 * TASKS + torch.from_numpy(draw.integers(2, size=41))
 
 
-def weights() -> list[Tensor]:
-    """Of two layers with their biases as last columns."""
-    return [0.8 * draws(99, 8, 13), 0.8 * draws(1099, 10, 9)]
-
-
 def train_round(params: FsDgpmParams, task: int) -> tuple[Tensor, Tensor]:
     """The model and λ after a client's round in a task, with all images of those before it."""
     (x, y), std = images(), torch.tensor([64 / 255])
     network, training = {"kind": "mlp", "features": 8}, {"batch_size": 8}
-    setting = small.tiny("fsdgpm", network=network, training=training).setting
-    dataset = replace(small.tiny().dataset(), x_train=x, y_train=y, mean=2 * std, std=std)
-    method = FsDgpm(params, ClientRuntime(setting, dataset))
-    own = [tuple(part.tolist()) for part in torch.arange(41).split((5, 5, 31))]
-    tasks = tuple(Task((2 * t, 2 * t + 1), None, own[t]) for t in range(3))
-    plan = Plan(Split("file", 1, 3), 0, dataset.digest, (tasks,), classes=10)
-    state, past = method.init_client(0, {}), task > TASKS
-    state["memory"] |= {"images": x[past], "labels": y[past], "tasks": TASKS[past]}
-    state["memory"]["soft"] = torch.zeros(int(past.sum()), 0)
-    parameters = torch.cat([torch.cat([w[:, :-1].flatten(), w[:, -1]]) for w in weights()])
-    sent = {"parameters": parameters.float(), "buffers": torch.zeros(0)}
-    reply = method.train_client(method.client_round(RoundId(0, 0, task, 0), plan, state, sent))
+    experiment = small.tiny("fsdgpm", training=training, network=network)
+    data = replace(experiment.dataset(), x_train=x, y_train=y, mean=2 * std, std=std)
+    parameters = small.flat([part for w in WEIGHTS for part in (w[:, :-1], w[:, -1])])
+    reply = rehearse(replace(experiment, params=params), data, TASKS, task, parameters)
     return reply.message["parameters"], reply.state["lambdas"]
 
 
 def test_steps_of_the_first_and_third_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    orders = cycle(ORDERS)
-
-    def order(count: int, generator: torch.Generator) -> Tensor:
-        return next(orders) if count == 10 else torch.arange(count)
-
-    monkeypatch.setattr(torch, "randperm", order)
-    params = EXECUTION.params
+    left, params = cycle(ORDERS), EXECUTION.params
+    monkeypatch.setattr(
+        torch, "randperm", lambda n, **_: next(left) if n == 10 else torch.arange(n)
+    )
     first, _ = train_round(params, task=0)
     published, lambdas = train_round(replace(params, soft="published"), task=2)
     found = {"first": first, "published": published, "lambdas_published": lambdas}

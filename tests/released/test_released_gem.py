@@ -1,22 +1,15 @@
 """GEM (facebookresearch/GradientEpisodicMemory): `project2cone2` of model/gem.py."""
 
 from executed import Execution, draws
-from torch import Tensor
 
 from workbench.methods.base.gradient_projection import project_gradient
 
 GEM = Execution("gem", "GEM", "34c6b8e", 1e-6)  # float32 in the released code
 
 
-def conflicts() -> tuple[Tensor, Tensor]:
-    """A gradient and those of three past tasks, one of them opposite to it."""
+def test_the_projection() -> None:
     gradient, past = draws(0, 40), draws(1, 3, 40)
     past[0] -= gradient
-    return gradient, past
-
-
-def test_the_projection() -> None:
-    gradient, past = conflicts()
     projection = project_gradient(
         gradient, list(past), ridge=GEM.params.ridge, margin=GEM.params.margin
     )

@@ -5,7 +5,6 @@ Without weight decay of prototypes, with L-BFGS steps of length 1 that all lead 
 herded twice there either, and the model that chooses exemplars is the one that is received.
 """
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -28,11 +27,11 @@ EARLIER, LATER = (0, 2, 3), (5, 6, 8, 9)  # classes of the client's tasks, of fi
 SHAPES = ((8, 64), (8,), (10, 8), (10,))  # of the classifier's parameters
 ENCODER = ((12, 25), (12,), *2 * [(12, 300), (12,)], (10, 48), (10,))
 STEPS = 5  # of L-BFGS
-
-
-def small_params(preset: GLFCParams) -> GLFCParams:
-    """With few exemplars, and the released perturbation at a learning rate of LR * scale."""
-    return replace(preset, exemplars=12, perturb_steps=50, perturb_lr=LR * preset.scale / 10)
+PIXELS = np.random.default_rng(40).integers(256, size=(120, 1, 8, 8), dtype=np.uint8)
+LABELS = torch.arange(10).repeat_interleave(12)
+START = 0.5 + 0.1 * draws(60, len(LATER), 1, 8, 8)  # of reconstructions: near grey
+# in which two epochs take the 48 images of the task and, counted on, the exemplars
+ORDERS = [torch.from_numpy(np.random.default_rng(k).permutation(60)) for k in (50, 51)]
 
 
 def weights(seed: int) -> list[Tensor]:
@@ -40,30 +39,10 @@ def weights(seed: int) -> list[Tensor]:
     return [0.3 * draws(10 * seed + k, *shape) for k, shape in enumerate(SHAPES)]
 
 
-def encoder_weights() -> list[Tensor]:
-    return [0.3 * draws(30 + k, *shape) for k, shape in enumerate(ENCODER)]
-
-
-def images() -> tuple[Tensor, Tensor]:
-    """Twelve images of each of ten classes, and their labels."""
-    pixels = np.random.default_rng(40).integers(256, size=(120, 1, 8, 8), dtype=np.uint8)
-    return torch.from_numpy(pixels), torch.arange(10).repeat_interleave(12)
-
-
-def orders() -> list[Tensor]:
-    """In which two epochs take the 48 images of the task and, counted on, the exemplars."""
-    return [torch.from_numpy(np.random.default_rng(k).permutation(60)) for k in (50, 51)]
-
-
-def start() -> Tensor:
-    """Where reconstructions start: near grey."""
-    return 0.5 + 0.1 * draws(60, len(LATER), 1, 8, 8)
-
-
 def worker(params: GLFCParams, patch: pytest.MonkeyPatch) -> tuple[Any, Plan]:
     """A method that has the drawn images and encoder, and one client with two tasks."""
-    digits, (x, y) = small.dataset(json.dumps(small.DATA)), images()
-    data = replace(digits, x_train=x, y_train=y, domain_train=0 * y)
+    drawn = {"x_train": torch.from_numpy(PIXELS), "y_train": LABELS, "domain_train": 0 * LABELS}
+    data = replace(small.tiny().dataset(), **drawn)
     patch.setattr(small, "dataset", lambda _: data)
     experiment = small.tiny(
         "glfc",
@@ -75,7 +54,7 @@ def worker(params: GLFCParams, patch: pytest.MonkeyPatch) -> tuple[Any, Plan]:
     plan = replace(small.plan(experiment), clients=((Task(EARLIER), Task(LATER)),))
     method = small.worker(experiment, plan).method
     encoder = GradientEncoder((1, 8, 8), 10, 0, method.runtime.device)
-    encoder.parts = encoder_weights()
+    encoder.parts = [0.3 * draws(30 + k, *shape) for k, shape in enumerate(ENCODER)]
     patch.setattr(method, "encoder", lambda _: encoder)
     patch.setattr(method.runtime, "normalise", lambda pixels: pixels / 255)
     return method, plan
@@ -83,7 +62,8 @@ def worker(params: GLFCParams, patch: pytest.MonkeyPatch) -> tuple[Any, Plan]:
 
 def client_round(preset: GLFCParams, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A second task's first round: exemplars, local update, gradients, then the proxy's work."""
-    params = small_params(preset)
+    # the released perturbation at a learning rate of LR * scale
+    params = replace(preset, exemplars=12, perturb_steps=50, perturb_lr=LR * preset.scale / 10)
     method, plan = worker(params, patch)
     received, old = (small.flat(weights(seed)) for seed in (0, 1))
     message = {"parameters": received, "announced past": pack_bits(class_mask((), 10))}
@@ -92,12 +72,12 @@ def client_round(preset: GLFCParams, patch: pytest.MonkeyPatch) -> dict[str, Any
     state = method.update_state(first, small.started(method, first))
     known = {"parameters": old, "classes": pack_bits(class_mask(range(5), 10))}
     message |= {f"announced old {name}": value for name, value in known.items()}
-    left = iter(orders())
+    left = iter(ORDERS)
     patch.setattr(torch, "randperm", lambda *_, **__: next(left))
     reply = method.train_client(method.client_round(RoundId(0, 0, 1, 0), plan, state, message))
     gradients = reply.message["gradients"]
     labels = method.encoder(0).recover_labels(gradients)
-    found, distances = reconstruct(method.encoder(0), gradients, labels, start(), STEPS)
+    found, distances = reconstruct(method.encoder(0), gradients, labels, START.clone(), STEPS)
     return {
         "exemplars": state["memory"]["images"],
         "parameters": reply.message["parameters"],

@@ -18,22 +18,17 @@ from torch import Tensor
 
 from stamp_core.client.batches import Batch
 from stamp_core.client.runtime import RoundId
-from stamp_core.methods.base.method import Reply
+from stamp_core.methods.base.method import ClientRound, Reply
 
 GPM = Execution("gpm", "GPM", "1a238ec", 1e-12)
 SHAPES = {"encoder.0": (4, 26), "encoder.5": (8, 17), "head": (10, 9)}  # [W b] of layers
 HELD = {"encoder.0": 6, "encoder.5": 4, "head": 3}  # columns of the first task's bases
 TASKS, IMAGES, BATCH, EPOCHS, LR = (1, 2), 24, 8, 4, 0.1
-
-
-def matrices() -> dict[str, Tensor]:
-    return {name: 0.3 * draws(k, *shape) for k, (name, shape) in enumerate(SHAPES.items())}
-
-
-def bases() -> dict[str, Tensor]:
-    """The first task's: orthonormal columns."""
-    shapes = [(name, SHAPES[name][1], held) for name, held in HELD.items()]
-    return {n: torch.linalg.qr(draws(4 + k, d, held)).Q for k, (n, d, held) in enumerate(shapes)}
+MATRICES = [0.3 * draws(k, *shape) for k, shape in enumerate(SHAPES.values())]
+WIDTHS = [(name, SHAPES[name][1], held) for name, held in HELD.items()]
+BASES = {n: torch.linalg.qr(draws(4 + k, d, held)).Q for k, (n, d, held) in enumerate(WIDTHS)}
+# what a basis is seen by: its columns may be turned within their space
+PROBES = {name: draws(10 + k, d, 2) for k, (name, d, _) in enumerate(WIDTHS)}
 
 
 def images() -> tuple[Tensor, Tensor]:
@@ -51,22 +46,12 @@ def indices(task: int) -> Tensor:
     return torch.arange(IMAGES) + (task - 1) * IMAGES
 
 
-def orders(task: int) -> list[Tensor]:
-    """How a task's images are shuffled in each epoch."""
-    draw = np.random.default_rng(task)
-    return [torch.from_numpy(draw.permutation(IMAGES)) for _ in range(EPOCHS)]
-
-
-def batches(task: int) -> Iterator[Batch]:
-    x, y = images()
-    for order in orders(task):
-        for part in indices(task)[order].split(BATCH):
+def batches(each: ClientRound, _: object) -> Iterator[Batch]:
+    (x, y), draw = images(), np.random.default_rng(each.task)
+    for _ in range(EPOCHS):
+        order = torch.from_numpy(draw.permutation(IMAGES))
+        for part in indices(each.task)[order].split(BATCH):
             yield Batch(normalised(x[part]), y[part])
-
-
-def probes() -> dict[str, Tensor]:
-    """What a basis is seen by: its columns may be turned within their space."""
-    return {name: draws(10 + k, shape[1], 2) for k, (name, shape) in enumerate(SHAPES.items())}
 
 
 def client_rounds(patch: pytest.MonkeyPatch) -> Iterator[Reply]:
@@ -78,11 +63,11 @@ def client_rounds(patch: pytest.MonkeyPatch) -> Iterator[Reply]:
     runtime = method.runtime
     patch.setattr(runtime, "normalise", normalised)
     patch.setattr(runtime, "dataset", replace(runtime.dataset, x_train=images()[0]))
-    patch.setattr(method, "batches", lambda each, _: batches(each.task))
+    patch.setattr(method, "batches", batches)
     tasks = {name: torch.zeros(held, dtype=torch.int32) for name, held in HELD.items()}
-    state = {"bases": bases(), "tasks": tasks, "experiences": [0], "received": {}}
+    state = {"bases": BASES, "tasks": tasks, "experiences": [0], "received": {}}
     message = method.broadcast(method.init_server(0), 0)
-    for layer, matrix in zip(method.layers.values(), matrices().values(), strict=True):
+    for layer, matrix in zip(method.layers.values(), MATRICES, strict=True):
         layer.write(message["parameters"], matrix)
     for task in TASKS:
         arrived = method.client_round(RoundId(0, 0, task, 0, True), plan, state, message)
@@ -97,7 +82,7 @@ def test_two_tasks_of_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
     replies = list(client_rounds(monkeypatch))
     columns = [[b.shape[1] for b in reply.state["bases"].values()] for reply in replies]
     bases = replies[-1].state["bases"]
-    protected = [bases[name] @ (bases[name].T @ probe) for name, probe in probes().items()]
+    protected = [bases[name] @ (bases[name].T @ probe) for name, probe in PROBES.items()]
     GPM.check(
         {
             "trained": torch.stack([reply.message["parameters"] for reply in replies]),

@@ -14,11 +14,10 @@ import pytest
 import small
 import torch
 from executed import Execution, draws
-from torch import Tensor
 
 from stamp_core.client.batches import Batch
 from stamp_core.client.runtime import RoundId
-from stamp_core.methods.base.method import Log
+from stamp_core.methods.base.method import ClientRound, Log
 from workbench.methods.base.gradient_projection import project_gradient
 
 GRADMA = Execution("gradma", "GradMA", "495792e", 3e-11)
@@ -27,25 +26,13 @@ SHAPES = ((3, 64), (3,), (10, 3), (10,))
 TRAINING = {"lr": 0.1, "weight_decay": 0.05}
 CHOSEN = ((0, 1), (0, 2), (1, 3), (0, 3), (2, 3))  # in the end 1 is forgotten, 2 is back
 SIZES = (4, 16, 8, 3)  # of clients' batches
-RHO = 0.2
 
 
-def weights() -> list[Tensor]:
-    return [0.3 * draws(k, *shape) for k, shape in enumerate(SHAPES)]
-
-
-def batches(client: int) -> list[tuple[Tensor, Tensor]]:
+def batches(each: ClientRound, _: object) -> Iterator[Batch]:
     """A client's ten batches, the same in each round; clients have classes of their own."""
-    labels = 2 * client + np.random.default_rng(client).integers(0, 2, (10, SIZES[client]))
-    images = draws(4, 10, max(SIZES), 1, 8, 8)[:, : SIZES[client]]
-    return list(zip(images, torch.from_numpy(labels), strict=True))
-
-
-def conflicts() -> tuple[Tensor, Tensor]:
-    """A vector and four rows, two of which are opposite to it in part."""
-    vector, rows = draws(20, 40), draws(21, 4, 40)
-    rows[:2] -= 0.5 * vector
-    return vector, rows
+    client, size = each.client, SIZES[each.client]
+    labels = 2 * client + np.random.default_rng(client).integers(0, 2, (10, size))
+    return map(Batch, draws(4, 10, max(SIZES), 1, 8, 8)[:, :size], torch.from_numpy(labels))
 
 
 def federation(patch: pytest.MonkeyPatch) -> Iterator[tuple[dict[str, Any], Log]]:
@@ -54,10 +41,10 @@ def federation(patch: pytest.MonkeyPatch) -> Iterator[tuple[dict[str, Any], Log]
     experiment = small.tiny("gradma", training=TRAINING, network=network, **params)
     plan = small.plan(experiment)
     method = small.worker(experiment, plan).method
-    patch.setattr(method, "batches", lambda each, _: (Batch(*b) for b in batches(each.client)))
+    patch.setattr(method, "batches", batches)
     patch.setattr(method, "sample_count", lambda each, _: 10 * SIZES[each.client])
     server = method.init_server(0)
-    server["parameters"] = torch.cat([w.flatten() for w in weights()])
+    server["parameters"] = small.flat([0.3 * draws(k, *each) for k, each in enumerate(SHAPES)])
     for number, chosen in enumerate(CHOSEN):
         message, log = method.broadcast(server, 0), Log()
         rounds = [RoundId(0, client, 0, number) for client in chosen]
@@ -70,8 +57,9 @@ def federation(patch: pytest.MonkeyPatch) -> Iterator[tuple[dict[str, Any], Log]
 @pytest.mark.usefixtures("double")
 def test_a_federation_and_a_projection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five rounds of two of four clients, and the program with a bound of its own."""
-    vector, rows = conflicts()
-    added = project_gradient(vector, list(rows), rho=RHO).added
+    vector, rows = draws(20, 40), draws(21, 4, 40)
+    rows[:2] -= 0.5 * vector
+    added = project_gradient(vector, list(rows), rho=0.2).added
     assert added is not None
     states = list(federation(monkeypatch))
     assert any(log.numbers["gradma server corrected"] for _, log in states)

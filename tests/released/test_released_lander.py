@@ -8,7 +8,6 @@ import pytest
 import torch
 from executed import Execution, draws
 from test_released_target import federation, weights
-from torch import Tensor
 
 from workbench.methods import lander
 
@@ -17,14 +16,11 @@ SGD = {"momentum": 0.9, "weight_decay": 5e-4, "lr": 0.04, "schedule": "cosine", 
 MAP = 10 * 32 + 32  # parameters of the map of features
 
 
-def anchors() -> Tensor:
-    """So close to each other that a batch of the second round is within the radius."""
-    return (0.1 * draws(6, 10, LANDER.params.anchor_features)).half()
-
-
 @pytest.mark.usefixtures("double")
 def test_a_synthesis_and_two_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = {"anchors": anchors(), "map": weights(7, MAP)}
+    # so close to each other that a batch of the second round is within the radius
+    anchors = (0.1 * draws(6, 10, LANDER.params.anchor_features)).half()
+    own = {"anchors": anchors, "map": weights(7, MAP)}
     synthesised, first, last = federation(LANDER, SGD, lander, monkeypatch, **own)
     LANDER.check(
         {

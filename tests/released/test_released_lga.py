@@ -19,17 +19,6 @@ LGA = Execution("lga", "LGA", "867988c", 1e-12)
 TASKS = ((0, 2, 3), (4, 6), (8, 9))  # a client's classes, of four each
 
 
-def batch() -> tuple[Tensor, Tensor]:
-    """Logits of thirty images and labels of three tasks."""
-    labels = np.random.default_rng(70).choice(np.concatenate(TASKS), 30)
-    return 0.5 * draws(71, 30, 10), torch.from_numpy(labels)
-
-
-def later(labels: Tensor) -> Tensor:
-    """Which labels are not the first task's."""
-    return labels >= TASKS[1][0]
-
-
 def weights(patch: pytest.MonkeyPatch) -> Tensor:
     """Those of later tasks' images, in a batch with images of all three."""
     method, _ = worker(LGA.params, patch)
@@ -39,9 +28,9 @@ def weights(patch: pytest.MonkeyPatch) -> Tensor:
     current, waiting = class_mask(TASKS[2], 10), class_mask((), 10)
     known = KnownTasks(learnt=learnt, current=current, waiting=waiting, entropy=0.0, old={})
     context = GLFCContext({}, known, False, torch.arange(10), method.groups(known), None)
-    logits, labels = batch()
-    found: Tensor = method.compensation(logits, labels, context)
-    return found[later(labels)]
+    labels = torch.from_numpy(np.random.default_rng(70).choice(np.concatenate(TASKS), 30))
+    found: Tensor = method.compensation(0.5 * draws(71, 30, 10), labels, context)
+    return found[labels >= TASKS[1][0]]
 
 
 @pytest.mark.usefixtures("double")

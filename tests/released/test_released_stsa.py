@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import small
 import torch
-from executed import Execution, draws
+from executed import Execution, draws, exchange
 from torch import Tensor
 
-from stamp_core.client.runtime import ClientRuntime, RoundId
+from stamp_core.client.runtime import ClientRuntime
 from stamp_core.config.params import read_params
 from stamp_core.config.schema import Split
 from stamp_core.data.plan import Plan, Task
-from stamp_core.methods.base.method import Log
 from stamp_core.methods.base.registry import resolve_preset
 from workbench.methods.stsa import STSA, STSAParams
 
@@ -58,13 +57,7 @@ def train_tasks(params: STSAParams, clients: int) -> dict[str, Tensor]:
     plan = Plan(Split("file", clients, 3), 0, dataset.digest, tasks(clients), classes=10)
     server, states, *_ = method.initial_states(plan)
     for task in range(3):
-        rounds = [
-            method.client_round(RoundId(0, client, task, 0, last=True), plan, state, {})
-            for client, state in enumerate(states)
-        ]
-        replies = [method.train_client(each) for each in rounds]
-        states = [reply.state for reply in replies]
-        server = method.aggregate(server, replies, Log())
+        server, states = exchange(method, plan, server, states, task, last=True)
     return {"gram": server["gram"], "products": server["products"], "head": method.head(server)[0]}
 
 

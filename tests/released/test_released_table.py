@@ -9,14 +9,9 @@ from executed import Execution
 from stamp_core.core.paths import ROOT
 
 
-def executions() -> list[Execution]:
-    """Those of all test modules beside this one."""
-    modules = [import_module(path.stem) for path in Path(__file__).parent.glob("test_*.py")]
-    values = [value for module in modules for value in vars(module).values()]
-    return [value for value in values if isinstance(value, Execution)]
-
-
 def test_marks() -> None:
     rows = re.findall(r"^\|.*`execution`.*\|$", (ROOT / "docs/deviations.md").read_text(), re.M)
     marks = [mark for row in rows for mark in re.findall(r"`execution`: [^;|]*[^;| ]", row)]
-    assert sorted(marks) == sorted(each.mark for each in executions())
+    modules = [import_module(path.stem) for path in Path(__file__).parent.glob("test_*.py")]
+    values = [value for module in modules for value in vars(module).values()]
+    assert sorted(marks) == sorted(each.mark for each in values if isinstance(each, Execution))

@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 import small
 import torch
-from executed import Execution, draws
+from executed import Execution, draws, exchange
 from torch import Tensor, nn
 
 from stamp_core.client import runtime
-from stamp_core.client.runtime import RoundId
 from stamp_core.data.plan import Plan, Task
 from stamp_core.engine.worker import Worker
 from stamp_core.methods.base.method import Log, State
@@ -34,6 +33,8 @@ PARAMETERS = 706  # of NETWORK
 SIZES = {"images": 96, "synthesis_batch_size": 16, "generator_width": 4}  # six rounds of synthesis
 TRAINING = {"rounds": 2, "epochs": 2, "batch_size": 4}
 SGD = {"lr": 0.01, "momentum": 0.9, "weight_decay": 5e-4}  # those in `_local_finetune`
+MEANS, VARIANCES = draws(4, 7), draws(5, 7).abs() + 0.5  # of the model's two normalisations
+STATISTICS = torch.cat([MEANS[:3], VARIANCES[:3], MEANS[3:], VARIANCES[3:]])
 MEAN, DEVIATION = (0.5, 0.4, 0.6), (0.25, 0.3, 0.2)  # of the channels
 
 
@@ -47,12 +48,6 @@ def images() -> tuple[Tensor, Tensor]:
 def weights(seed: int, count: int) -> Tensor:
     """The server's model (seed 1), the student (2), the generator and the student's map (3)."""
     return 0.4 * draws(seed, count)
-
-
-def statistics() -> Tensor:
-    """The model's running means and variances, those of one normalisation after the other."""
-    means, variances = draws(4, 7), draws(5, 7).abs() + 0.5
-    return torch.cat([means[:3], variances[:3], means[3:], variances[3:]])
 
 
 class Recorded:
@@ -102,8 +97,7 @@ def clients(execution: Execution, training: Mapping[str, Any], patch: pytest.Mon
     parts = torch.arange(len(y)).view(2, -1).tolist()
     tasks = tuple((Task(PAST, train=()), Task(NEW, train=tuple(part))) for part in parts)
     plan = Plan(experiment.setting.split, 0, drawn.digest, tasks, 10)
-    worker: Worker = small.worker(experiment, plan)
-    return worker
+    return small.worker(experiment, plan)
 
 
 def federation(
@@ -117,18 +111,14 @@ def federation(
     worker = clients(execution, training, patch)
     feed(patch, code, Recorded())
     server, states, *_ = worker.initial_states(0)
-    server = {**server, **own, "round": TRAINING["rounds"], "buffers": statistics()}
+    server = {**server, **own, "round": TRAINING["rounds"], "buffers": STATISTICS}
     server["parameters"] = weights(1, PARAMETERS)
     server["classes"][list(PAST)] = True
     method: Any = worker.method
     server = method.end_experience(server, Log())
     yield server
     for number in range(TRAINING["rounds"]):
-        sent = [method.broadcast(server, client) for client in range(2)]
-        ids = [RoundId(0, client, 1, number) for client in range(2)]
-        replies = [each.reply for each in map(worker.train_client, ids, states, sent)]
-        states = [reply.state for reply in replies]
-        server = method.aggregate(server, replies, Log())
+        server, states = exchange(method, worker.plans[0], server, states, 1, number)
         yield server
 
 
