@@ -306,10 +306,14 @@ class RehearsalReference(FedAvgReference):
         chosen = [np.empty(0, np.int64)]
         for label in np.unique(self.y[visit.indices]):
             own = visit.indices[self.y[visit.indices] == label]
-            address = (self.plan.seed, visit.client, visit.experience, f"memory of class {label}")
-            order = torch.randperm(len(own), generator=generator(*address)).numpy()
+            order = self.order(visit, int(label), own)
             chosen.append(own[order[: self.params.memory.exemplars_per_class]])
         state["memory"][visit.task] = np.concatenate(chosen)
+
+    def order(self, visit: Visit, label: int, own: Numbers) -> list[int]:
+        """In which the images of a class are chosen."""
+        address = (self.plan.seed, visit.client, visit.experience, f"memory of class {label}")
+        return torch.randperm(len(own), generator=generator(*address)).tolist()
 
     def replayed(self, visit: Visit, state: State) -> list[Numbers]:
         past = self.past(visit, state)
@@ -320,6 +324,17 @@ class RehearsalReference(FedAvgReference):
             order = torch.randperm(len(past), generator=draw).numpy()
             found.append(past[order[: round(self.params.ratio * len(batch))]])
         return found
+
+
+def herded(h: Array, count: int) -> list[int]:
+    """The greedy choice: each next row brings the mean of those chosen nearest to that of all."""
+    chosen = list[int]()
+    while len(chosen) < min(count, len(h)):
+        means = (h[chosen].sum(0) + h) / (len(chosen) + 1)
+        away = np.square(means - h.mean(0)).sum(1)
+        away[chosen] = np.inf
+        chosen.append(int(away.argmin()))
+    return chosen
 
 
 def sigmoid(x: Array) -> Array:

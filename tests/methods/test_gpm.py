@@ -9,8 +9,8 @@ import reference
 import small
 import torch
 from reference import CONFIGURATIONS, Array, FedAvgReference, Numbers, Reply, State, Visit
-from small import BATCH_NORM, BN_P, plan, tiny
-from torch import Tensor, nn
+from small import BATCH_NORM, BN_P, normal, plan, tiny
+from torch import nn
 
 from workbench.methods.base import subspaces
 from workbench.methods.base.subspaces import Layer, grow
@@ -109,17 +109,12 @@ def test_whole_runs_are_those_of_the_reference(project, configuration):
         assert row["notes"][name] == pytest.approx(np.nanmean(values), abs=1e-3), name
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"training": {"momentum": 0.9, "weight_decay": 0.05}}],
-    ids=["plain", "momentum and decay"],
-)
-def test_outputs_of_convolutions_for_past_images_stay(options):
+def test_outputs_of_convolutions_for_past_images_stay():
     """Training on the second task leaves the logits of the first one's four images as they were,
     if the bases are those of the received model."""
-    network = {**BATCH_NORM, "norm": "group"}
-    exact = {"epsilon": 1.0, "increment": 0.0, "split": {"images_per_class": 2}, **options}
-    experiment = tiny("gpm", network=network, **exact)
+    network, training = {**BATCH_NORM, "norm": "group"}, {"momentum": 0.9, "weight_decay": 0.05}
+    exact = {"epsilon": 1.0, "increment": 0.0, "split": {"images_per_class": 2}}
+    experiment = tiny("gpm", network=network, training=training, **exact)
     whole = plan(experiment)
     worker = small.worker(experiment, whole)
     arrived = small.arrived(worker, whole, 1)
@@ -154,13 +149,6 @@ def test_normalisation_is_fixed_after_the_first_task():
     assert moves[1][:104].any()
 
 
-# ------------------------------------------------------------------ layers and the rank rule
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
     "options",
@@ -169,9 +157,9 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 )
 def test_the_matrix_of_a_convolution_times_its_columns_is_its_output(options, bias):
     conv = nn.Conv2d(3, 4, 3, bias=bias, **options).double()
-    vector = draw(108 + 4 * bias, seed=1)
+    vector = normal(108 + 4 * bias, seed=1)
     nn.utils.vector_to_parameters(vector, conv.parameters())
-    x = draw(2, 3, 7, 8)
+    x = normal(2, 3, 7, 8)
     layer = Layer(conv, slice(0, 108), slice(108, 112) if bias else None, (4, 27 + bias))
     expected = conv(x).transpose(0, 1).flatten(1)  # [4, n L]
     torch.testing.assert_close(layer.matrix(vector) @ layer.columns(x), expected)
@@ -182,7 +170,7 @@ def test_the_matrix_of_a_convolution_times_its_columns_is_its_output(options, bi
 
 @pytest.mark.parametrize("value", [0.0, float("inf"), float("nan")])
 def test_inputs_without_a_direction_add_nothing(value):
-    basis = torch.linalg.qr(draw(5, 2)).Q
+    basis = torch.linalg.qr(normal(5, 2)).Q
     for shape in ((5, 1), (5, 5)):
         inputs = torch.full(shape, value, dtype=torch.float64)
         assert torch.equal(grow(basis, inputs, 1.0), basis)
@@ -193,7 +181,7 @@ def test_columns_stay_orthonormal_over_ten_tasks_in_float32(size):
     """Inputs that repeat add no direction of rounding noise, and a full basis stays full."""
     basis = torch.zeros(size, 0)
     for task in range(10):
-        basis = grow(basis.double(), draw(size, 4, seed=task % 8), 1.0).float()
+        basis = grow(basis.double(), normal(size, 4, seed=task % 8), 1.0).float()
         assert basis.shape[1] == min(size, 4 * min(task + 1, 8))
         identity = torch.eye(basis.shape[1])
         torch.testing.assert_close(basis.T @ basis, identity, rtol=0, atol=1e-6)

@@ -120,15 +120,6 @@ def test_the_first_step_is_plain_bit_for_bit(scope, training):
     assert all(entry["notes"] == {"gradma corrected": 0.0} for entry in record.history)
 
 
-@pytest.mark.parametrize("buffers", ["shared", "local", "frozen"])
-def test_gradients_at_other_points_keep_the_statistics_of_batch_normalisation(buffers):
-    """At learning rate 0 they are those of FedAvg bit for bit, also after batches of one."""
-    few: dict[str, Any] = {"network": BATCH_NORM, "split": {"images_per_class": 17}}
-    training = {"lr": 0, "batch_size": 11, "buffers": buffers}
-    record, fedavg = (run(tiny(kind, **few, training=training)) for kind in ("gradma", "fedavg"))
-    small.assert_same_weights(record, fedavg)
-
-
 def test_gradients_at_other_points_are_of_the_same_function():
     """At the received model the gradient there is the live one, with batch normalisation too."""
     experiment = tiny("gradma", network=BATCH_NORM)

@@ -35,7 +35,6 @@ def test_anchors_are_sent_until_a_client_has_replied_and_kept_exactly():
 
 
 def file_of(folder: Path, rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make `table.npy` in the folder of downloads."""
     monkeypatch.setattr(paths, "RAW", folder)
     np.save(folder / "table.npy", rows)
 

@@ -27,8 +27,8 @@ VECTORS, MAPS = {"kind": "identity"}, {"kind": "last_block", "channels": [4]}
 
 
 @pytest.fixture(params=[1, 2], ids=["vectors", "maps"])
-def side(request, monkeypatch):
-    """Digits as 64 features of 1 x 1, or as 16 of 2 x 2."""
+def network(request, monkeypatch):
+    """The one for digits as 64 features of 1 x 1, or as 16 of 2 x 2."""
     digits, side = small.dataset('{"source": "digits"}'), request.param
 
     def features(experiment: object) -> ImageDataset:
@@ -38,14 +38,13 @@ def side(request, monkeypatch):
         return replace(digits, **x, **moments)
 
     monkeypatch.setattr(small.Quick, "dataset", features)
-    return side
+    return VECTORS if side == 1 else MAPS
 
 
 @pytest.mark.parametrize("kind", registry.method_names())
-def test_every_method_trains_on_features_or_is_refused_by_name(kind, side):
-    refused = MADE | (ALIGNED if side == 1 else FROZEN)
+def test_every_method_trains_on_features_or_is_refused_by_name(kind, network):
+    refused = MADE | (ALIGNED if network == VECTORS else FROZEN)
     split = {"images_per_class": 10, "clients": 2, "tasks": 2}
-    network = VECTORS if side == 1 else MAPS
     experiment = whole(kind, network=network, split=split, training={"rounds": 1, "lr": 0.01})
     if kind in refused:
         with pytest.raises(ParameterError) as error:
@@ -58,17 +57,15 @@ def test_every_method_trains_on_features_or_is_refused_by_name(kind, side):
 
 
 @pytest.mark.parametrize("kind", ["fedas", "glfc"])
-def test_without_the_part_that_cannot_work_a_method_trains_on_features(kind, side):
+def test_without_the_part_that_cannot_work_a_method_trains_on_features(kind, network):
     params = dict(registry.get_method(kind).fedavg_equivalent or {})
-    network = VECTORS if side == 1 else MAPS
     options = {"network": network, "split": {"images_per_class": 10}, "training": {"lr": 0.01}}
     small.assert_same_weights(
         small.run(tiny(kind, **options, **params)), small.run(tiny(**options))
     )
 
 
-def test_synthetic_exemplars_and_attacks_are_refused(side):
-    network = VECTORS if side == 1 else MAPS
+def test_synthetic_exemplars_and_attacks_are_refused(network):
     memory = {"selection": "sre2l", "exemplars_per_class": 2}
     with pytest.raises(ParameterError, match=r"memory\.selection is 'sre2l'; it must be one that"):
         small.run(tiny("replay", network=network, memory=memory, weight=0.5))
@@ -77,9 +74,9 @@ def test_synthetic_exemplars_and_attacks_are_refused(side):
 
 
 @pytest.mark.parametrize("change", [{"shift": 2}, {"flip": True}])
-def test_augmentation_is_refused_where_it_does_nothing(change, side):
-    experiment = tiny(network=VECTORS if side == 1 else MAPS, training={**change, "lr": 0.01})
-    if side == 2:
+def test_augmentation_is_refused_where_it_does_nothing(change, network):
+    experiment = tiny(network=network, training={**change, "lr": 0.01})
+    if network == MAPS:
         small.run(experiment)
         return
     (name, value), right = *change.items(), "absent: it does nothing to 1 x 1 features"

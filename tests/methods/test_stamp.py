@@ -257,13 +257,9 @@ PARTS: dict[str, dict[str, Any]] = {
         "prototype": 0.02,
     },
     "every two steps": {
-        "temporal": {"every": 2, "past": "gradient", "images": 5, "normalise": "current"}
-    },
-    "every two steps, with exemplars": {
-        "temporal": {"every": 2, "past": "gradient", "reference": "weighted", "length": "free"},
+        "temporal": {"every": 2, "past": "gradient", "images": 5, "reference": "weighted"},
         "ratio": 1.0,
     },
-    "prototypes": {"prototype": 0.05},
     "all": {
         "spatial": {"normalise": "mean", "length": "1+kappa"},
         "temporal": {"normalise": "current", "length": "reference"},
@@ -285,9 +281,8 @@ def test_stamp_is_the_reference(params, configuration):
     reference.compare("stamp", configuration, StampReference, memory=MEMORY, **params)
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_alternating_losses_are_the_reference(momentum):
-    training = {"momentum": momentum, "epochs": 2}
+def test_alternating_losses_are_the_reference():
+    training = {"momentum": 0.9, "epochs": 2}
     params = {"training": training, "prototype": 0.05, "alternate": True, "memory": MEMORY}
     reference.compare("stamp", "plain", StampReference, **params)
 
@@ -378,18 +373,6 @@ def test_past_gradients_start_from_the_buffers_of_local_training(past):
     found = 2 * (received - message["parameters"]) - (received - trained)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=2e-6)
     assert expected.norm() > 1e-3
-
-
-IN_STEPS = {"every": 1, "past": "gradient", "reference": "weighted", "length": "free"}
-
-
-def test_matching_in_steps_without_a_radius_is_replay():
-    """Whose gradient is the mean over all images, weighted by their numbers."""
-    shared = {"memory": MEMORY, "ratio": 1.0}
-    replay = run(tiny("replay", **shared)).weights
-    matched = run(tiny("stamp", temporal={**IN_STEPS, "kappa": 0.0}, **shared)).weights
-    for name, values in replay.items():
-        np.testing.assert_allclose(matched[name], values, rtol=1e-5, atol=2e-6)
 
 
 def test_matching_after_more_steps_than_a_round_has_is_matching_once_bit_for_bit():

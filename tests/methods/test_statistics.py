@@ -10,14 +10,10 @@ import torch
 from reference import GROWING, Array, FedAvgReference, Numbers, Reply, State, Visit, softmax
 from small import tiny
 
-from stamp_core.client.runtime import RoundId
 from stamp_core.config.decode import ParameterError
-from stamp_core.config.schema import Split
 from stamp_core.core.seeding import generator
-from stamp_core.data.plan import Plan, Task
-from stamp_core.engine.experiment import Experiment
-from stamp_core.engine.worker import Worker
-from stamp_core.methods.base.method import DivergedError, Log
+from stamp_core.data.plan import Plan
+from stamp_core.methods.base.method import DivergedError
 from workbench.methods.stsa import estimated_rows
 
 KINDS = [
@@ -46,10 +42,14 @@ class StatisticsReference(FedAvgReference):
 
     def run(self) -> Array:
         super().run()
-        indices = np.concatenate([own for _, own in self.sent])
-        fixed, weight, bias = self.head(self.x[indices], self.y[indices])
-        bias[~np.isin(np.arange(self.classes), self.y[indices])] = -1e30
+        x, y = self.images()
+        fixed, weight, bias = self.head(x, y)
+        bias[~np.isin(np.arange(self.classes), y)] = -1e30
         return np.concatenate([fixed.ravel(), weight.ravel(), bias])
+
+    def images(self) -> tuple[Array, Numbers]:
+        indices = np.concatenate([own for _, own in self.sent])
+        return self.x[indices], self.y[indices]
 
 
 class STSAReference(StatisticsReference):
@@ -153,60 +153,35 @@ REFERENCES: dict[str, type[StatisticsReference]] = {
 }
 
 
+def with_one_image(plan: Plan) -> Plan:
+    """Client 0 has one image of its first task."""
+    return small.with_train(plan, {(0, 0): plan.clients[0][0].train[:1]})
+
+
 @pytest.mark.parametrize("configuration", GROWING)
 @pytest.mark.parametrize(("kind", "params"), KINDS)
-def test_a_whole_run_is_the_reference(kind, params, configuration):
-    """Also with absent and later clients; a task is sent once, though it comes in two cycles."""
-    record, naive, _ = reference.compare(kind, configuration, REFERENCES[kind], **params)
+def test_a_whole_run_is_the_reference(kind, params, configuration, tmp_path):
+    """Also with absent and later clients; a task is sent once, though it comes in two cycles.
+
+    Statistics are those of all images in one place, however clients and tasks divide them: ridge
+    regression is the joint one, and moments are those of the pooled images.
+    """
+    given = kind, configuration, REFERENCES[kind], tmp_path, with_one_image
+    record, naive, _ = reference.compare(*given, **params)
     assert all(entry["bytes"]["down"] == entry["sgd_steps"] == 0 for entry in record.history)
     uploads = sum(entry["bytes"]["up"] > 0 for entry in record.history)
     assert uploads == len({(visit.experience, visit.round) for visit, _ in naive.sent})
-
-
-def divided(experiment: Experiment, division: str, order: str) -> Plan:
-    """All images of six classes in three tasks among three clients, in one of three ways."""
-    labels = experiment.dataset().y_train.numpy()
-    tasks = {"same": [(0, 1, 2)] * 3, "reversed": [(2, 1, 0)] * 3}
-    tasks["own"] = [(0, 1, 2), (1, 2, 0), (2, 0, 1)]
-    owner = {
-        "at random": np.random.default_rng(0).integers(3, size=len(labels)),
-        "by class": labels % 3,
-        "uneven": np.where(np.arange(len(labels)) < 20, 1, 2 * (np.arange(len(labels)) % 50 > 0)),
-    }[division]
-
-    def task(client: int, number: int) -> Task:
-        own = np.flatnonzero((owner == client) & (labels // 2 == number))
-        return Task((2 * number, 2 * number + 1), None, tuple(own.tolist()))
-
-    clients = tuple(tuple(task(u, t) for t in tasks[order][u]) for u in range(3))
-    return Plan(Split("file", 3, 3), 0, experiment.dataset().digest, clients, classes=10)
-
-
-def final_server(worker: Worker) -> State:
-    server, states, *_ = worker.initial_states(0)
-    for experience in range(3):
-        rounds = [RoundId(0, client, experience, 0, last=True) for client in range(3)]
-        results = [worker.train_client(each, states[each.client], {}) for each in rounds]
-        server = worker.method.aggregate(server, [each.reply for each in results], Log())
-    return server
-
-
-@pytest.mark.parametrize("order", ["same", "reversed", "own"])
-@pytest.mark.parametrize("division", ["at random", "by class", "uneven"])
-@pytest.mark.parametrize(("kind", "params"), KINDS[1:])
-def test_statistics_are_those_of_all_images_in_one_place(kind, params, division, order):
-    """So ridge regression is the joint one, and moments are those of the pooled images."""
-    experiment = tiny(kind, split={"clients": 3}, training={"rounds": 1}, **params)
-    plan = divided(experiment, division, order)
-    worker = small.worker(experiment, plan)
-    server, naive = final_server(worker), REFERENCES[kind](experiment, plan)
-    x, y = worker.runtime.train_images(torch.from_numpy(np.flatnonzero(naive.y < 6)))
-    x, y = worker.runtime.normalise(x).flatten(1).double().numpy(), y.numpy()
-    assert server["counts"].tolist() == np.bincount(y, minlength=10).tolist()
-    assert (server["parameters"][-4:] == -1e30).all()  # biases of classes that nobody has
+    experiment = tiny(kind, **GROWING[configuration], **params)
+    server = small.saved(experiment, tmp_path)["server"]
+    worker = small.worker(experiment, naive.plan)
+    naive.x = worker.runtime.normalise(naive.data.x_train).flatten(1).double().numpy()
+    x, y = naive.images()
+    counts = np.bincount(y, minlength=10)
+    assert server["counts"].tolist() == counts.tolist()
+    assert (server["parameters"][-10:][counts == 0] == -1e30).all()  # biases
     if kind == "class_gaussians":
         means, covariances = moments(x, y, params["covariance"])
-        close(server["means"][:6], means)
+        close(server["means"][counts > 0], means)
         close(found_covariances(server, params["covariance"]), covariances)
         return
     weight, bias = worker.method.head(server)
@@ -216,12 +191,13 @@ def test_statistics_are_those_of_all_images_in_one_place(kind, params, division,
 
 
 def found_covariances(server: State, covariance: str) -> Array:
-    scatter, freedom = server["scatter"].numpy(), server["counts"].numpy()[:6] - 1
+    present = server["counts"].numpy() > 0
+    scatter, freedom = server["scatter"].numpy(), server["counts"].numpy()[present] - 1
     if covariance == "shared":
-        return np.stack([scatter[0] / freedom.sum()] * 6)
+        return np.stack([scatter[0] / freedom.sum()] * len(freedom))
     if covariance == "diagonal":
         scatter = scatter[:, None] * np.eye(scatter.shape[1])
-    return np.asarray(scatter[:6] / freedom[:, None, None])
+    return np.asarray(scatter[present] / np.maximum(1, freedom)[:, None, None])
 
 
 def close(found: Array, expected: Array) -> None:

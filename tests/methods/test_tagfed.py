@@ -41,7 +41,6 @@ class TagFedReference(FedAvgReference):
     """A client has a mask of owners (0: free, -1: copied) and the vectors that tasks have left."""
 
     def start(self) -> None:
-        """No group has averaged anything; no tail is trained."""
         self.rounds = 0
         self.groups: dict[Any, Array] = {}
         self.members: dict[int, Any] = {}
@@ -219,9 +218,6 @@ def test_whole_runs_are_those_of_the_reference(params, configuration, tmp_path):
             np.testing.assert_allclose(task["rest"], own["_rest"][int(name)], **CLOSE)
             picked = unpack_bits(task["picked"], P).numpy()
             np.testing.assert_array_equal(picked, own["_picked"][int(name)])
-
-
-# --- what a client keeps
 
 
 @pytest.mark.parametrize("network", [small.NETWORK, BATCH_NORM], ids=["mlp", "cnn"])

@@ -41,7 +41,6 @@ class VrMclReference(RehearsalReference):
     def meta_gradient(
         self, theta: Array, new: tuple[Array, Numbers], past: tuple[Array, Numbers]
     ) -> Array:
-        """By one backward pass through all inner steps, in float64."""
         start = torch.tensor(theta, requires_grad=True)
         params, weights, losses = self.params, start, list[Tensor]()
         count = max(1, params.inner_steps)
