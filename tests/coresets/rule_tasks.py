@@ -4,8 +4,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import small
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from stamp_core.config.schema import Network
@@ -25,6 +27,7 @@ NETWORKS = {
     "group norm": Network("cnn", features=6, channels=(4,), norm="group"),
 }
 Shape = tuple[int, int, int]
+Array = NDArray[np.float64]
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -44,15 +47,11 @@ def colour_images(n: int, low: int = 0, high: int = 256, seed: int = 0, side: in
     return values.to(torch.uint8)
 
 
-def zeros(width: int) -> Tensor:
-    return torch.zeros(width, dtype=torch.float64)
-
-
 def candidates_of(
     features: Tensor, count: int, exemplar_mean: Tensor | None = None, seen: int = 0, seed: int = 0
 ) -> Candidates:
     """Candidates of a class of which `seen` images with this mean were met."""
-    mean = zeros(features.shape[1]) if exemplar_mean is None else exemplar_mean
+    mean = torch.zeros(features.shape[1]).double() if exemplar_mean is None else exemplar_mean
     images = torch.zeros(len(features), 1, 2, 2, dtype=torch.uint8)
     prototype = class_prototype(features, mean, seen)
     return Candidates(images, features, prototype, mean, count, generator(seed))
@@ -89,9 +88,10 @@ def random_learner(
 def random_task(
     options_of: Callable[..., Any],
     defaults: Mapping[str, Any],
+    n: int = 13,
+    *,
     dtype: torch.dtype,
     shape: Shape,
-    n: int = 13,
     past: int = 7,
     seed: int = 0,
     network: Network = MLP,
@@ -151,8 +151,8 @@ CSREL: Mapping[str, Any] = {
 }
 SRE2L: Mapping[str, Any] = {"squeeze_epochs": 2, "batch_size": 3, "iterations": 6}
 
-bcsr_task = partial(random_task, bcsr.Options, {}, torch.float64, (1, 2, 2))
-ocs_task = partial(random_task, ocs.Options, OCS, torch.float32, (2, 8, 8))
+bcsr_task = partial(random_task, bcsr.Options, {}, dtype=torch.float64, shape=(1, 2, 2))
+ocs_task = partial(random_task, ocs.Options, OCS, dtype=torch.float32, shape=(2, 8, 8))
 csrel_task = partial(class_task, csrel.Options, CSREL)
 sre2l_task = partial(class_task, sre2l.Options, SRE2L)
 

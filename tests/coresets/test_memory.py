@@ -1,11 +1,11 @@
-"""Exemplar memories: prototypes, what a rule is given, merging, bounds, checkpoints."""
+"""Exemplar memories: merging, bounds, the reservoir, mixed styles."""
 
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,36 +13,25 @@ import small
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
+from rule_tasks import Array, generator
 from rule_tasks import colour_images as images
-from rule_tasks import generator, zeros
+from scipy import stats
 from torch import Tensor
 
 from stamp_core.coresets import memory
 from stamp_core.coresets.memory import (
     Memory,
     MemoryParams,
-    class_prototype,
+    mix_statistics,
     mixing_weights,
     mixstyle_images,
 )
 from stamp_core.coresets.selection import base
 from stamp_core.results.records import tree_bytes
 
-Array = NDArray[np.float64]
 RULES = [rule for rule in base.selection_rules() if not base.proposes(rule)]
 MERGES = ("mixstyle", "reservoir")
 quick = settings(deadline=None, max_examples=50, derandomize=True)
-
-
-def test_the_prototype_without_features_and_without_finite_ones():
-    assert class_prototype(torch.empty(0, 2), zeros(2), 0).tolist() == [0, 0]
-    assert class_prototype(torch.empty(0, 1), zeros(1) + 7, 5).tolist() == [7]
-    features = torch.tensor([[1.0, 2.0], [torch.nan, 0.0], [3.0, torch.inf], [5.0, 4.0]])
-    assert class_prototype(features, zeros(2), 0).tolist() == [3, 3]
-
-
-# ------------------------------------------------------------------------------------------ memory
 
 
 def encode(images: Tensor) -> Tensor:
@@ -66,10 +55,6 @@ def memory_of(params: MemoryParams, *tasks: tuple[int, Tensor]) -> Memory:
     for seed, (task, several) in enumerate(tasks):
         after = updated(after, 0, task, several, params, seed=seed)
     return after
-
-
-def as_bytes(several: Tensor) -> list[bytes]:
-    return [image.contiguous().numpy().tobytes() for image in several]
 
 
 def test_tasks_and_bytes_of_a_memory():
@@ -110,13 +95,7 @@ def test_a_memory_keeps_its_bounds(sequence, sizes, params):
         for c in (0, 1):
             met = {t for a, t in sequence[: number + 1] if a == c}
             offered = sum(len(pool[c, t]) for t in met)
-            own = now["labels"] == c
-            assert int(own.sum()) == min(params.exemplars_per_class, offered)
-            if params.merge == "reservoir":
-                contents = as_bytes(now["images"][own])
-                assert len(set(contents)) == len(contents)
-                for content, t in zip(contents, now["tasks"][own].tolist(), strict=True):
-                    assert content in as_bytes(pool[c, t])
+            assert int((now["labels"] == c).sum()) == min(params.exemplars_per_class, offered)
 
 
 def of_class(whole: Memory, label: int) -> Memory:
@@ -193,30 +172,25 @@ def test_a_class_is_merged_by_its_definition(merge, rule):
 
 def every_outcome(
     draw: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[Fraction, list[int]]]:
-    """Every result of a function that draws random permutations alone, with its probability.
+) -> Iterator[list[int]]:
+    """Every result of a function that draws as many random permutations of fixed sizes each time.
 
-    The permutations drawn are the branches of a tree, which is visited depth first.
+    All are equally likely.
     """
-    path: list[int] = []  # the branch that is taken at each draw
     sizes: list[int] = []
+    monkeypatch.setattr(torch, "randperm", lambda n, generator: sizes.append(n) or torch.arange(n))
+    draw()
+    for orders in itertools.product(*(itertools.permutations(range(n)) for n in sizes)):
+        left = iter(orders)
 
-    def randperm(n: int, generator: torch.Generator) -> Tensor:
-        orders = list(itertools.permutations(range(n)))
-        path.extend([0] * (len(sizes) == len(path)))
-        sizes.append(len(orders))
-        return torch.tensor(orders[path[len(sizes) - 1]], dtype=torch.int64)
+        def randperm(n: int, generator: torch.Generator, left: Any = left) -> Tensor:
+            order = next(left)
+            assert len(order) == n
+            return torch.tensor(order, dtype=torch.int64)
 
-    monkeypatch.setattr(torch, "randperm", randperm)
-    while True:
-        sizes.clear()
-        result = draw()
-        yield Fraction(1, math.prod(sizes)), result
-        while path and path[-1] + 1 == sizes[len(path) - 1]:
-            path.pop()
-        if not path:
-            return
-        path[-1] += 1
+        monkeypatch.setattr(torch, "randperm", randperm)
+        yield draw()
+        assert next(left, None) is None
 
 
 @pytest.mark.parametrize(
@@ -226,13 +200,14 @@ def test_a_random_reservoir_is_a_uniform_sample_of_all_images(sizes, count, monk
     params = MemoryParams(selection="uniform", exemplars_per_class=count, merge="reservoir")
     levels = torch.arange(sum(sizes), dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 3, 4, 4)
     tasks = list(enumerate(levels.split(list(sizes))))
-    found: dict[frozenset[int], Fraction] = defaultdict(Fraction)
-    for probability, kept in every_outcome(
-        lambda: memory_of(params, *tasks)["images"][:, 0, 0, 0].tolist(), monkeypatch
-    ):
-        found[frozenset(kept)] += probability
-    subsets = [frozenset(each) for each in itertools.combinations(range(sum(sizes)), count)]
-    assert found == dict.fromkeys(subsets, Fraction(1, len(subsets)))
+    found = Counter(
+        frozenset(kept)
+        for kept in every_outcome(
+            lambda: memory_of(params, *tasks)["images"][:, 0, 0, 0].tolist(), monkeypatch
+        )
+    )
+    subsets = {frozenset(each) for each in itertools.combinations(range(sum(sizes)), count)}
+    assert found.keys() == subsets and len(set(found.values())) == 1
 
 
 @settings(quick, max_examples=200)
@@ -261,3 +236,34 @@ def test_synthetic_exemplars_share_the_memory_with_as_many_new_ones():
     draws = [memory._draw_remaining(9, 9, 4, 4, 9, generator(seed)) for seed in range(runs)]
     mean = sum(map(len, draws)) / runs
     assert abs(mean - 4.5) < 5 * math.sqrt(81 / 68 / runs)
+
+
+# ----------------------------------------------------------------------------------- mixed styles
+
+
+@quick
+@given(
+    seed=st.integers(0, 10**6), side=st.sampled_from([1, 2, 5]), spread=st.sampled_from([1, 2, 256])
+)
+def test_a_weight_of_one_is_the_identity_bit_for_bit(seed, side, spread):
+    content, style = images(4, 0, spread, seed, side), images(4, seed=seed + 1, side=side)
+    assert torch.equal(mixstyle_images(content, style, torch.ones(4)), content)
+
+
+@pytest.mark.parametrize("side", [1, 4])
+def test_constant_images_stay_finite(side):
+    """Constant content becomes the style's mean; a constant style leaves almost no contrast."""
+    flat, rich = torch.full((2, 3, side, side), 7, dtype=torch.uint8), images(2, side=side)
+    half = torch.full((2,), 0.5)
+    assert torch.isfinite(mix_statistics(flat / 255.0, rich / 255.0, half)).all()
+    expected = rich.double().mean((2, 3), keepdim=True).round().expand(rich.shape)
+    assert torch.equal(mixstyle_images(flat, rich, torch.zeros(2)), expected.to(torch.uint8))
+    faded = mixstyle_images(rich, flat, torch.zeros(2)).int()
+    assert (faded - 7).abs().max() <= 1
+
+
+@pytest.mark.parametrize("alpha", [0.1, 1.0, 4.0])
+def test_mixing_weights_follow_the_beta_distribution(alpha):
+    found = mixing_weights(5000, generator(), alpha).numpy()
+    assert found.dtype == np.float64
+    assert stats.kstest(found, stats.beta(alpha, alpha).cdf).pvalue > 0.01

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
-from rule_tasks import BATCH_NORM, MLP, OCS, generator, indices_of, normal
+from rule_tasks import BATCH_NORM, MLP, OCS, Array, generator, indices_of, normal
 from rule_tasks import ocs_task as make_task
 from torch import Tensor
 
@@ -15,7 +14,6 @@ from stamp_core.coresets.selection.base import TaskData
 from workbench.selection import ocs
 from workbench.selection.ocs import Options
 
-Array = NDArray[np.float64]
 SHORTAGE = "ocs: a class had too few candidates"
 NOT_FINITE = "ocs: a gradient was not finite"
 PAST_NOT_FINITE = "ocs: the gradient of the past was not finite"

@@ -10,10 +10,8 @@ import small
 import torch
 import torch.nn.functional as F
 from small import plan, run, tiny
-from torch import Tensor
 
 from stamp_core.client.runtime import RoundId
-from stamp_core.config.decode import ParameterError, build
 from stamp_core.core.seeding import generator
 from stamp_core.coresets import memory
 from stamp_core.coresets.memory import MemoryParams
@@ -26,10 +24,7 @@ GIVEN: list[TaskData] = []  # what the rule `recording` was given
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the rule `synthetic`."""
-
     soft: bool = True
-    height: int = 7
 
 
 def propose_synthetic(task: TaskData) -> Proposal:
@@ -57,7 +52,6 @@ def two_more_rules(monkeypatch):
     }
     monkeypatch.setattr(base, "load_rule", lambda rule: more.get(rule) or known(rule))
     monkeypatch.setattr(small.Quick, "files", lambda self: [])  # the rules have none
-    yield
 
 
 def replaying(rule: str, exemplars_per_class: int = 3, **params: Any) -> Any:
@@ -71,18 +65,6 @@ def arrived(experiment: Any, experience: int) -> tuple[Any, Any]:
     return worker, small.arrived(worker, plan(experiment), experience)
 
 
-def content_order(images: Tensor, labels: Tensor) -> list[int]:
-    keys = list(zip(labels.tolist(), images.flatten(1).tolist(), strict=True))
-    return sorted(range(len(keys)), key=keys.__getitem__)
-
-
-def test_options_are_those_of_the_rule_and_checked():
-    assert base.rule_options("synthetic", {"height": 3}) == Options(height=3)
-    assert base.rule_options("herding", {}) == base.NoOptions()
-    with pytest.raises(ParameterError, match=r"here.options.height is 'x'; it must be a wh"):
-        build(MemoryParams, {"selection": "synthetic", "options": {"height": "x"}}, "here")
-
-
 # ----------------------------------------------------------------------------------- the memory
 
 
@@ -94,8 +76,8 @@ def test_what_a_rule_is_given():
     reply = worker.train_client(*args).reply
     first, task = GIVEN
     dataset = experiment.dataset()
-    own = plan(experiment).train_indices(dataset, 0, 1)
-    own = own[content_order(dataset.x_train[own], dataset.y_train[own])]
+    own = plan(experiment).train_indices(dataset, 0, 1).tolist()
+    own.sort(key=lambda i: (int(dataset.y_train[i]), dataset.x_train[i].flatten().tolist()))
     assert torch.equal(task.images, dataset.x_train[own])
     assert torch.equal(task.labels, dataset.y_train[own])
     assert not len(first.past[1]) and len(task.past[1]) == 8

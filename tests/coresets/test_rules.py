@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ from small import plan, run, tiny
 from torch import Tensor
 
 from stamp_core.coresets.selection import base
-from stamp_core.coresets.selection.base import Proposal, TaskData
+from stamp_core.coresets.selection.base import TaskData
 from stamp_core.data.plan import Plan
 from stamp_core.engine.worker import Worker
 from stamp_core.methods.base.method import State
@@ -134,10 +133,6 @@ def test_a_proposal_has_every_image_of_the_task_once(rule, options, sizes):
         assert set(task.events) <= {"ocs: a class had too few candidates"}
 
 
-def assert_equal_proposals(one: Proposal, other: Proposal) -> None:
-    small.assert_equal_trees(vars(one), vars(other))
-
-
 @pytest.mark.parametrize(("rule", "options"), VARIANTS, ids=name_of)
 def test_a_proposal_depends_on_contents_and_generator_alone(rule, options):
     """Not on the order of the images, on torch's generator or on what the learner did before.
@@ -160,9 +155,8 @@ def test_a_proposal_depends_on_contents_and_generator_alone(rule, options):
     if rule == "ocs":  # it uses the learner's weights as it is given them
         task.learner.load_client_weights()
     shuffled = replace(task, images=task.images[order], labels=task.labels[order])
-    assert_equal_proposals(
-        base.propose_exemplars(rule, replace(shuffled, generator=generator())), first
-    )
+    again = base.propose_exemplars(rule, replace(shuffled, generator=generator()))
+    small.assert_equal_trees(vars(again), vars(first))
     others = [
         base.propose_exemplars(rule, replace(task, generator=generator(seed))) for seed in (1, 2, 3)
     ]
@@ -172,27 +166,14 @@ def test_a_proposal_depends_on_contents_and_generator_alone(rule, options):
 
 # ------------------------------------------------------------------------------ rules in clients
 
-QUICK: Mapping[str, Options] = MappingProxyType(
-    {
-        "csrel": {"reference_epochs": 1, "selection_steps": 2, "train_steps": 2},
-        "sre2l": {"squeeze_epochs": 1, "iterations": 3},
-    }
-)
-
-
-def memory_of(rule: str, exemplars_per_class: int = 3, **changes: Any) -> dict[str, Any]:
-    """The parameters of a memory by a rule, with options that take little time."""
-    options = dict(QUICK.get(rule, {}))
-    return {
-        "selection": rule,
-        "exemplars_per_class": exemplars_per_class,
-        "options": options,
-        **changes,
-    }
+QUICK: Mapping[str, Options] = {  # options that take little time
+    "csrel": {"reference_epochs": 1, "selection_steps": 2, "train_steps": 2},
+    "sre2l": {"squeeze_epochs": 1, "iterations": 3},
+}
 
 
 def replaying(rule: str, exemplars_per_class: int = 3, **options: Any) -> Any:
-    memory = memory_of(rule, exemplars_per_class, merge="reservoir")
+    memory = small.kept(exemplars_per_class, selection=rule, options=QUICK.get(rule, {}))
     return tiny("replay", memory=memory, balanced=True, weight=1.0, **options)
 
 

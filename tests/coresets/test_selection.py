@@ -20,7 +20,6 @@ from workbench.selection.least_squares import minimum_norm, solve_printed_proble
 from workbench.selection.nonnegative import nonnegative_solution
 
 quick = settings(deadline=None, max_examples=50, derandomize=True)
-seeds = st.integers(0, 10**6)
 
 
 def test_uniform_choice_depends_on_the_generator_alone():

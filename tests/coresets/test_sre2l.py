@@ -8,8 +8,7 @@ import pytest
 import small
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
-from rule_tasks import BATCH_NORM, CLASSES, MLP, NETWORKS, float_buffers, generator
+from rule_tasks import BATCH_NORM, CLASSES, MLP, NETWORKS, Array, float_buffers, generator
 from rule_tasks import sre2l_task as make_task
 from torch import Tensor, nn
 
@@ -19,7 +18,6 @@ from stamp_core.coresets.selection.base import TaskData
 from stamp_core.models.networks import Classifier, set_train_mode
 from workbench.selection import sre2l
 
-Array = NDArray[np.float64]
 NO_NORM = "sre2l: no batch normalisation, no statistics to match"
 NO_SQUEEZE = "sre2l: the squeeze did not lower the loss"
 REPLACED = "sre2l: real images in place of synthetic ones that are not finite"
@@ -50,7 +48,6 @@ def two_norms() -> Classifier:
         network = Classifier(Backwards(first, second), 5, CLASSES)
         for norm in network.norms:
             nn.init.uniform_(norm.weight, 0.5, 2)
-            assert norm.running_mean is not None and norm.running_var is not None
             norm.running_mean.normal_()
             norm.running_var.uniform_(0.2, 3)
     return network.eval()
@@ -72,7 +69,6 @@ def layers_of(network: Classifier, images: Tensor) -> list[Layer]:
 def test_the_gradient_of_a_statistics_loss_of_0_is_finite():
     """Although a norm has no gradient at 0: here of a constant batch."""
     norm = nn.BatchNorm2d(1)
-    assert norm.running_var is not None
     norm.running_var.zero_()
     x = torch.zeros(2, 1, 3, 3, requires_grad=True)
     (gradient,) = torch.autograd.grad(sre2l._statistics_loss({norm: x}), x)

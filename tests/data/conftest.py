@@ -1,7 +1,7 @@
 """Every test of data has folders of its own for downloads and for the cache."""
 
 import pytest
-from folders import fill_train_and_test
+from folders import fill
 
 from stamp_core.core import paths
 
@@ -20,5 +20,6 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def images(raw):
-    """The images of a set with folders train and test, those for training first."""
-    return fill_train_and_test(raw / "set")
+    """The images of a set with folders train (4 + 3) and test (2 + 2), training first."""
+    train = fill(raw / "set" / "train", {"cat": 4, "dog": 3})
+    return train + fill(raw / "set" / "test", {"cat": 2, "dog": 2}, seed=100)

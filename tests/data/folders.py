@@ -1,7 +1,6 @@
 """Folders of small images for the tests of folders and of decoding."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from PIL import Image
 
 from stamp_core.core import paths
-from stamp_core.data import cache
 from stamp_core.data.cache import Bytes
 from stamp_core.data.dataset import ImageDataset
 from stamp_core.data.loading import load_dataset
@@ -42,12 +40,6 @@ def fill(folder: Path, counts: dict[str, int], seed: int = 0) -> list[Bytes]:
     return images
 
 
-def fill_train_and_test(root: Path) -> list[Bytes]:
-    """Write a set with folders train (4 + 3) and test (2 + 2); its images, training first."""
-    train = fill(root / "train", {"cat": 4, "dog": 3})
-    return train + fill(root / "test", {"cat": 2, "dog": 2}, seed=100)
-
-
 def all_images(found: ImageDataset) -> Bytes:
     """All images, those for training first.  # [N, H, W, C]"""
     images: Bytes = torch.cat([found.x_train, found.x_test]).numpy().transpose(0, 2, 3, 1)
@@ -57,26 +49,12 @@ def all_images(found: ImageDataset) -> Bytes:
 def load_error(spec: dict[str, Any], kind: type[Exception] = FileNotFoundError) -> str:
     with pytest.raises(kind) as error:
         load_dataset(spec)
+    assert type(error.value) is kind and "\n" not in str(error.value)
     return str(error.value)
 
 
-def load_in_two_threads(
-    spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> list[ImageDataset]:
-    """A set as loaded by two threads, both of which find nothing in the cache."""
-    meet, create = threading.Barrier(2, timeout=10), cache.create
-
-    def create_together(*arguments: Any) -> None:
-        meet.wait()
-        create(*arguments)
-
-    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
-        patch.setattr(cache, "create", create_together)
-        return [*pool.map(load_dataset, [spec, spec])]
-
-
-def cached() -> list[str]:
-    return sorted(path.name for path in paths.CACHE.glob("[!.]*"))
+def cached() -> list[Path]:
+    return sorted(paths.CACHE.glob("[!.]*"))
 
 
 def flip(path: Path) -> None:
@@ -84,3 +62,8 @@ def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
+
+
+def edit(old: str, new: str) -> Callable[[Path], object]:
+    """What replaces a text in a file, once."""
+    return lambda path: path.write_text(path.read_text().replace(old, new, 1))

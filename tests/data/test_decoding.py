@@ -5,8 +5,9 @@ import multiprocessing
 import os
 import signal
 import struct
+import threading
 import zlib
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,7 @@ import numpy as np
 import pytest
 import small
 import torch
-from folders import (
-    SIDE,
-    WHOLE,
-    all_images,
-    cached,
-    flip,
-    load_error,
-    load_in_two_threads,
-    noise,
-    write_image,
-)
+from folders import SIDE, WHOLE, all_images, cached, edit, flip, load_error, noise, write_image
 from PIL import Image
 
 from stamp_core.core import paths, vision
@@ -166,7 +157,7 @@ def test_a_damaged_image_is_named_and_decoding_can_be_continued(raw, images, nam
     path.write_bytes(content[: len(content) * 3 // 4] if path.stem == "cut" else b"")
     error = load_error(WHOLE, ValueError)
     assert error.startswith(f"{path} is not a readable image: {reason}")
-    assert cached() == [the_folder(".part").name]
+    assert cached() == [the_folder(".part")]
     path.unlink()
     assert np.array_equal(all_images(load_dataset(WHOLE)), np.stack(images))
 
@@ -255,7 +246,7 @@ def test_decoding_continues_after_the_last_chunk_of_a_killed_process(
     found = load_dataset(WHOLE)
     assert len(names) == left
     assert np.array_equal(all_images(found), np.stack(images))
-    assert cached() == [draft.stem]
+    assert cached() == [draft.with_suffix("")]
     monkeypatch.setattr(paths, "CACHE", paths.CACHE.with_name("uninterrupted"))
     assert load_dataset(WHOLE).digest == found.digest
 
@@ -284,13 +275,18 @@ def test_a_damaged_draft_is_decoded_again(images, monkeypatch, harm, left):
 
 
 def test_two_threads_decode_each_image_once(images, monkeypatch):
-    names = count_decoded(monkeypatch)
-    one, other = load_in_two_threads(WHOLE, monkeypatch)
+    """Although both find nothing in the cache."""
+    names, create = count_decoded(monkeypatch), cache.create
+    meet = threading.Barrier(2, timeout=10)
+
+    def create_together(*arguments: Any) -> None:
+        meet.wait()
+        create(*arguments)
+
+    monkeypatch.setattr(cache, "create", create_together)
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(load_dataset, [WHOLE, WHOLE])
     assert len(names) == 11 and one.digest == other.digest
-
-
-def edit(old: str, new: str) -> Callable[[Path], None]:
-    return lambda path: path.write_text(path.read_text().replace(old, new, 1))
 
 
 @pytest.mark.parametrize(

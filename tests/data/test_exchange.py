@@ -13,7 +13,6 @@ from toy import images
 from stamp_core.config.decode import ParameterError, to_plain
 from stamp_core.config.schema import Split
 from stamp_core.data.dataset import ImageDataset
-from stamp_core.data.plan import Plan
 from stamp_core.data.split import make_plan
 from workbench.exchange import export_plan, import_plan
 
@@ -30,12 +29,6 @@ PLANS: dict[str, tuple[Split, ImageDataset]] = {
 }
 
 
-def indices(plan: Plan, dataset: ImageDataset) -> list[list[int]]:
-    pairs = [(u, t) for u in range(len(plan.clients)) for t in range(plan.tasks)]
-    draws = (plan.train_indices, plan.test_indices)
-    return [draw(dataset, *pair).tolist() for pair in pairs for draw in draws]
-
-
 @pytest.mark.parametrize("suffix", ["json", "csv"])
 @pytest.mark.parametrize("name", PLANS)
 def test_an_exported_plan_comes_back(name, suffix, tmp_path):
@@ -43,7 +36,7 @@ def test_an_exported_plan_comes_back(name, suffix, tmp_path):
     plan, path = make_plan(split, dataset, 7), tmp_path / "new" / f"plan.{suffix}"
     export_plan(plan, dataset, path)
     came = import_plan(path, dataset)
-    assert came.clients == plan.clients and indices(came, dataset) == indices(plan, dataset)
+    assert came.clients == plan.clients and came.data_digest == plan.data_digest
     if suffix == "json":
         assert came == plan and came.hash == plan.hash
     assert import_plan(path, dataset, seed=3).seed == 3

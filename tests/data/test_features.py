@@ -57,11 +57,6 @@ def spec(images: dict[str, Any], **options: Any) -> dict[str, Any]:
     return {"source": "features", "of": images, "encoder": NAME, "size": 64, **options}
 
 
-def encoded(network: EfficientNetLite, x: Tensor, output: str) -> Tensor:
-    resized = torch.from_numpy(convert(x.numpy(), ImageOptions(size=64)))
-    return network.maps(resized) if output == "maps" else network(resized)[:, :, None, None]
-
-
 # ------------------------------------------------------------------ values
 
 
@@ -72,7 +67,8 @@ def test_features_are_those_of_the_encoder_to_half_a_level(images, encoder, outp
     assert found.shape == shape and found.domains == ("a", "b")
     for name in ("y_train", "y_test", "domain_train", "domain_test"):
         assert torch.equal(getattr(found, name), getattr(original, name)), name
-    values = encoded(encoder, original.x_train, output)
+    resized = torch.from_numpy(convert(original.x_train.numpy(), ImageOptions(size=64)))
+    values = encoder.maps(resized) if output == "maps" else encoder(resized)[:, :, None, None]
     low, high = values.amin((0, 2, 3)), values.amax((0, 2, 3))
     step = (high - low).view(-1, 1, 1) / 255
     levels = found.x_train.float()

@@ -126,31 +126,17 @@ def test_a_missing_folder_is_named(raw, images, harm, where, right):
 # ------------------------------------------------------------------ ImageNet-1K and Office-31
 
 
-@pytest.fixture
-def imagenet(raw):
-    """Two classes of five images for training and three for validation, sorted."""
+def test_imagenet_is_read_as_torchvision_lays_it_out_and_counted(raw, monkeypatch):
+    """Two classes of five images for training and three for validation."""
     train = fill(raw / "imagenet1k" / "train", {"n01440764": 5, "n01443537": 5})
-    return train + fill(raw / "imagenet1k" / "val", {"n01440764": 3, "n01443537": 3}, seed=50)
-
-
-@pytest.mark.parametrize("inner", ["", "/images"])
-def test_office_is_read_in_both_layouts(raw, inner):
-    names = [f"{domain}{inner}/class{k:02d}" for domain in OFFICE for k in range(31)]
-    content = fill(raw / "office31", dict.fromkeys(names, 2))
-    found = load_dataset({"source": "office31", "size": SIDE, "test_share": 0.5})
-    assert len(found.classes) == 31 and found.domains == OFFICE
-    assert np.array_equal(all_images(found), content[::2] + content[1::2])
-    assert torch.equal(found.domain_test, torch.arange(3).repeat_interleave(31))
-
-
-def test_imagenet_is_read_as_torchvision_lays_it_out_and_counted(imagenet, monkeypatch):
+    val = fill(raw / "imagenet1k" / "val", {"n01440764": 3, "n01443537": 3}, seed=50)
     counts = imagenet1k.expected(imagenet1k.Options())
     assert counts.train.sum() == 1_281_167 and counts.test.sum() == 50_000
     assert counts.train.shape == (1, 1000) and np.ptp(counts.train) == 1
     for name, small_ in {"CLASSES": 2, "TRAIN_IMAGES": 10, "VAL_IMAGES": 3}.items():
         monkeypatch.setattr(imagenet1k, name, small_)
     found = load_dataset({"source": "imagenet1k", "size": SIDE})
-    assert np.array_equal(all_images(found), np.stack(imagenet))
+    assert np.array_equal(all_images(found), np.stack(train + val))
     assert found.classes == ("n01440764", "n01443537")
     counts = imagenet1k.expected(imagenet1k.Options(size=SIDE))
     assert found.x_train.shape[1:] == counts.shape and counts.domains == ("all",)
@@ -158,14 +144,14 @@ def test_imagenet_is_read_as_torchvision_lays_it_out_and_counted(imagenet, monke
     assert counts.test.tolist() == [torch.bincount(found.y_test).tolist()]
 
 
-@pytest.mark.parametrize("share", [0.25, 0.6])
-def test_expected_counts_of_office_are_divided_as_its_files(raw, share, monkeypatch):
+@pytest.mark.parametrize(("share", "inner"), [(0.25, ""), (0.6, "/images")])
+def test_office_is_read_in_both_layouts_and_counted(raw, share, inner, monkeypatch):
     counts = office31.expected(office31.Options())
     assert (counts.train + counts.test).sum(1).tolist() == [2817, 498, 795]
     counted = [[2 + k % 4 for k in range(31)], [6 - k % 3 for k in range(31)], [4] * 31]
     sizes = dict(zip(OFFICE, counted, strict=True))
     for domain, counted in sizes.items():
-        fill(raw / "office31", {f"{domain}/class{k:02d}": n for k, n in enumerate(counted)})
+        fill(raw / "office31", {f"{domain}{inner}/class{k:02d}": n for k, n in enumerate(counted)})
     texts = {domain: " ".join(map(str, each)) for domain, each in sizes.items()}
     monkeypatch.setattr(office31, "_IMAGES", texts)
     options = {"size": SIDE, "test_share": share}

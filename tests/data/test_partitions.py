@@ -80,15 +80,6 @@ def test_equal_images_are_different_ones():
     assert sorted(found) == [0, 2, 4, 7, 9] and found[1:3] == [7, 0]
 
 
-def write_pickled(path: Path, content: bytes) -> None:
-    """A client's file whose array of objects is a pickle of any content."""
-    stream = io.BytesIO()
-    header = {"descr": "|O", "fortran_order": False, "shape": ()}
-    np.lib.format.write_array_header_1_0(stream, header)
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
-        file.writestr("data.npy", stream.getvalue() + content)
-
-
 def pickled(x: Any, protocol: int = 4) -> bytes:
     return pickle.dumps(np.array({"x": x, "y": np.zeros(4, np.int64)}, object), protocol)
 
@@ -117,8 +108,11 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_pickle_is_refused(name, tmp_path):
     content, message = HOSTILE[name]
-    folder = write_folder(tmp_path / "Set", [GOOD])
-    write_pickled(folder / "train/0.npz", content)
+    folder, stream = write_folder(tmp_path / "Set", [GOOD]), io.BytesIO()
+    header = {"descr": "|O", "fortran_order": False, "shape": ()}
+    np.lib.format.write_array_header_1_0(stream, header)
+    with zipfile.ZipFile(folder / "train/0.npz", "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("data.npy", stream.getvalue() + content)
     with pytest.raises(ParameterError, match=rf"0\.npz is not .* of PFLlib: .*{message}") as error:
         import_pfllib(folder, GREY, 1)
     assert "\n" not in str(error.value)

@@ -9,8 +9,8 @@ import shutil
 import tarfile
 import urllib.request
 import zipfile
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -29,14 +29,18 @@ from workbench.sources import digit10
 
 Files = dict[str, bytes]  # by their paths below data/raw
 
-ALL = ("cifar10", "cifar100", "mnist", "emnist_digits", "usps", "svhn")
 DIGITS = ("mnist", "emnist_digits", "usps", "svhn")
 LABELS = (*range(10), 3, 3)  # of the training images of every set here; tests are 0..9
 
 
 @pytest.fixture(autouse=True)
-def no_network(monkeypatch):
+def published(monkeypatch):
+    """The contents of files that torchvision takes for the published ones, without a network."""
+    contents = set[bytes]()
+    utils = vision.load_torchvision().datasets.utils
+    monkeypatch.setattr(utils, "check_md5", lambda path, md5: Path(path).read_bytes() in contents)
     monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    return contents
 
 
 def refuse(*_: object, **__: object) -> None:
@@ -54,10 +58,6 @@ def parts(*shape: int) -> list[tuple[str, np.ndarray, np.ndarray]]:
     return [(part, drawn(labels, *shape), np.array(labels)) for part, labels in both]
 
 
-def md5(content: bytes) -> str:
-    return hashlib.md5(content).hexdigest()
-
-
 def idx(array: np.ndarray) -> bytes:
     head = np.array([0x0800 + array.ndim, *array.shape], ">u4")
     return head.tobytes() + array.astype(np.uint8).tobytes()
@@ -73,42 +73,30 @@ def tar(files: Files) -> bytes:
     return out.getvalue()
 
 
-def cifar(patch: pytest.MonkeyPatch, name: str, key: str, names: list[str]) -> tuple[Files, Files]:
-    """A small CIFAR: the files that are read, and the archive that they come in."""
-    kind = getattr(vision.load_torchvision().datasets, name.upper())
-    (_, x_train, y_train), (_, x_test, y_test) = parts(3, 32, 32)
-    batches, files = len(kind.train_list), {}
+def write_cifar(name: str, key: str, names: list[str]) -> tuple[Files, Files]:
+    kind = getattr(vision.load_torchvision().datasets, name)
+    (_, x_train, y_train), (_, *test) = parts(3, 32, 32)
+    batches = len(kind.train_list)
     cuts = zip(np.array_split(x_train, batches), np.array_split(y_train, batches), strict=True)
-    for (file, _), (x, y) in zip(
-        [*kind.train_list, *kind.test_list], [*cuts, (x_test, y_test)], strict=True
-    ):
-        files[file] = pickle.dumps({"data": x.reshape(-1, 3072), key: y.tolist()})
+    listed = zip([*kind.train_list, *kind.test_list], [*cuts, test], strict=True)
+    files = {
+        file: pickle.dumps({"data": x.reshape(-1, 3072), key: y.tolist()})
+        for (file, _), (x, y) in listed
+    }
     files[kind.meta["filename"]] = pickle.dumps({kind.meta["key"]: names})
-    for listed in ("train_list", "test_list"):
-        sums = [[file, md5(files[file])] for file, _ in getattr(kind, listed)]
-        patch.setattr(kind, listed, sums)
-    patch.setattr(kind, "meta", {**kind.meta, "md5": md5(files[kind.meta["filename"]])})
     read = {f"{kind.base_folder}/{file}": content for file, content in files.items()}
-    archive = tar(read)
-    patch.setattr(kind, "tgz_md5", md5(archive))
-    return read, {kind.filename: archive}
+    return read, {kind.filename: tar(read)}
 
 
-def written(patch: pytest.MonkeyPatch, name: str) -> tuple[Files, Files]:
-    """A small set: the files that are read, and those that are downloaded; the checksums fit."""
-    return WRITERS[name](patch)
-
-
-def write_mnist(patch: pytest.MonkeyPatch) -> tuple[Files, Files]:
-    kind, read = vision.load_torchvision().datasets.MNIST, {}
+def write_mnist() -> tuple[Files, Files]:
+    read = {}
     for (_, x, y), start in zip(parts(28, 28), ("train", "t10k"), strict=True):
         read |= {f"{start}-images-idx3-ubyte": idx(x), f"{start}-labels-idx1-ubyte": idx(y)}
     packed = {f"{file}.gz": gzip.compress(content) for file, content in read.items()}
-    patch.setattr(kind, "resources", [(file, md5(packed[file])) for file, _ in kind.resources])
     return tuple({f"MNIST/raw/{f}": c for f, c in files.items()} for files in (read, packed))
 
 
-def write_emnist(patch: pytest.MonkeyPatch) -> tuple[Files, Files]:
+def write_emnist() -> tuple[Files, Files]:
     read, archive = {}, io.BytesIO()
     for part, x, y in parts(28, 28):
         start = f"emnist-digits-{part}"
@@ -117,55 +105,56 @@ def write_emnist(patch: pytest.MonkeyPatch) -> tuple[Files, Files]:
     with zipfile.ZipFile(archive, "w") as opened:
         for file, content in read.items():
             opened.writestr(f"gzip/{file}.gz", gzip.compress(content))
-    patch.setattr(vision.load_torchvision().datasets.EMNIST, "md5", md5(archive.getvalue()))
     files = {f"EMNIST/raw/{file}": content for file, content in read.items()}
     return files, {"EMNIST/raw/gzip.zip": archive.getvalue()}
 
 
-def write_usps(patch: pytest.MonkeyPatch) -> tuple[Files, Files]:
+def write_usps() -> tuple[Files, Files]:
     """Lines `label 1:pixel 2:pixel ...` with labels from 1 and pixels in -1..1."""
-    kind, read, sums = vision.load_torchvision().datasets.USPS, {}, {}
-    for part, x, y in parts(16, 16):
-        url, file, _ = kind.split_list[part]
+    read = {}
+    for (_, x, y), file in zip(parts(16, 16), ("usps.bz2", "usps.t.bz2"), strict=True):
         lines = [
             f"{label + 1} " + " ".join(f"{k}:{2 * v / 255 - 1:.6f}" for k, v in enumerate(row, 1))
             for row, label in zip(x.reshape(len(x), -1).astype(int), y, strict=True)
         ]
         read[file] = bz2.compress(("\n".join(lines) + "\n").encode())
-        sums[part] = [url, file, md5(read[file])]
-    patch.setattr(kind, "split_list", sums)
     return read, read
 
 
-def write_svhn(patch: pytest.MonkeyPatch) -> tuple[Files, Files]:
+def write_svhn() -> tuple[Files, Files]:
     """Images [H, W, C, N]; the label of a zero is 10."""
-    kind, read = vision.load_torchvision().datasets.SVHN, {}
-    sums = {"extra": ["", "extra_32x32.mat", "0"]}
+    read = {}
     for part, x, y in parts(3, 32, 32):
-        url, file, _ = kind.split_list[part]
         out = io.BytesIO()
         savemat(out, {"X": x.transpose(2, 3, 1, 0), "y": np.where(y == 0, 10, y)[:, None]})
-        read[file], sums[part] = out.getvalue(), [url, file, md5(out.getvalue())]
-    patch.setattr(kind, "split_list", sums)
+        read[f"{part}_32x32.mat"] = out.getvalue()
     return read, read
 
 
-WRITERS: dict[str, Callable[[pytest.MonkeyPatch], tuple[Files, Files]]] = {
-    "cifar10": lambda patch: cifar(patch, "cifar10", "labels", [f"kind {k}" for k in range(10)]),
-    "cifar100": lambda patch: cifar(
-        patch, "cifar100", "fine_labels", [f"fine {k}" for k in range(100)]
-    ),
+KINDS, FINE = ([f"{name} {k}" for k in range(n)] for name, n in (("kind", 10), ("fine", 100)))
+WRITERS = {
+    "cifar10": partial(write_cifar, "CIFAR10", "labels", KINDS),
+    "cifar100": partial(write_cifar, "CIFAR100", "fine_labels", FINE),
     "mnist": write_mnist,
     "emnist_digits": write_emnist,
     "usps": write_usps,
     "svhn": write_svhn,
 }
+
+
+def written(published: set[bytes], name: str) -> tuple[Files, Files]:
+    """A small set: the files that are read, and those that are downloaded."""
+    read, fetched = WRITERS[name]()
+    published.update(read.values(), fetched.values())
+    return read, fetched
+
+
 SHAPES = {"cifar10": (3, 32, 32), "cifar100": (3, 32, 32), "usps": (16, 16), "svhn": (3, 32, 32)}
 PLAIN = tuple("0123456789")
 SPOKEN = ("0 - zero", "1 - one", "2 - two", "3 - three", "4 - four", "5 - five", "6 - six")
 CLASSES = {
-    "cifar10": tuple(f"kind {k}" for k in range(10)),
-    "cifar100": tuple(f"fine {k}" for k in range(100)),
+    "cifar10": tuple(KINDS),
+    "cifar100": tuple(FINE),
     "mnist": (*SPOKEN, "7 - seven", "8 - eight", "9 - nine"),
 }
 
@@ -177,7 +166,7 @@ def put(raw: Path, files: Files) -> None:
 
 
 def source(name: str) -> Any:
-    return find_source({"source": name, **({"file": "a.npz"} if name == "npz" else {})})[0]
+    return find_source({"source": name})[0]
 
 
 def make(name: str, options: Options | None = None) -> ImageArrays:
@@ -195,10 +184,10 @@ PUBLISHED = {  # training and test images, as the pages of these sets state
 }
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_images_labels_and_names_are_those_of_the_files(name, raw, monkeypatch):
+@pytest.mark.parametrize("name", WRITERS)
+def test_images_labels_and_names_are_those_of_the_files(name, raw, published):
     """USPS holds six decimals of 2 v / 255 - 1, which torchvision cuts to v or v - 1."""
-    put(raw, written(monkeypatch, name)[0])
+    put(raw, written(published, name)[0])
     found = make(name)
     shape = SHAPES.get(name, (28, 28))
     for part, x, y in parts(*shape):
@@ -219,28 +208,21 @@ def test_images_labels_and_names_are_those_of_the_files(name, raw, monkeypatch):
 
 def small_cifar10(patch: pytest.MonkeyPatch) -> tuple[Any, dict[str, Any]]:
     """The source with the numbers of images of the small set, and the arrays of its .npz file."""
-    images = {
-        f"{key}_{part}": value
-        for part, *xy in parts(3, 32, 32)
-        for key, value in zip("xy", xy, strict=True)
-    }
-    images["x_train"], images["x_test"] = (
-        images[f"x_{part}"].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-        for part in ("train", "test")
-    )
-    counts = {
-        part: tuple(np.bincount(images[f"y_{part}"], minlength=10)) for part in ("train", "test")
-    }
+    arrays: dict[str, Any] = {"classes": np.array(KINDS)}
+    counts = {}
+    for part, x, y in parts(3, 32, 32):
+        arrays |= {f"x_{part}": x.transpose(0, 2, 3, 1), f"y_{part}": y}
+        counts[part] = tuple(np.bincount(y, minlength=10))
     changed = replace(torchvision_sets.SETS["cifar10"], **counts, digest=None)
     patch.setitem(torchvision_sets.SETS, "cifar10", changed)
-    return changed, {**images, "classes": np.array([f"kind {k}" for k in range(10)])}
+    return changed, arrays
 
 
 def test_an_npz_file_and_torchvisions_files_give_the_same_arrays_in_the_same_order(
-    raw, monkeypatch
+    raw, published, monkeypatch
 ):
     """By class and in it by SHA-256, however the images are stored."""
-    put(raw, written(monkeypatch, "cifar10")[0])
+    put(raw, written(published, "cifar10")[0])
     small_set, arrays = small_cifar10(monkeypatch)
     official = small_set.make(Options())
     order = np.random.default_rng(0).permutation(len(arrays["y_train"]))
@@ -254,46 +236,43 @@ def test_an_npz_file_and_torchvisions_files_give_the_same_arrays_in_the_same_ord
     assert (np.diff(official.y_train) >= 0).all()
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_the_published_numbers_of_images_and_their_shape_are_known_before(name, raw, monkeypatch):
+@pytest.mark.parametrize("name", WRITERS)
+def test_the_published_numbers_of_images_and_their_shape_are_known_before(name, raw, published):
     for options in (Options(), Options(size=10, grey=True)):
         counts = source(name).expected(options)
         assert (counts.train.sum(), counts.test.sum()) == PUBLISHED[name]
         assert counts.train.min() > 0 and counts.test.min() > 0
-        put(raw, written(monkeypatch, name)[0])
+        put(raw, written(published, name)[0])
         found = make(name, options)
         assert found.x_train.shape[1:] == found.x_test.shape[1:] == counts.shape
         assert counts.train.shape == counts.test.shape == (1, len(found.classes))
 
 
-# ------------------------------------------------------------------ what is not there
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_missing_set_is_named_and_read_from_what_torchvision_downloads(name, raw, monkeypatch):
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_missing_set_is_named_and_read_from_what_torchvision_downloads(name, raw, published):
     """The files that the error asks for are those that torchvision reads or unpacks."""
     with pytest.raises(FileNotFoundError) as error:
         make(name)
     text, _, files = str(error.value).partition("; put there, in place of what is damaged: ")
     reason = "<urlopen error no network>"
     assert text == f"{name} is not whole in {raw} and could not be downloaded ({reason})"
-    _, fetched = written(monkeypatch, name)
+    _, fetched = written(published, name)
     assert files.split(", ") == list(fetched)
     put(raw, fetched)
     assert len(make(name).x_test) == 10
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_a_file_that_was_cut_is_refused(name, raw, monkeypatch):
-    files, _ = written(monkeypatch, name)
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_file_that_was_cut_is_refused(name, raw, published):
+    files, _ = written(published, name)
     for file in files:
         put(raw, files | {file: files[file][:-1]})
         with pytest.raises(FileNotFoundError, match=f"{name} is not whole in {raw}"):
             make(name)
 
 
-def test_a_set_that_is_cached_needs_neither_its_files_nor_torchvision(raw, monkeypatch):
-    put(raw, written(monkeypatch, "mnist")[0])
+def test_a_set_that_is_cached_needs_neither_its_files_nor_torchvision(raw, published, monkeypatch):
+    put(raw, written(published, "mnist")[0])
     first = load_dataset({"source": "mnist"})
     monkeypatch.setattr(vision, "load_torchvision", refuse)
     shutil.rmtree(raw)
@@ -338,10 +317,10 @@ def test_half_the_size_is_a_weighted_mean_of_neighbours():
 
 
 @pytest.fixture
-def four(raw, monkeypatch):
+def four(raw, published, monkeypatch):
     """All four sets of digits; their published numbers are those of the files."""
     for name in DIGITS:
-        put(raw, written(monkeypatch, name)[0])
+        put(raw, written(published, name)[0])
         small = replace(source(name), train=tuple(np.bincount(LABELS)), test=(1,) * 10)
         monkeypatch.setitem(digit10.SETS, name.removesuffix("_digits"), small)
 

@@ -25,13 +25,6 @@ def test_images_and_names_are_those_of_the_whole_set():
     np.testing.assert_allclose(part.std, pixels.std((0, 2, 3), correction=0), rtol=1e-5)
 
 
-def test_published_numbers_are_those_of_the_kept_classes():
-    dataset = published_dataset(
-        {"source": "subset", "of": {"source": "cifar100"}, "classes": "40to99"}
-    )
-    assert len(dataset.classes) == 60 and len(dataset.y_train) == 30000
-
-
 def test_numbers_of_a_set_without_published_ones_are_counted(raw):
     raw.mkdir()
     own = {"source": "subset", "of": {"source": "npz", "file": "own.npz"}, "classes": "1to2"}
