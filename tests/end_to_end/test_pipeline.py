@@ -9,9 +9,9 @@ import re
 import shutil
 
 import nbformat
-import numpy as np
 import pandas as pd
 import pytest
+import small
 from project import Project
 
 from stamp_core.results.records import load_record
@@ -123,7 +123,6 @@ def test_repro_again_runs_nothing_and_none_of_the_papers_pipeline(project):
 
 
 def test_all_again_from_nothing_by_another_clock_leaves_git_nothing_to_say(project, tmp_path):
-    project.run("dvc", "repro")
     for name in ("data/source", "data/splits", "data/runs", "data/sweeps", ".dvc/cache"):
         shutil.rmtree(project.root / name)
     (tmp_path / "sitecustomize.py").write_text(CLOCK)
@@ -157,10 +156,7 @@ def test_a_run_in_jupyterlab_is_the_run_of_the_pipeline_bit_for_bit(project):
             for folder in ("data/quick", "data")
         )
         assert mine.about["identity"] == theirs.about["identity"]
-        for name, values in mine.weights.items():
-            np.testing.assert_array_equal(values, theirs.weights[name])
-        for name, values in mine.scores.items():
-            np.testing.assert_array_equal(values, theirs.scores[name])
+        small.assert_same(mine, theirs)
 
 
 def test_a_methods_code_and_parameters_concern_that_method_alone(project):
@@ -189,14 +185,6 @@ def test_a_setting_concerns_what_is_trained_on_it(project):
     """Plans are not drawn again, and with the old code nothing above has to run."""
     project.change(SETTINGS, "tiny.training.lr", 0.2)
     assert project.outdated() - PAGES == {TRAIN, TOUR, *SWEEPS}  # tiny_alpha extends it
-    project.restore()
-
-
-def test_a_slip_in_the_parameters_is_refused_before_anything_runs(project):
-    project.change(METHODS, "replay.memory.exemplar_per_class", 20)
-    output = project.run("dvc", "repro", ok=False)
-    assert "'exemplar_per_class' is unknown; did you mean 'exemplars_per_class'?" in output
-    assert "Running stage 'train" not in output
     project.restore()
 
 

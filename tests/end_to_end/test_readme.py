@@ -12,13 +12,8 @@ from ruamel.yaml import YAML
 
 from stamp_core.core.paths import ROOT
 
-HOURS = (
-    "make repro",
-    "make test",
-    "make paper",
-    "make cifar100",
-    "dvc repro train@",
-)  # or tested elsewhere
+# They take hours, or are tested elsewhere.
+HOURS = ("make repro", "make test", "make paper", "make cifar100", "dvc repro train@")
 TEXT = (ROOT / "README.md").read_text("utf-8")
 
 
@@ -32,19 +27,14 @@ def clone(tmp_path_factory):
     root = tmp_path_factory.mktemp("readme") / "project"
     shutil.copytree(ROOT, root, ignore=ignored)
     (root / ".venv").symlink_to(ROOT / ".venv")
-    for command in ("git init --quiet", "git add --all", "git commit --quiet -m all"):
-        shell(root, command)
+    commit = "git -c user.name=a -c user.email=a@b.c commit --quiet -m all"
+    shell(root, f"git init --quiet; git add --all; {commit}")
     return root
 
 
 def shell(root: Path, script: str) -> str:
     """The output of a script in a shell with nothing but a home and the system's programs."""
-    author = {
-        f"GIT_{who}_{what}": "a@b.c"
-        for who in ("AUTHOR", "COMMITTER")
-        for what in ("NAME", "EMAIL")
-    }
-    environment = {"HOME": str(root.parent), "PATH": os.defpath, "OMP_NUM_THREADS": "1", **author}
+    environment = {"HOME": str(root.parent), "PATH": os.defpath, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         ["bash", "-e", "-c", script], cwd=root, env=environment, capture_output=True, text=True
     )

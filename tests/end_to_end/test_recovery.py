@@ -31,10 +31,9 @@ def project(tmp_path_factory):
     return project
 
 
-def finished_rounds(project: Project, method: str = "fedavg") -> list[dict[str, Any]]:
-    """The history in a checkpoint; none where there is no checkpoint yet."""
-    resume = project.root / "data/resume"
-    file = resume / f"tiny-{method}-0" / "run.safetensors"
+def finished_rounds(project: Project) -> list[dict[str, Any]]:
+    """The history in FedAvg's checkpoint; none where there is no checkpoint yet."""
+    file = project.root / "data/resume/tiny-fedavg-0/run.safetensors"
     if not file.exists():
         return []
     history: list[dict[str, Any]] = json.loads(read_tree(file)[0]["history"])

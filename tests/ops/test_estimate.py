@@ -9,7 +9,6 @@ import pytest
 import small
 
 from stamp_core.config.decode import ParameterError
-from stamp_core.config.params import read_setting
 from stamp_core.core import paths
 from stamp_core.data import split
 from stamp_core.data.dataset import ImageDataset
@@ -22,7 +21,6 @@ from workbench.workflow.command import SEEDS
 from workbench.workflow.estimate import Needs, StepCost
 from workbench.workflow.profiles import DEFAULT, OWN, PAPER, QUICK, expand_grid, read_profile
 
-SETTINGS = tuple(read_profile(PAPER)["grid"]["setting"])
 ESTIMATED = [
     (profile, setting)
     for profile in (DEFAULT, QUICK, PAPER, *OWN)
@@ -59,18 +57,6 @@ def test_published_counts_give_the_work_of_the_data(more, monkeypatch):
         same = split.make_plan(experiment.setting.split, dataset, seed=0)
         assert estimate.count_images(same, dataset).ravel().tolist() == trained
         assert estimate.count_tests(same, dataset) == tested
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_the_papers_settings_are_known_without_any_file(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(paths, "RAW", tmp_path / "raw")
-    monkeypatch.setattr(paths, "CACHE", tmp_path / "cache")
-    found = synthetic.published_dataset(read_setting(name, read_profile(PAPER)).data)
-    assert found.x_train.untyped_storage().nbytes() == found.x_test.untyped_storage().nbytes() == 1
-    assert len(found.x_train) == len(found.y_train) == len(found.domain_train) > 1000
-    assert len(found.y_train.unique()) == len(found.classes)
-    assert len(found.domain_test.unique()) == len(found.domains)
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -169,22 +155,21 @@ def test_a_client_keeps_no_more_exemplars_than_it_has_images():
 
 
 @pytest.mark.parametrize(("profile", "setting"), ESTIMATED)
-def test_every_setting_of_every_command_fits_a_machine_of_24_gb(profile, setting):
+def test_every_setting_of_every_command_fits_a_machine_of_24_gb(
+    profile, setting, tmp_path, monkeypatch
+):
     """What clients keep, without their data; a step of two processes has a share of 2 GB each."""
+    monkeypatch.setattr(paths, "RAW", tmp_path)  # where there are no images
     params = read_profile(profile)
     names = dict.fromkeys(method for _, method, _ in expand_grid(f"grid.{setting}", params))
     experiments = [load_experiment(setting, method, params) for method in names]
-    dataset = synthetic.published_dataset(experiments[0].setting.data)
-    plan = split.make_plan(experiments[0].setting.split, dataset, seed=0)
-    network = build_network(
-        replace(experiments[0].setting.network, pretrained=None),
-        dataset.shape,
-        len(dataset.classes) + dataset.masks,
-        seed=0,
-    )
+    chosen = experiments[0].setting
+    dataset = synthetic.published_dataset(chosen.data)
+    plan = split.make_plan(chosen.split, dataset, seed=0)
+    classes = len(dataset.classes) + dataset.masks
+    network = build_network(replace(chosen.network, pretrained=None), dataset.shape, classes, 0)
     cost = StepCost(1.0, 2 * 10**9, sum(p.numel() for p in network.parameters()))
-    training = experiments[0].setting.training
-    needs = estimate.compute_needs(experiments, plan, dataset, cost, 2, training)
+    needs = estimate.compute_needs(experiments, plan, dataset, cost, 2, chosen.training)
     assert needs.memory < 24 * 10**9, needs.largest
 
 

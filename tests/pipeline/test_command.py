@@ -73,13 +73,6 @@ def test_a_seed_with_a_current_record_is_not_trained_again(ran, monkeypatch):
     assert trained[3:] == [0]
 
 
-def test_a_key_of_a_setting_needs_no_prefix(ran):
-    words = ("fedavg", "--seeds", "0", "--set")
-    plain, prefixed = (ran(*words, f"{before}split.tasks=2") for before in ("", "setting."))
-    one, other = plain[1].split()[2:], prefixed[1].split()[2:]
-    assert one == other != ran("fedavg", "--seeds", "0")[1].split()[1:]
-
-
 @pytest.mark.parametrize("kind", ["md", "csv", "tex"])
 def test_the_table_has_a_file_of_each_kind(kind, ran, tmp_path):
     file = tmp_path / "tables" / f"mine.{kind}"
@@ -151,11 +144,6 @@ def test_a_pipe_is_no_file_and_an_interrupt_is_a_line(tmp_path, monkeypatch, cap
         read_params(tmp_path)
     monkeypatch.setattr(command, "run", lambda arguments: os.kill(os.getpid(), signal.SIGINT))
     assert output(capsys, *words, status=130) == "interrupted\n"
-
-
-def test_one_set_adds_to_another():
-    words = ["run", "tiny", "fedavg", "--set", "a=1", "b=2", "--set", "c=3"]
-    assert [*runs.parse_overrides(command.parser().parse_args(words).set)] == ["a", "b", "c"]
 
 
 def test_both_experiments_have_the_changed_setting_and_the_first_alone_the_changed_preset(ran):

@@ -8,7 +8,7 @@ import pytest
 import small
 
 from stamp_core.config.decode import ParameterError
-from stamp_core.engine.experiment import load_experiment
+from stamp_core.engine.experiment import Experiment, load_experiment
 from stamp_core.methods.base.method import DivergedError
 from stamp_core.results import records
 from workbench.report.metrics import run_metrics
@@ -16,11 +16,14 @@ from workbench.report.tables import page
 from workbench.workflow import grid
 
 
-def test_outdated_records_are_named_or_count_as_missing(params):
+def test_outdated_records_are_named_or_count_as_missing(params, monkeypatch):
     experiment = load_experiment("tiny", "fedavg", params)
     assert grid.load_records(experiment, "0to1", "default") == []
     grid.train_and_save(experiment, "0to1", "default", device="cpu")
     assert len(grid.load_records(experiment, "0to1", "default", outdated=False)) == 2
+    with monkeypatch.context() as edited:
+        edited.setattr(Experiment, "code", lambda self: "edited")
+        assert grid.load_records(experiment, "0to1", "default", outdated=False) == []
     params["settings"]["tiny"]["training"]["lr"] = 0.05
     other = load_experiment("tiny", "fedavg", params)
     assert grid.load_records(other, "0to1", "default", outdated=False) == []

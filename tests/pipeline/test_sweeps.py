@@ -2,22 +2,16 @@
 
 import itertools
 from copy import deepcopy
-from typing import Any
 
 import pytest
 import small
 from parameters import PARAMS, SWEEP
 
 from stamp_core.config.decode import ParameterError
-from stamp_core.engine.experiment import Experiment, load_experiment
+from stamp_core.engine.experiment import load_experiment
 from workbench.workflow import grid
 from workbench.workflow.profiles import read_profile
 from workbench.workflow.sweeps import load_sweeps, run_sweep, sweep_experiments
-
-
-def experiments(**changes: Any) -> list[Experiment]:
-    params = {**deepcopy(PARAMS), "sweeps": {"kappa": {**SWEEP, **changes}}}
-    return sweep_experiments("kappa", params)
 
 
 def test_all_keys_get_each_value_and_everything_else_stays():
@@ -46,8 +40,9 @@ def test_a_sweep_has_every_setting_method_and_value_with_names_filled_in():
 @pytest.mark.parametrize("names", [{"setting": ["tny"]}, {"method": ["nera"]}], ids=str)
 def test_a_sweep_of_what_is_not_there_makes_no_new_block(names):
     key = "settings.{setting}.training.lr" if "setting" in names else "methods.{method}.server_lr"
+    params = {**deepcopy(PARAMS), "sweeps": {"kappa": {**SWEEP, "keys": [key], **names}}}
     with pytest.raises(ParameterError, match=r"is unknown; did you mean '(tiny|near)'"):
-        experiments(keys=[key], **names)
+        sweep_experiments("kappa", params)
 
 
 @pytest.mark.parametrize("profile", ["default", "quick", "paper"])
@@ -84,14 +79,6 @@ def test_a_damaged_record_does_not_block_its_sweep(params, trained, tmp_path):
     assert (tmp_path / "resume" / "tiny-near-kappa-0.5-0to1-1.aside").is_dir()
     for one, other in zip(first, again, strict=True):
         small.assert_same(one, other)
-
-
-def test_changed_code_is_trained_again(params, trained, monkeypatch):
-    params["sweeps"]["kappa"] |= {"values": [0.5], "seeds": "0"}
-    run_sweep("kappa", "default", device="cpu")
-    monkeypatch.setattr(Experiment, "code", lambda self: "edited")
-    run_sweep("kappa", "default", device="cpu")
-    assert trained == ["tiny-near-kappa-0.5"] * 2
 
 
 def test_missing_records_are_an_error_with_the_command_except_in_the_quick_profile(params, trained):

@@ -1,4 +1,4 @@
-"""Drawings of the method: legible texts, and arrows that end where the mathematics says."""
+"""Drawings of the method: arrows that end where the mathematics says."""
 
 import numpy as np
 import pytest

@@ -119,8 +119,6 @@ def test_differences_are_from_replay_or_else_from_fedavg(methods, base):
 
 
 BYTES: dict[str, Callable[[], Figure]] = {
-    "accuracy": lambda: compared(figures.accuracy),
-    "differences": lambda: compared(figures.differences),
     "ablation": lambda: figures.ablation(made_records.ablated()),
     "features": lambda: figures.features([made_records.with_features(spread=0.7)], "toy", "A$~"),
 }
@@ -140,7 +138,6 @@ def test_equal_data_give_equal_bytes(name, tmp_path):
 
 
 def test_a_full_disk_leaves_the_old_figure_and_the_old_page(tmp_path, monkeypatch):
-
     png, page = tmp_path / "a.png", tmp_path / "a.md"
     figures.save(compared(figures.accuracy), png)
     write_parts(page, ["old"])

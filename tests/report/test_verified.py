@@ -7,7 +7,6 @@ from stamp_core.core.paths import ROOT
 from stamp_core.methods.base.registry import resolve_preset
 from workbench.report.text import BY_HAND, VERIFIED
 
-EXECUTED = re.compile(r"^\| \[(.+?)\]\(#\S+\) \|.*(?:`execution`|also executed): (.*) \|$", re.M)
 ROW = re.compile(r"^\| \[(.+?)\]\(#\S+\) \|.*\| `(execution|by hand|reconstruction)`", re.M)
 PRESETS = {"lga": "glfc"}  # methods that are presets of another one's file
 
@@ -26,11 +25,3 @@ def test_every_method_has_the_mark_of_its_row():
     assert {name: VERIFIED.get(name, BY_HAND) for name in names} == {
         name: marks[name] for name in names
     }
-
-
-def test_what_was_executed_names_its_code_and_the_largest_difference():
-    rows = EXECUTED.findall((ROOT / "docs/deviations.md").read_text("utf-8"))
-    assert len(rows) > len([mark for mark in VERIFIED.values() if mark == "execution"])
-    for name, beside in rows:
-        code, _, difference = beside.partition(", ")
-        assert code[0].isalpha() and re.search(r"\b[1-9]e-\d+\b", difference), name

@@ -1,4 +1,4 @@
-"""Every metric against small matrices computed by hand, and properties of all matrices."""
+"""Every metric against small matrices computed by hand, intervals against scipy's."""
 
 import math
 
@@ -14,8 +14,6 @@ from workbench.report import metrics
 
 quick = settings(deadline=None, max_examples=50)
 accuracies = st.integers(0, 64).map(lambda hits: hits / 64)  # sums of them are exact
-matrices = st.integers(1, 6).flatmap(lambda t: arrays(np.float64, (t, t), elements=accuracies))
-long_matrices = st.integers(2, 6).flatmap(lambda t: arrays(np.float64, (t, t), elements=accuracies))
 
 THREE = np.array([[0.5, 0.2, 0.1], [0.6, 0.7, 0.3], [0.4, 0.3, 0.8]])
 # What the authors of STAMP logged for FedAvg on CIFAR100 with 20 classes a task.
@@ -41,9 +39,8 @@ def runs(draw: st.DrawFn) -> tuple[Accuracies, np.ndarray]:
 
 @pytest.mark.parametrize("experiences", [0, 1, 5])
 def test_incomplete_cycles_are_refused(experiences):
-    with pytest.raises(
-        ValueError, match=rf"{experiences} experiences are not whole cycles of 2 tasks"
-    ):
+    text = rf"{experiences} experiences are not whole cycles of 2 tasks"
+    with pytest.raises(ValueError, match=text):
         metrics.last_cycle(np.zeros((experiences, 1, 2)), 2)
 
 
@@ -54,7 +51,6 @@ def test_the_authors_matrix():
     """
     assert metrics.final_accuracy(AUTHORS) == pytest.approx(0.2753, abs=1e-6)
     assert metrics.average_forgetting(AUTHORS) == pytest.approx(0.21315 / 4, abs=1e-9)
-    assert round(metrics.average_forgetting(AUTHORS), 4) == 0.0533
     assert metrics.forgetting_diagonal(AUTHORS) == metrics.average_forgetting(AUTHORS)
 
 
@@ -102,29 +98,12 @@ def test_clients():
     assert math.isnan(found["worst_client"]) and math.isnan(found["client_spread"])
 
 
-@quick
-@given(long_matrices)
-def test_average_forgetting_is_at_least_the_diagonal_one(m):
-    assert metrics.average_forgetting(m) >= metrics.forgetting_diagonal(m)
-
-
-@quick
-@given(st.integers(2, 6), accuracies)
-def test_nothing_changes_in_a_constant_matrix(tasks, value):
-    m = np.full((tasks, tasks), value)
-    assert metrics.average_forgetting(m) == metrics.forgetting_diagonal(m) == 0
-    assert metrics.generalisation_gap(m, m) == metrics.forward_transfer(m, m[0]) == 0
-    assert metrics.final_accuracy(m) == metrics.average_incremental_accuracy(m) == value
-
-
-@quick
-@given(accuracies)
-def test_one_task_has_neither_forgetting_nor_transfer(value):
-    m = np.array([[value]])
+def test_one_task_has_neither_forgetting_nor_transfer():
+    m = np.array([[0.75]])
     assert math.isnan(metrics.average_forgetting(m))
     assert math.isnan(metrics.forgetting_diagonal(m))
     assert math.isnan(metrics.forward_transfer(m, m[0]))
-    assert metrics.final_accuracy(m) == metrics.learning_accuracy(m) == value
+    assert metrics.final_accuracy(m) == metrics.learning_accuracy(m) == 0.75
 
 
 @quick
