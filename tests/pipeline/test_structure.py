@@ -1,14 +1,16 @@
-"""The shape of the project: how notebooks are stored, which environment is pinned."""
+"""The shape of the project: what may stand in a notebook, which environment is pinned."""
 
+import ast
 import re
 import tomllib
+from pathlib import Path
 
 import nbformat
 import pytest
 from ruamel.yaml import YAML
 
 from stamp_core.config.params import parse_seeds, read_params
-from stamp_core.core.fingerprint import import_closure
+from stamp_core.core.fingerprint import find_imports, import_closure
 from stamp_core.core.paths import ROOT
 from stamp_core.methods.base.registry import method_names, read_preset
 from stamp_core.results.records import ARRAYS
@@ -17,6 +19,25 @@ from workbench.workflow.profiles import DEFAULT, OWN, PAPER, expand_grid, read_p
 
 PACKAGES = [ROOT / "stamp_core", ROOT / "workbench"]
 MODULES = [path for package in PACKAGES for path in sorted(package.rglob("*.py"))]
+
+
+def test_no_modules_import_each_other():
+    tops = [package / "__init__.py" for package in PACKAGES]
+    modules = [path for path in MODULES if path not in tops]
+    bare = {p for p in modules if p.name == "__init__.py" and not _defines(p)}
+    # a part of a package imports its siblings, and with them the package's own file
+    graph = {p: find_imports(p) - {p, p.parent / "__init__.py", *tops} - bare for p in modules}
+    done: set[Path] = set()
+    while len(done) < len(graph):
+        free = {path for path in graph if path not in done and graph[path] <= done}
+        assert free, f"these import each other: {sorted(set(graph) - done)}"
+        done |= free
+
+
+def _defines(path: Path) -> bool:
+    """Whether a file defines something of its own and does not only hand on names of others."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return any(isinstance(node, ast.FunctionDef | ast.ClassDef) for node in nodes)
 
 
 def test_whoever_imports_the_figures_depends_on_all_their_files():
@@ -31,6 +52,18 @@ def test_whoever_imports_the_figures_depends_on_all_their_files():
 def test_where_a_package_is_imported(name, places):
     importing = re.compile(rf"^\s*(import|from) {name}( |$)", re.M)
     assert [path.name for path in MODULES if importing.search(path.read_text())] == places
+
+
+@pytest.mark.parametrize("path", notebooks.all_notebooks(), ids=lambda p: p.name)
+def test_notebooks_call_and_do_not_define(path):
+    for cell in [c for c in nbformat.read(path, 4).cells if c.cell_type == "code"]:
+        nodes = [*ast.walk(ast.parse(cell.source))]
+        defining = ast.FunctionDef | ast.ClassDef | ast.For | ast.While
+        assert not any(isinstance(node, defining) for node in nodes)
+        modules = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+        modules += [a.name for node in nodes if isinstance(node, ast.Import) for a in node.names]
+        assert {name.split(".")[0] for name in modules} <= {"stamp_core", "workbench"}
+        assert len(cell.source.splitlines()) <= 16
 
 
 TABLES_ONLY = {"9_paper.ipynb"}  # of runs that few machines have: where there are none, dashes

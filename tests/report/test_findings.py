@@ -1,6 +1,7 @@
 """README.md and docs/results.md are what docs/findings.yaml and the tables of figures/ make."""
 
 import itertools
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from ruamel.yaml import YAML
 from scipy import stats
 
 from stamp_core.config.decode import ParameterError
+from stamp_core.config.params import read_params
 from stamp_core.core.paths import ROOT
 from workbench.report import findings
 from workbench.report.tables import printed
@@ -153,6 +155,24 @@ def test_a_key_a_number_and_a_marker_that_do_not_exist_are_named(copy):
     (copy / "README.md").write_text("# No markers\n")
     with pytest.raises(ParameterError, match=r"README\.md has no <!-- findings -->"):
         BOOK.write(copy)
+
+
+# --- prose
+
+
+@pytest.mark.parametrize(("page", "most"), [("README.md", 110), ("docs/results.md", 250)])
+def test_a_page_is_short_in_lines_and_in_sentences(page: str, most: int) -> None:
+    lines = (ROOT / page).read_text("utf-8").splitlines()
+    assert len(lines) <= most
+    text = re.sub(r"```.*?```", "", "\n".join(lines), flags=re.S)
+    prose = [line for line in text.splitlines() if line and not re.match(r"[|#<!(]", line)]
+    blocks = re.split(r"\n\s*\n|\n(?=- |\d+\. )", "\n".join(prose))
+    plain = [re.sub(r"\]\([^)]*\)|[*\[`]", "", " ".join(block.split())) for block in blocks]
+    names = set(read_params()["methods"])
+    for sentence in (each for block in plain for each in re.split(r"(?<=[.:;?!]) ", block)):
+        words = re.findall(r"[^\W\d_][\w'-]*", re.sub(r"\([^)]*\)", "", sentence))
+        assert len(words) <= 25, (page, len(words), sentence)
+        assert not words or words[0] not in names or "_" not in words[0], sentence
 
 
 # --- what every table should show
