@@ -10,14 +10,7 @@ from stamp_core.client.runtime import RoundId
 from stamp_core.config.decode import ParameterError
 from stamp_core.engine.experiment import Experiment
 from stamp_core.engine.train import Run
-from workbench.studies.attacks.capture import (
-    Images,
-    Upload,
-    capture,
-    distinct,
-    start_run,
-    train_until,
-)
+from workbench.studies.attacks.capture import Upload, capture, start_run, train_until
 
 MEMORY: Any = {"memory": {"exemplars_per_class": 3}, "ratio": 0.5}
 MATCHED: Any = {**MEMORY, "temporal": {"every": 1, "past": "gradient", "lr": 1.5}}
@@ -67,18 +60,6 @@ def test_exemplars_are_those_of_the_memory_and_return_in_every_step():
     equal = (exemplars.values[:, None] == memory[None]).flatten(2).all(2)
     assert (equal.sum(0) == 1).all() and (equal.sum(1) == 1).all()
     assert upload.images.labels.unique().numel() == 4  # two of the task, two of the memory
-
-
-def test_equal_images_have_one_place():
-    values = torch.arange(5.0)[:, None, None, None].expand(-1, 1, 2, 2)
-    whole = Images(values, torch.arange(5), torch.arange(5) > 2)
-    parts = [whole[torch.tensor(each)] for each in ([4, 0], [4, 2, 4])]
-    images, places = distinct(parts)
-    assert sorted(images.labels.tolist()) == [0, 2, 4]
-    for part, own in zip(parts, places, strict=True):
-        assert torch.equal(images.values[own], part.values)
-        assert torch.equal(images.labels[own], part.labels)
-        assert torch.equal(images.exemplar[own], part.exemplar)
 
 
 def test_noise_has_its_deviation_and_none_leaves_the_upload_as_it_is():

@@ -1,4 +1,4 @@
-"""Batches: their order, augmentation and normalisation, exemplars at their end, images by class."""
+"""Batches: their order, augmentation and normalisation, images by class; the mode of training."""
 
 from collections import Counter
 from dataclasses import replace
@@ -77,17 +77,11 @@ def test_each_epoch_augments_differently_and_augmentation_does_not_change_the_or
     assert torch.equal(moving.x_train, before)
 
 
-def test_a_batch_carries_the_number_and_the_tasks_of_its_exemplars():
-    """They come last; teachers' logits belong to them alone. Without exemplars it is unchanged."""
+def test_exemplars_bring_their_soft_labels_and_a_batch_without_any_is_unchanged():
     new = Batch(torch.zeros(3, 1, 2, 2), torch.tensor([1, 1, 2]))
-    assert (len(new), new.new, new.exemplars, new.tasks, new.soft) == (3, 3, 0, None, None)
-    soft, tasks = torch.eye(2), torch.tensor([5, 0])
-    past = Batch(torch.ones(2, 1, 2, 2), torch.tensor([7, 8]), soft=soft, tasks=tasks)
-    both = append_exemplars(new, past)
-    assert (len(both), both.new, both.exemplars) == (5, 3, 2)
-    assert both.targets.tolist() == [1, 1, 2, 7, 8] and both.images.mean((1, 2, 3)).sum() == 2
-    assert both.images[3:].min() == 1 and both.tasks is tasks and both.soft is soft
-    none = Batch(past.images[:0], past.targets[:0], soft=soft[:0], tasks=tasks[:0])
+    past = Batch(torch.ones(2, 1, 2, 2), torch.tensor([7, 8]), soft=torch.eye(2))
+    assert append_exemplars(new, past).soft is past.soft
+    none = Batch(past.images[:0], past.targets[:0], soft=past.soft[:0])
     assert append_exemplars(new, none) is new
 
 
@@ -114,12 +108,6 @@ def test_images_normalised_once_are_those_normalised_in_every_batch(network, mon
     for one, other in zip(*found, strict=True):
         assert torch.equal(one.images, other.images) and torch.equal(one.targets, other.targets)
         assert one.images.stride() == other.images.stride()
-
-
-def test_without_epochs_or_images_there_are_no_batches():
-    x = images(50, 1, 6, 6)
-    assert list(runtime_of(x, epochs=0).batches(HERE, torch.arange(40))) == []
-    assert list(runtime_of(x).batches(HERE, torch.arange(0))) == []
 
 
 def test_plain_batches_are_in_the_given_order_and_unchanged():
@@ -177,3 +165,20 @@ def test_a_balanced_sample_has_as_many_images_of_each_class():
     assert sorted(labels[sample].bincount().tolist()) == [2, 3, 3]
     assert sample_balanced(labels, 16, generator("balanced")).tolist() == [*range(16)]
     assert sorted(another.tolist()) != sorted(sample.tolist())
+
+
+@pytest.mark.parametrize("buffers", ["shared", "local", "frozen"])
+def test_frozen_buffers_do_not_change_in_training_and_others_do(buffers):
+    x = images(8, 1, 8, 8)
+    runtime = runtime_of(x, CNN, buffers=buffers)
+    changes = buffers != "frozen"
+    before = runtime.model.buffers.clone()
+    runtime.outputs(x)
+    assert torch.equal(runtime.model.buffers, before)  # evaluation never changes them
+    runtime.train_mode(8)
+    module = runtime.model.module
+    module(runtime.normalise(x)).sum().backward()
+    assert torch.equal(runtime.model.buffers, before) == (not changes)
+    norm = next(m for m in module.modules() if isinstance(m, torch.nn.BatchNorm2d))
+    assert module.training and norm.training == changes
+    assert norm.weight.grad is not None and norm.weight.grad.any()  # scale and shift still learn

@@ -66,12 +66,6 @@ def summing(network: Classifier) -> Callable[[Batch, Context], Tensor]:
     return step
 
 
-def test_steps_with_a_second_optimiser_made_in_the_client_round_are_not_captured():
-    for alternate in (False, True):
-        experiment = tiny("stamp", prototype=0.1, alternate=alternate)
-        assert worker(experiment, plan(experiment)).method.graph_safe != alternate
-
-
 @pytest.mark.parametrize("base", [Method, FedAvg, Replay])
 def test_a_class_that_changes_a_step_has_to_say_that_it_can_be_captured(base):
     changed = type("Changed", (base,), {"correct_gradient": Method.correct_gradient})

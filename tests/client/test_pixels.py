@@ -12,12 +12,7 @@ from small import plan, run, tiny
 from torch import Tensor
 
 from stamp_core.client.runtime import ClientRuntime, RoundId
-from stamp_core.client.scoring import (
-    count_pixels,
-    intersection_over_union,
-    mask_scores,
-    predict_pixels,
-)
+from stamp_core.client.scoring import count_pixels, intersection_over_union, mask_scores
 from stamp_core.config.decode import ParameterError
 from stamp_core.engine.experiment import Experiment
 
@@ -50,13 +45,6 @@ def test_counts_and_their_ratio_by_hand():
     assert counts[1].tolist() == [[1, 0, 1, 0], [1, 0, 3, 0], [3, 0, 1, 0]]
     shares = intersection_over_union(counts.sum(0))
     assert shares[:3].tolist() == pytest.approx([2 / 5, 1 / 2, 1 / 2]) and shares[3].isnan()
-
-
-def test_only_some_classes_and_the_last_are_predicted():
-    logits = torch.tensor([5.0, 4.0, 3.0, 2.0]).view(1, 4, 1, 1).expand(1, 4, 2, 2)
-    for classes, best in (((0, 1, 2), 0), ((1, 2), 1), ((2,), 2)):
-        assert (predict_pixels(logits, classes) == best).all()
-    assert (predict_pixels(-logits, (0, 2)) == 3).all()  # the background
 
 
 def test_scores_by_hand(monkeypatch):

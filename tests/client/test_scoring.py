@@ -87,20 +87,3 @@ def test_scores_are_those_of_a_loop(scored, clients, experience):
         for scoring in SCORINGS
     ]
     np.testing.assert_allclose(scores, wanted, atol=1e-6)
-
-
-def test_the_nearest_mean_is_scored_on_demand(scored):
-    runtime, plan = scored
-    without, with_means = (score(runtime, plan, [0, 1], 1, nearest_mean=on) for on in (False, True))
-    place = SCORINGS.index("nearest mean")
-    assert without[place].isnan().all() and not with_means[place].isnan().any()
-    assert torch.equal(without[:place], with_means[:place])
-
-
-def test_scores_do_not_depend_on_the_batch_of_evaluation(scored):
-    runtime, plan = scored
-    scores = []
-    for runtime.chunk in (1, 2, 7, 29, 30, 512):
-        scores.append(score(runtime, plan, [0, 1, 2], 1, nearest_mean=True).numpy())
-        np.testing.assert_array_equal(scores[-1], scores[0])
-    assert np.unique(scores[0][np.isfinite(scores[0])]).size > 3

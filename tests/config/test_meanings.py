@@ -11,6 +11,7 @@ PARAMETERS = {
     for place, before, kind in places()
     for path, parameter in parameters(kind, before)
 }
+SMALL, CHOSEN = "cifar100_c2_small", "params/cifar100.yaml: chosen"
 
 
 def test_every_parameter_has_a_meaning():
@@ -28,35 +29,19 @@ def test_presets_that_set_a_parameter_are_named():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "rows"),
+    ("names", "key", "value", "place"),
     [
-        (
-            ("tiny_alpha", "replay", "default"),
-            {
-                "setting.data.source": ("digits", "params/settings.yaml: digits"),
-                "setting.split.clients": ("4", "params/settings.yaml: tiny"),
-                "setting.split.alpha": ("1.0", "params/settings.yaml: tiny_alpha"),
-                "setting.split.cycles": ("1", "default"),
-            },
-        ),
-        (
-            ("cifar100_c2_small", "temporal_only", "cifar100"),
-            {
-                "method.temporal.kappa": ("0.25", "params/cifar100.yaml: chosen.temporal_only"),
-                "method.memory.exemplars_per_class": ("20", "params/cifar100.yaml: chosen.stamp"),
-            },
-        ),
-        (
-            ("cifar100_c2_small", "fedomg", "cifar100"),
-            {"method.server_lr": ("1.5", "params/cifar100.yaml: chosen.cifar100_c2_small.fedomg")},
-        ),
-        (
-            ("cifar100_c2_small", "joint", "cifar100"),
-            {"setting.training.batch_size": ("160", "the method joint")},
-        ),
+        ("tiny_alpha replay", "setting.data.source", "digits", "params/settings.yaml: digits"),
+        ("tiny_alpha replay", "setting.split.clients", "4", "params/settings.yaml: tiny"),
+        ("tiny_alpha replay", "setting.split.alpha", "1.0", "params/settings.yaml: tiny_alpha"),
+        ("tiny_alpha replay", "setting.split.cycles", "1", "default"),
+        (f"{SMALL} temporal_only", "method.temporal.kappa", "0.25", f"{CHOSEN}.temporal_only"),
+        (f"{SMALL} temporal_only", "method.memory.exemplars_per_class", "20", f"{CHOSEN}.stamp"),
+        (f"{SMALL} fedomg", "method.server_lr", "1.5", f"{CHOSEN}.{SMALL}.fedomg"),
+        (f"{SMALL} joint", "setting.training.batch_size", "160", "the method joint"),
     ],
 )
-def test_where_a_value_stands(arguments, rows):
-    found = {line.split()[0]: line for line in shown(*arguments)}
-    for key, (value, place) in rows.items():
-        assert found[key].split(None, 2)[1:] == [value, place]
+def test_where_a_value_stands(names, key, value, place):
+    profile = "cifar100" if SMALL in names else "default"
+    found = {line.split()[0]: line for line in shown(*names.split(), profile)}
+    assert found[key].split(None, 2)[1:] == [value, place]

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import pytest
 import yaml
+from small import DATA, SPLIT, TRAINING
 
 from stamp_core.config.decode import ParameterError, build
 from stamp_core.config.limits import (
@@ -36,10 +37,10 @@ VALID: dict[str, Any] = {
     "sweeps": {"kappa": {**parameters.SWEEP, "setting": ["one"]}},
     "settings": {
         "one": {
-            "data": {"source": "digits"},
-            "split": {"kind": "classes", "clients": 4, "tasks": 3, "classes_per_task": 2},
+            "data": DATA,
+            "split": SPLIT,
             "network": {"kind": "cnn", "channels": [4]},
-            "training": {"rounds": 2, "epochs": 1, "batch_size": 16, "lr": 0.1},
+            "training": TRAINING,
             "privacy": {"clip": 1.0, "noise_multiplier": 0.5, "noise": "local"},
         }
     },
@@ -53,8 +54,6 @@ VALID: dict[str, Any] = {
     },
 }
 SETTING = "settings.one"
-SPLIT: dict[str, Any] = VALID["settings"]["one"]["split"]
-TRAINING: dict[str, Any] = VALID["settings"]["one"]["training"]
 SHARED = {**SPLIT, "order": "common"}
 DOMAINS = {"kind": "domains", "clients": 4, "tasks": 1}
 ABSENT = type("Absent", (), {"__repr__": lambda _: "absent"})()
@@ -90,7 +89,6 @@ NAMES: list[Row] = [
     ("training.momentm", 0.1, ".training: 'momentm' is unknown; did you mean 'momentum'? known: "),
     ("data.source", ABSENT, ".data.source is missing"),
     ("name", "two", ".name is 'two'; it must be absent: a setting's key is its na"),
-    ("training.lr", ABSENT, ".training.lr is missing"),
 ]
 TYPES: list[Row] = [
     (name, value, f".{name} is {value!r}; it must be {right}")

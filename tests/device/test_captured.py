@@ -48,17 +48,3 @@ def test_a_step_that_cannot_be_captured_runs_as_it_is_with_a_warning(mistake, re
     found, warnings = results()["mistakes"][mistake]
     assert found == ""
     assert len(warnings) == 1 and "not captured" in warnings[0] and refused in warnings[0]
-
-
-def test_a_tensor_of_the_context_may_be_read():
-    assert results()["mistakes"]["Right"] == ["", []]
-
-
-def test_a_capture_changes_nothing_and_a_replay_repeats_it():
-    """x starts at 1, y at 0; a step sets y = 2 x, adds 1 to x and returns the sum of x."""
-    assert results()["captured"] == {
-        "before": [1, 1, 0, 0, 2],
-        "captured": [1, 1, 0, 0, 2],
-        "replay 1": [2, 2, 2, 2, 4],
-        "replay 2": [3, 3, 4, 4, 6],
-    }

@@ -9,7 +9,6 @@ import torch
 
 from stamp_core.core import paths
 from stamp_core.data.dataset import ImageDataset
-from stamp_core.models.flat import split_like
 
 
 class Coloured(small.Quick):
@@ -33,19 +32,6 @@ def test_a_checkpoint_of_the_other_layout_is_not_resumed(tmp_path):
         small.assert_same(small.run(experiment, resume=tmp_path), expected)
     other = small.saved(experiment, tmp_path)["server"]["parameters"]
     assert server.shape == other.shape and not torch.allclose(server, other, atol=1e-3)
-
-
-def test_initial_weights_are_the_same_in_both_layouts():
-    experiment = coloured()
-    plan, found = small.plan(experiment), []
-    for context in (nullcontext, small.channels_last):
-        with context():
-            worker = small.worker(experiment, plan)
-            vector = worker.initial_states(0)[0]["parameters"]
-            found.append((vector, list(split_like(vector, worker.runtime.model.tensors))))
-    (one, tensors), (other, others) = found
-    assert all(torch.equal(a, b) for a, b in zip(tensors, others, strict=True))
-    assert not torch.equal(one, other) and torch.equal(one.sort().values, other.sort().values)
 
 
 def test_the_weights_of_a_record_do_not_depend_on_the_layout(tmp_path, monkeypatch):

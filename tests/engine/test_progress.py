@@ -7,7 +7,6 @@ import small
 from small import ROUNDS, kept, plans, run, tiny
 
 from stamp_core.engine import train as engine
-from stamp_core.engine.progress import Logger
 
 
 class Told:
@@ -24,17 +23,11 @@ class Told:
         self.accuracies[seed, experience] = dict(values)
 
 
-class Full:
-    def __init__(self, rounds: int) -> None:
-        self.left = rounds
-
+class Full(Told):
     def on_round(self, seed: int, round: int, values: Mapping[str, float]) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise OSError(28, "No space left on device")
-
-    def on_experience(self, seed: int, experience: int, values: Mapping[str, float]) -> None:
-        """Nothing."""
+        if len(self.rounds) == 3:
+            small.full()
+        super().on_round(seed, round, values)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -69,9 +62,8 @@ def test_a_resumed_training_tells_the_earlier_rounds_too(tmp_path):
 
 
 def test_a_logger_that_fails_ends_the_training_which_then_resumes(tmp_path):
-    full: Logger = Full(3)
     with pytest.raises(OSError, match="No space left") as caught:
-        run(tiny(), resume=tmp_path, loggers=[full])
+        run(tiny(), resume=tmp_path, loggers=[Full()])
     assert caught.value.__notes__ == ["seed 0; seeds that failed: [0] of 1"]
     assert small.saved(tiny(), tmp_path)["next"] == 4
     small.assert_same(run(tiny(), resume=tmp_path), run(tiny()))
