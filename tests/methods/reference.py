@@ -5,7 +5,7 @@ with the package the images, the plan and the addresses of random draws, nothing
 reference overrides what the method changes, as briefly and naively as it can be written.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from stamp_core.results.records import Record
 Array = NDArray[np.float64]
 Numbers = NDArray[np.int64]
 State = dict[str, Any]
+Gradient = Callable[[Array, Array, Numbers], Array]  # at weights, of images and labels
 
 # Three configurations in which each method is compared over whole runs.
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -96,7 +97,6 @@ class FedAvgReference:
         network = build_network(experiment.setting.network, (1, 8, 8), self.classes, plan.seed)
         self.shapes = [tuple(p.shape) for p in network.parameters()]
         self.theta = small.flat(list(network.parameters())).double().numpy()
-        self.server: State = {}
         self.lr = self.training.lr
         self.clients: list[State] = [self.first_state(u) for u in range(len(plan.clients))]
         self.start()
@@ -132,6 +132,12 @@ class FedAvgReference:
         lr = getattr(self.params, "server_lr", 1.0)
         self.theta = self.theta + lr * (mean - self.theta)
 
+    def after_round(self, visits: list[Visit]) -> None:
+        """Called before the replies of a round are aggregated."""
+
+    def after_experience(self) -> None:
+        """Called after an experience."""
+
     # --- building blocks
 
     def run(self) -> Array:
@@ -140,9 +146,10 @@ class FedAvgReference:
                 self.lr = self.rate(round_)
                 visits = list(self.visits(experience, round_))
                 replies = [self.local(visit, self.clients[visit.client]) for visit in visits]
-                replies = [reply for reply in replies if reply.samples]
-                if replies:
-                    self.aggregate(replies)
+                self.after_round(visits)
+                if trained := [reply for reply in replies if reply.samples]:
+                    self.aggregate(trained)
+            self.after_experience()
         return self.theta
 
     def rate(self, round_: int) -> float:
@@ -197,18 +204,12 @@ class FedAvgReference:
         """Local SGD along the gradients of `step_gradient`."""
         return self.descend(theta, self.batches(visit), lambda *at: self.step_gradient(*at, state))
 
-    def descend(
-        self,
-        theta: Array,
-        batches: list[Numbers],
-        gradient: Callable[[Array, Array, Numbers], Array],
-    ) -> Array:
+    def descend(self, theta: Array, batches: list[Numbers], gradient: Gradient) -> Array:
+        momentum, decay = self.training.momentum, self.training.weight_decay
         velocity = np.zeros_like(theta)
         for batch in batches:
             slope = gradient(theta, self.x[batch], self.y[batch])
-            velocity = (
-                self.training.momentum * velocity + slope + self.training.weight_decay * theta
-            )
+            velocity = momentum * velocity + slope + decay * theta
             theta = theta - self.lr * velocity
         return theta
 
@@ -217,26 +218,30 @@ class FedAvgReference:
         mean: Array = np.tensordot(weights / weights.sum(), np.stack(values), 1)
         return mean
 
-    def parts(self, theta: Array) -> list[Array]:
-        """W1, b1, W2 and b2 of a vector."""
-        sizes = np.cumsum([int(np.prod(shape)) for shape in self.shapes])
-        pieces = np.split(theta, sizes[:-1])
-        return [piece.reshape(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
-
     def matrices(self, vector: Array) -> list[Array]:
         """[W b] of both layers."""
         w1, b1, w2, b2 = self.parts(vector)
         return [np.c_[w1, b1], np.c_[w2, b2]]
 
-    def features(self, theta: Array, x: Array) -> Array:
-        """The hidden layer, max(0, W1 x + b1).  # [n, H]"""
-        w1, b1, _, _ = self.parts(theta)
-        return np.maximum(x @ w1.T + b1, 0)
+    # Of arrays or tensors:
 
-    def logits(self, theta: Array, x: Array) -> Array:
-        """W2 h + b2.  # [n, L]"""
-        _, _, w2, b2 = self.parts(theta)
-        return self.features(theta, x) @ w2.T + b2
+    def parts(self, theta: Any) -> list[Any]:
+        """W1, b1, W2 and b2 of a vector."""
+        return pieces(theta, self.shapes)
+
+    def features(self, theta: Any, x: Any) -> Any:
+        """The hidden layer, max(0, W1 x + b1).  # [n, H]"""
+        w1, b1 = self.parts(theta)[:2]
+        h = x @ w1.T + b1
+        return h * (h > 0)
+
+    def outputs(self, theta: Any, h: Any) -> Any:
+        """The logits of features, W2 h + b2.  # [n, L]"""
+        w2, b2 = self.parts(theta)[2:4]
+        return h @ w2.T + b2
+
+    def logits(self, theta: Any, x: Any) -> Any:
+        return self.outputs(theta, self.features(theta, x))
 
     def backward(
         self, theta: Array, x: Array, slopes: Array, hidden_slopes: Array | None = None
@@ -252,15 +257,6 @@ class FedAvgReference:
     def gradient(self, theta: Array, x: Array, y: Numbers) -> Array:
         slopes = (softmax(self.logits(theta, x)) - np.eye(self.classes)[y]) / len(y)
         return self.backward(theta, x, slopes)
-
-    def accuracy(self, theta: Array, client: int, task: int, classes: list[int]) -> float:
-        """The share of a task's test images for which the largest of some logits is right."""
-        tests = self.plan.test_indices(self.data, client, task)
-        if not len(tests):
-            return float("nan")
-        x = self.normalised(self.data.x_test[tests])
-        predicted = np.array(classes)[self.logits(theta, x)[:, classes].argmax(1)]
-        return float((predicted == self.data.y_test[tests].numpy()).mean())
 
 
 class RehearsalReference(FedAvgReference):
@@ -335,6 +331,17 @@ def herded(h: Array, count: int) -> list[int]:
         away[chosen] = np.inf
         chosen.append(int(away.argmin()))
     return chosen
+
+
+def pieces(vector: Any, shapes: Iterable[Sequence[int]]) -> list[Any]:
+    """The parts of a vector, an array or a tensor, each in its shape."""
+    found = []
+    for shape in shapes:
+        size = int(np.prod(shape))
+        found.append(vector[:size].reshape(shape))
+        vector = vector[size:]
+    assert not len(vector)
+    return found
 
 
 def sigmoid(x: Array) -> Array:

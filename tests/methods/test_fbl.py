@@ -33,10 +33,7 @@ class FBLReference(RehearsalReference):
 
     def rows(self, theta: Tensor, x: Array) -> Tensor:
         """Logits as a function of the vector of weights, a row for each sample.  # [M, L]"""
-        sizes = [int(np.prod(shape)) for shape in self.shapes]
-        pieces = zip(theta.split(sizes), self.shapes, strict=True)
-        w1, b1, w2, b2 = (piece.view(shape) for piece, shape in pieces)
-        return (torch.tensor(x) @ w1.T + b1).relu() @ w2.T + b2
+        return torch.as_tensor(self.logits(theta, torch.tensor(x)))
 
     def local(self, visit: Visit, state: State) -> Reply:
         """A client round; the first one of a task keeps the received model."""
@@ -193,9 +190,8 @@ class ScenesReference(FBLReference):
 
     def rows(self, theta: Tensor, x: Array) -> Tensor:
         names = [name for name, _ in self.net.named_parameters()]
-        pieces = theta.split([int(np.prod(shape)) for shape in self.shapes])
-        views = [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
-        maps = functional_call(self.net, dict(zip(names, views, strict=True)), torch.tensor(x))
+        weights = dict(zip(names, self.parts(theta), strict=True))
+        maps = functional_call(self.net, weights, torch.tensor(x))
         return torch.as_tensor(maps).movedim(1, -1).flatten(0, 2)
 
     def hidden(self, visit: Visit, state: State) -> tuple[Array, Array]:

@@ -1,28 +1,22 @@
 """FedALA against a naive reference in NumPy; convergence, the window."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import reference
 import small
 import torch
-from reference import CONFIGURATIONS, Array, FedAvgReference, Numbers, Reply, State, Visit
+from reference import CONFIGURATIONS, Array, FedAvgReference, Numbers, Reply, State, Visit, softmax
 from small import run, tiny
 
-from stamp_core.client.runtime import RoundId
-from stamp_core.core.seeding import generator
 from workbench.methods.fedala import NOT_CONVERGED, FedALA
 
-EVERY = 4  # tensors of the network of `tiny`
-HEAD = 10 * 32 + 10  # parameters of the last two
+HEAD = 10 * 32 + 10  # parameters of the last two tensors of the network of `tiny`
 
 
 class FedALAReference(FedAvgReference):
     """Training starts from own + W * (received - own), W learnt by SGD on a window."""
 
     def first_state(self, client: int) -> State:
-        """W = 1."""
         own = self.theta[-self.size :]
         return {"own": own, "weights": np.ones(self.size), "settled": False, "_experience": -1}
 
@@ -66,9 +60,7 @@ class FedALAReference(FedAvgReference):
             slope = self.gradient(theta, x, y)[-self.size :] * difference
             lr = self.params.lr_product / self.training.lr
             state["weights"] = np.clip(state["weights"] - lr * slope, 0, 1)
-            z = self.logits(theta, x)
-            z = z - z.max(1, keepdims=True)
-            loss = (np.log(np.exp(z).sum(1)) - z[np.arange(len(y)), y]).mean()
+            loss = -np.log(softmax(self.logits(theta, x))[np.arange(len(y)), y]).mean()
         return float(loss)
 
     def window(self, visit: Visit) -> Numbers:
@@ -86,7 +78,7 @@ class FedALAReference(FedAvgReference):
     "params",
     [
         {"lr_product": 1.0, "window": "random", "share": 0.5},
-        {"lr_product": 1.0, "tensors": EVERY, "refresh": "task", "max_epochs": 5},
+        {"lr_product": 1.0, "tensors": 4, "refresh": "task", "max_epochs": 5},
     ],
     ids=["random", "all tensors"],
 )
@@ -114,17 +106,6 @@ def test_a_single_client_is_fedavg_bit_for_bit():
     np.testing.assert_array_equal(record.accuracy("personal"), record.accuracy("global"))
 
 
-def away(experiment: Any, settled: bool, plan: Any = None) -> tuple[Any, Any]:
-    plan = plan or small.plan(experiment)
-    worker = small.worker(experiment, plan)
-    method: Any = worker.method
-    server, clients, *_ = worker.initial_states(0)
-    noise = 0.05 * torch.randn(len(server["parameters"]), generator=generator("away"))
-    sent = {**method.broadcast(server, 0), "parameters": server["parameters"] + noise}
-    state = {**clients[0], "settled": settled}
-    return method, method.client_round(RoundId(0, 0, 1, 1), plan, state, sent)
-
-
 @pytest.mark.parametrize(
     ("losses", "most", "epochs", "events"),
     [
@@ -143,8 +124,10 @@ def test_the_first_time_ends_when_ten_losses_hardly_differ(
     """Their deviation, divided by ten and not by nine, is below 0.1; or after max_epochs."""
     rest = iter(losses)
     monkeypatch.setattr(FedALA, "epoch", lambda *args: next(rest))
-    method, client_round = away(tiny("fedala", max_epochs=most), settled=False)
-    context = small.started(method, client_round)
+    experiment = tiny("fedala", max_epochs=most)
+    worker = small.worker(experiment, small.plan(experiment))
+    client_round = small.arrived(worker, worker.plans[0], 1)
+    context = small.started(worker.method, client_round)
     log = client_round.log
     assert log.numbers["mixing epochs"] == epochs and log.events == events and context.settled
     assert log.seconds["mixing"] > 0
@@ -153,7 +136,8 @@ def test_the_first_time_ends_when_ten_losses_hardly_differ(
 def test_a_client_without_images_learns_no_weights_and_its_first_time_is_still_to_come():
     experiment = tiny("fedala")
     plan = small.with_train(small.plan(experiment), {(0, 1): ()})
-    method, client_round = away(experiment, False, plan)
-    context = small.started(method, client_round)
+    worker = small.worker(experiment, plan)
+    client_round = small.arrived(worker, plan, 1)
+    context = small.started(worker.method, client_round)
     assert torch.equal(context.weights, torch.ones(HEAD)) and not context.settled
     assert client_round.log.numbers == {} and client_round.log.events == []

@@ -1,7 +1,5 @@
 """FedAS against a naive reference in NumPy; weights of the server, bytes, rare cases."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import reference
@@ -10,13 +8,11 @@ import torch
 from reference import CONFIGURATIONS, Array, FedAvgReference, Reply, State, Visit
 from small import BATCH_NORM, BN_B, BN_P, run, tiny
 
-from stamp_core.client.runtime import RoundId
 from stamp_core.methods.base.method import DivergedError, Log
 from stamp_core.methods.base.method import Reply as MethodReply
 
 BASE = 64 * 32 + 32  # parameters of the encoder of `tiny`
 BN_BASE = BN_P - (8 * 10 + 10)  # and of that of `BATCH_NORM`
-FEW = {"images_per_class": 20}
 ZERO = "synchronisation: all traces are zero, weighted by samples"
 INFINITE = "synchronisation: a trace is not finite, weighted by samples"
 
@@ -27,11 +23,11 @@ class FedASReference(FedAvgReference):
     def first_state(self, client: int) -> State:
         """The parts of the initial model that the next round uses, as the head is not shared."""
         base = {"base": self.theta[:BASE]} if self.params.align else {}
-        return {**base, "head": self.theta[BASE:], "_trained": False}
+        return {**base, "head": self.theta[BASE:]}
 
     def local(self, visit: Visit, state: State) -> Reply:
         theta = self.sgd(visit, self.aligned(visit, state), state)
-        state.update(head=theta[BASE:], _trained=True)
+        state["head"] = theta[BASE:]
         if self.params.align:
             state["base"] = theta[:BASE]
         trace, draw = 0.0, self.draw(visit, "trace")
@@ -85,12 +81,8 @@ def test_whole_runs_are_those_of_the_reference(params, configuration, tmp_path):
     assert (record.weights == {}) == (params["head"] == "local")
 
     def logits(client: int, x: Array) -> Array:
-        """Without alignment for a client that has not trained: its head is untrained."""
         visit = reference.last_visit(naive, client)
-        state = naive.clients[client]
-        if not state["_trained"]:
-            return naive.logits(np.concatenate([naive.theta[:BASE], state["head"]]), x)
-        return naive.logits(naive.aligned(visit, state), x)
+        return naive.logits(naive.aligned(visit, naive.clients[client]), x)
 
     reference.assert_personal_scores(record, naive, logits)
 
@@ -104,9 +96,8 @@ def test_alignment_that_diverges_names_its_learning_rate_and_counts_as_diverged(
 @pytest.mark.parametrize("policy", ["shared", "local", "frozen"])
 def test_alignment_and_trace_change_no_running_statistics(policy):
     """Prototypes are those of the own encoder with its own statistics."""
-    training = {"buffers": policy, "shift": 1}
-    options: dict[str, Any] = {"network": BATCH_NORM, "split": FEW, "training": training}
-    experiment = tiny("fedas", align_lr=0.3, **options)
+    training, split = {"buffers": policy, "shift": 1}, {"images_per_class": 20}
+    experiment = tiny("fedas", split, training, BATCH_NORM, align_lr=0.3)
     worker = small.worker(experiment, small.plan(experiment))
     client_round = small.arrived(worker, worker.plans[0], experience=1)
     method = worker.method
@@ -132,15 +123,12 @@ def test_alignment_and_trace_change_no_running_statistics(policy):
 
 def test_a_client_never_selected_has_the_untrained_head_and_the_unaligned_encoder():
     experiment = tiny("fedas")
-    plan = small.plan(experiment)
-    method = small.worker(experiment, plan).method
-    server, clients, _, _ = method.initial_states(plan)
-    sent = {"base": server["parameters"][:BASE] + 1}
-    method.load_personal_model(
-        method.client_round(RoundId(0, 0, 0, 1, True), plan, next(iter(clients)), sent)
-    )
-    expected = torch.cat([sent["base"], server["parameters"][BASE:]])
-    assert torch.equal(method.model.parameters, expected)
+    worker = small.worker(experiment, small.plan(experiment))
+    client_round = small.arrived(worker, worker.plans[0], 0)
+    client_round.message["base"] += 1
+    worker.method.load_personal_model(client_round)
+    base, head = worker.initial_states(0)[0]["parameters"].tensor_split([BASE])
+    assert torch.equal(worker.runtime.model.parameters, torch.cat([base + 1, head]))
 
 
 def answer(client: int, samples: int, trace: float, fill: float) -> MethodReply:

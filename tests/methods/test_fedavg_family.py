@@ -1,7 +1,6 @@
 """FedAvg, FedProx, fine-tuned FedAvg and joint training against naive references in NumPy."""
 
 from copy import deepcopy
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ import torch
 from reference import CONFIGURATIONS, GROWING, Array, FedAvgReference, Numbers, State
 from small import BATCH_NORM, plan, run, tiny
 
-from stamp_core.config.params import read_params
 from stamp_core.engine.experiment import load_experiment
 from stamp_core.models import networks as models
 
@@ -55,12 +53,9 @@ def test_whole_runs_are_those_of_the_reference(kind, naive, params, configuratio
 )
 def test_training_with_its_own_batch_and_step_is_that_of_a_setting_with_them(method, values):
     """The batch is a third of all images, so that every batch is full."""
-    params = read_params()
-    other = deepcopy(params)
-    params["methods"][method] = {**params["methods"].get(method, {}), **values}
-    other["settings"]["tiny"]["training"] |= values
-    own, same = (load_experiment("tiny", method, each) for each in (params, other))
-    assert load_experiment("tiny", "fedavg", params).setting.training != own.setting.training
+    of_setting = {f"setting.training.{key}": value for key, value in values.items()}
+    own, same = (load_experiment("tiny", method, None, each) for each in (values, of_setting))
+    assert load_experiment("tiny", "fedavg").setting.training != own.setting.training
     small.assert_same_weights(record := run(own), run(same))
     if "batch_size" in values:
         assert record.history[0]["images"] == 3 * values["batch_size"]
@@ -69,9 +64,8 @@ def test_training_with_its_own_batch_and_step_is_that_of_a_setting_with_them(met
 @pytest.mark.parametrize(("size", "steps", "images"), [(40, 33, 1320), (2000, 1, 1347)])
 def test_joint_training_leaves_out_a_batch_that_is_not_full(size, steps, images):
     """Of 1347 images with a batch of its own, unless that is larger than all of them."""
-    params = read_params()
-    params["methods"]["joint"] = {"batch_size": size}
-    for entry in run(load_experiment("tiny", "joint", params)).history:
+    experiment = load_experiment("tiny", "joint", overrides={"batch_size": size})
+    for entry in run(experiment).history:
         assert (entry["sgd_steps"], entry["images"]) == (steps, images)
 
 
@@ -107,8 +101,8 @@ def test_fine_tuning_gathers_running_statistics_and_leaves_the_message_unchanged
     """
     experiment = tiny("fedavg_tuned", network=BATCH_NORM, training={"batch_size": 1000})
     worker = small.worker(experiment, plan(experiment))
-    arrived = small.arrived(worker, plan(experiment), 0)
-    client_round = replace(arrived, message={**arrived.message, "buffers": torch.full((8,), 2.0)})
+    client_round = small.arrived(worker, plan(experiment), 0)
+    client_round.message["buffers"] = torch.full((8,), 2.0)
     before = deepcopy(client_round.message)
     worker.method.load_personal_model(client_round)
     small.assert_equal_trees(client_round.message, before)

@@ -35,12 +35,10 @@ class FedCILReference(TorchReference):
     """An AC-GAN on each client, whose generators the server's one is trained on."""
 
     def start(self) -> None:
-        """The initial head and generator; no reports."""
         super().start()
         p = self.params
-        made = build_seeded(
-            lambda: Generator((1, 8, 8), 10 + p.noise, p.width), self.plan.seed, "generator"
-        )
+        sizes = (1, 8, 8), 10 + p.noise, p.width
+        made = build_seeded(lambda: Generator(*sizes), self.plan.seed, "generator")
         self.sizes = [weights.shape for weights in made.parameters()]
         self.gan = small.flat(list(made.parameters()))
         head = build_seeded(lambda: nn.Linear(32, 1), self.plan.seed, "adversarial_head")
@@ -53,10 +51,7 @@ class FedCILReference(TorchReference):
 
         Two linear layers to 4 x 4 maps, batch normalisation and a transposed convolution.
         """
-        parts = gan.split([math.prod(shape) for shape in self.sizes])
-        w, b, first, gain, shift, last = (
-            part.view(shape) for part, shape in zip(parts, self.sizes, strict=True)
-        )
+        w, b, first, gain, shift, last = reference.pieces(gan, self.sizes)
         inputs = torch.cat([torch.eye(10)[labels], noise], 1)
         maps = ((inputs @ w.T + b) @ first.T).view(len(labels), -1, 4, 4)
         variance, mean = torch.var_mean(maps, (0, 2, 3), correction=0, keepdim=True)
@@ -69,7 +64,7 @@ class FedCILReference(TorchReference):
     def scores(self, theta: Tensor, judge: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Logits, and scores above 0 for images that look real."""
         h = self.features(theta, x)
-        return self.head(theta, h), h @ judge[:-1] + judge[-1]
+        return self.outputs(theta, h), h @ judge[:-1] + judge[-1]
 
     def adversarial_step(
         self, nets: State, x: Tensor, y: Tensor, replayed: Any, take: Any, taught: Any = None
@@ -102,10 +97,8 @@ class FedCILReference(TorchReference):
     ) -> Tensor:
         """KL(p(taught y) || p(x)) + KL(p(taught z) || p(own z)) + CE(taught z)."""
         labels, noise = take(len(y))
-        both = self.made(
-            teacher, torch.cat([y, labels]), torch.cat([noise[:, 0], noise[:, 1]])
-        ).detach()
-        like_x, like_own = self.logits(theta, both).chunk(2)
+        both = torch.cat([y, labels]), torch.cat([noise[:, 0], noise[:, 1]])
+        like_x, like_own = self.logits(theta, self.made(teacher, *both).detach()).chunk(2)
         own = self.logits(theta, self.made(gan, labels, noise[:, 2]).detach())
         divergences = divergence(logits, like_x).mean() + divergence(own, like_own).mean()
         return divergences + F.cross_entropy(like_own, labels)
@@ -177,18 +170,16 @@ class FedCILReference(TorchReference):
         ]
         each = max(size, math.ceil(p.consolidation * size / len(sources)))
         made = [taker(classes, (each, p.noise), draw)(each) for _, classes in sources]
-        images = torch.cat(
-            [self.made(gan, *drawn) for (gan, _), drawn in zip(sources, made, strict=True)]
-        )
+        pairs = zip(sources, made, strict=True)
+        images = torch.cat([self.made(gan, *drawn) for (gan, _), drawn in pairs])
         labels = torch.cat([y for y, _ in made])
         count = p.consolidation * size
         present = labels.unique()
         chosen = torch.randint(len(present), (count,), generator=draw)
         place = torch.randint(2**62, (count,), generator=draw)
         of_class = [(labels == label).nonzero().flatten() for label in present]
-        index = torch.stack(
-            [of_class[c][n % len(of_class[c])] for c, n in zip(chosen, place, strict=True)]
-        )
+        pairs = zip(chosen, place, strict=True)
+        index = torch.stack([of_class[c][n % len(of_class[c])] for c, n in pairs])
         take = taker(self.seen, (count, p.noise), draw)
         nets = {"theta": self.theta, "judge": self.judge, "gan": self.gan, "adam": self.adam}
         nets |= {"sgd": Descent(self.training), "judge sgd": Descent(self.training)}

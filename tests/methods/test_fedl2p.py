@@ -1,6 +1,6 @@
 """FedL2P against a naive reference with whole Hessians; the network, bytes, rare cases."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice, pairwise
 from typing import Any
@@ -23,7 +23,6 @@ from workbench.methods.fedl2p.meta_networks import LayerStatistics, layer_statis
 
 FEW = {"images_per_class": 20}  # 40 images a task, 8 of them held out
 BN: dict[str, Any] = {"network": BATCH_NORM, "split": FEW}
-SKIPPED = "meta-networks: skipped a step that is not finite"
 Moments = tuple[Tensor, Tensor]
 
 
@@ -63,8 +62,7 @@ class FedL2PReference(FedAvgReference):
 
     def forward(self, theta: Tensor, own: Numbers, moments: Any) -> tuple[Tensor, list[Tensor]]:
         """Logits and the inputs of all learnable layers; `moments(maps)` normalise the maps."""
-        pieces = theta.split(self.sizes.tolist())
-        tensors = [t.view(s) for t, s in zip(pieces, self.shapes, strict=True)]
+        tensors = self.parts(theta)
         z = torch.from_numpy(self.x[own])
         inputs = []
         if self.has_norm:
@@ -100,7 +98,7 @@ class FedL2PReference(FedAvgReference):
         return mean, variance
 
     def tune(
-        self, theta: Tensor, batches: Iterator[Numbers], lrs: Tensor, beta: Tensor
+        self, theta: Tensor, batches: Iterable[Numbers], lrs: Tensor, beta: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, Moments]]:
         """After every step θ, the gradient that led there, and new running statistics."""
         running = torch.zeros(4), torch.ones(4)
@@ -182,18 +180,17 @@ class FedL2PReference(FedAvgReference):
         return held, others
 
     def endless(self, visit: Visit, indices: Numbers, purpose: str) -> Iterator[Numbers]:
-        draw, size = self.draw(visit, purpose), self.training.batch_size
+        draw = self.draw(visit, purpose)
         while True:
-            order = torch.randperm(len(indices), generator=draw).numpy()
-            yield from (indices[order[k : k + size]] for k in range(0, len(order), size))
+            yield from self.passes(indices, draw, self.training.batch_size)
 
     def personal(self, client: int) -> tuple[Tensor, Moments]:
         """The fine-tuned θ of the current task and its statistics."""
         visit = reference.last_visit(self, client)
         theta = torch.from_numpy(self.theta)
         beta, lrs = self.settings(self.meta, self.statistics(theta, visit.indices))
-        steps = self.params.ft_epochs * -(-len(visit.indices) // self.training.batch_size)
-        batches = islice(self.endless(visit, visit.indices, "personal"), steps)
+        draw, size = self.draw(visit, "personal"), self.training.batch_size
+        batches = self.passes(visit.indices, draw, size, self.params.ft_epochs)
         *_, (theta, _, running) = self.tune(theta, batches, lrs, beta)
         return theta, self.mixed(beta, running) if self.has_norm else self.net
 
@@ -259,14 +256,12 @@ def test_outer_steps_do_not_change_the_network(buffers):
     assert all("lr" in row["notes"] and row["seconds"]["meta"] > 0 for row in record.history)
 
 
-FROZEN: dict[str, Any] = {"backbone": "frozen", "warm_rounds": 3}
-
-
 @pytest.mark.parametrize("policy", ["shared", "local", "frozen"])
 def test_the_frozen_network_is_fedavgs_on_the_first_tasks(policy, tmp_path):
     """The weights are those of a run of FedAvg that ends there, and never change; with local
     buffers every client keeps its own. There is no global model."""
-    experiment = tiny("fedl2p", **BN, **FROZEN, training={"rounds": 2, "buffers": policy})
+    frozen = {"backbone": "frozen", "warm_rounds": 3}
+    experiment = tiny("fedl2p", **BN, **frozen, training={"rounds": 2, "buffers": policy})
     short = tiny(**BN, training={"rounds": 3, "buffers": policy})
     whole = small.plan(experiment)
     clients = tuple(sequence[:1] for sequence in whole.clients)
@@ -286,35 +281,20 @@ def test_the_frozen_network_is_fedavgs_on_the_first_tasks(policy, tmp_path):
     assert all(row["loss"] > 0 and row["sgd_steps"] == 4 for row in record.history)
 
 
-# --- extreme values
-
-
-def method(experiment: Any, plan: Any = None) -> Any:
-    return small.worker(experiment, plan or small.plan(experiment)).method
-
-
 def constant(l2p: Any, beta: float, multiplier: float, lr: float) -> Tensor:
     """Meta-networks with the same output for every client: no weights, and these last biases."""
     parts = [torch.zeros_like(part) for part in l2p.nets.parts]
-    if l2p.nets.bn_size:
-        parts[5].fill_(beta)
+    parts[5].fill_(beta)
     parts[-2].fill_(multiplier)
     parts[-1].fill_(lr)
     return torch.cat([part.flatten() for part in parts])
-
-
-def arrived(l2p: Any, plan: Any, client: int = 0, **changes: Tensor) -> Any:
-    initial = l2p.initial_states(plan)
-    message = {**l2p.broadcast(initial.server, client), **changes}
-    state = list(initial.clients)[client]
-    return l2p.client_round(RoundId(0, client, 0, 1, True), plan, state, message)
 
 
 @pytest.mark.parametrize(
     ("output", "beta", "multiplier"), [(-7.3, 0, 0), (0.4, 0.4, 0.4), (50.0, 1, 50), (2e3, 1, 1e3)]
 )
 def test_outputs_are_clamped_and_the_gradient_passes_through(output, beta, multiplier):
-    l2p = method(tiny("fedl2p", **BN))
+    l2p = small.worker(tiny("fedl2p", **BN)).method
     meta = constant(l2p, output, output, 1.0).requires_grad_()
     found = l2p.nets(meta, LayerStatistics(torch.ones(8), torch.ones(1)))
     assert found[0].tolist() == pytest.approx([beta])
@@ -326,7 +306,8 @@ def test_outputs_are_clamped_and_the_gradient_passes_through(output, beta, multi
 def test_a_step_that_is_not_finite_is_skipped_and_named():
     """With learning rates of 1e30 the meta-networks stay, and all models stay finite."""
     record = run(tiny("fedl2p", split=FEW, finetune_lr=1e30))
-    assert all(row["events"] == {SKIPPED: 4} for row in record.history)
+    skipped = "meta-networks: skipped a step that is not finite"
+    assert all(row["events"] == {skipped: 4} for row in record.history)
     small.assert_same_weights(record, run(tiny(split=FEW)))
     assert np.isfinite(record.accuracy("personal")).all()
 
@@ -337,7 +318,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_named():
 def test_the_gradient_of_a_loss_above_100_is_clipped_and_of_one_not_finite_zero(size, most):
     """With no weights but a bias of +size for class 5 and -size for the others nine in ten
     images have the loss 2 size, and the bias of class 5 a gradient of 0.9."""
-    l2p = method(tiny("fedl2p"))
+    l2p = small.worker(tiny("fedl2p")).method
     batch = next(l2p.runtime.plain_batches(torch.arange(40), 40))
     bias = l2p.classifier.head.get_parameter("bias")
     l2p.model.parameters.zero_()
@@ -357,10 +338,10 @@ def test_without_batch_statistics_normalisation_is_not_mixed(client, changes, sa
     """Else it would use the reset mean of 0 and variance of 1."""
     experiment = tiny("fedl2p", **BN, **changes)
     plan = small.awkward(experiment)
-    l2p = method(experiment, plan)
+    worker = small.worker(experiment, plan)
+    l2p, client_round = worker.method, small.arrived(worker, plan, 0, client)
     buffers = torch.rand(BN_B, generator=generator("gathered"))
-    meta = constant(l2p, 0.5, 1.0, 0.1)
-    client_round = arrived(l2p, plan, client, meta=meta, buffers=buffers)
+    client_round.message.update(meta=constant(l2p, 0.5, 1.0, 0.1), buffers=buffers)
     l2p.load_personal_model(client_round)
     assert torch.equal(l2p.model.buffers, buffers)
     assert torch.equal(l2p.model.parameters, client_round.message["parameters"]) == same

@@ -72,16 +72,14 @@ class FedWeITReference(FedAvgReference):
         return self.finish(visit, state, parts, before, target if held else None)
 
     def slopes(self, parts: list[Array], known: Array, batch: Numbers) -> list[Array]:
-        base, mask, _, _, _ = parts
-        gradient = self.gradient(self.dense(parts, known), self.x[batch], self.y[batch])
-        g, gate = gradient[: self.cut], sigmoid(mask)
+        """The gradients of the parts, by that of θ with the composed W1."""
+        base, mask, adaptive, alpha, rest = parts
+        gate = sigmoid(mask)
+        theta = np.concatenate([base * self.wide(gate) + adaptive + alpha @ known, rest])
+        gradient = self.gradient(theta, self.x[batch], self.y[batch])
+        g = gradient[: self.cut]
         to_mask = gate * (1 - gate) * (g * base).reshape(32, -1).sum(1)
         return [g * self.wide(gate), to_mask, g.copy(), known @ g, gradient[self.cut :]]
-
-    def dense(self, parts: list[Array], known: Array) -> Array:
-        """θ with the composed W1."""
-        base, mask, adaptive, alpha, rest = parts
-        return np.concatenate([base * self.wide(sigmoid(mask)) + adaptive + alpha @ known, rest])
 
     def finish(
         self, visit: Visit, state: State, parts: list[Array], before: Array, target: Array | None
@@ -120,7 +118,7 @@ class FedWeITReference(FedAvgReference):
                 self.knowledge[reply.client] = reply.sent["adaptive"]
 
     def personal(self, client: int, task: int) -> float:
-        """The accuracy of a task's own model; B is the received one."""
+        """The accuracy of a task's own model among its classes; B is the received one."""
         state = self.clients[client]
         base = np.where(self.sent == 0, state["base"], self.sent)
         if task not in state["_tasks"]:
@@ -131,7 +129,12 @@ class FedWeITReference(FedAvgReference):
             adaptive = np.where(np.abs(own["a"]) > self.params.lambda1, own["a"], 0)
             w1 = base * self.wide(sigmoid(own["m"])) + adaptive + own["foreign"]
             theta = np.concatenate([w1, own["rest"]])
-        return self.accuracy(theta, client, task, list(self.plan.clients[client][task].classes))
+        classes = np.array(self.plan.clients[client][task].classes)
+        tests = self.plan.test_indices(self.data, client, task)
+        if not len(tests):
+            return float("nan")
+        logits = self.logits(theta, self.normalised(self.data.x_test[tests]))[:, classes]
+        return np.mean(classes[logits.argmax(1)] == self.data.y_test[tests].numpy())
 
 
 @pytest.mark.parametrize("configuration", GROWING)

@@ -3,10 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
-from reference import FedAvgReference, Numbers, Reply, State, Visit
+from reference import FedAvgReference, Reply, Visit
 from torch import Tensor
 
 CLOSE = {"rtol": 1e-5, "atol": 2e-6}  # both in float32
@@ -24,22 +22,6 @@ class TorchReference(FedAvgReference):
         self.past = self.seen  # those of the experiences before
         self.told = set[int]()  # clients that have been told them
 
-    def parts(self, theta: Any) -> Any:
-        """W1, b1, W2 and b2 of a vector."""
-        sizes = [int(np.prod(shape)) for shape in self.shapes]
-        return [part.view(s) for part, s in zip(theta.split(sizes), self.shapes, strict=True)]
-
-    def features(self, theta: Any, x: Any) -> Any:
-        w1, b1 = self.parts(theta)[:2]
-        return (x @ w1.T + b1).relu()
-
-    def head(self, theta: Any, features: Any) -> Any:
-        w2, b2 = self.parts(theta)[2:4]
-        return features @ w2.T + b2
-
-    def logits(self, theta: Any, x: Any) -> Any:
-        return self.head(theta, self.features(theta, x))
-
     def mean(self, values: Any, replies: list[Reply]) -> Any:
         weights = torch.tensor([reply.samples for reply in replies], dtype=torch.float64)
         return (torch.stack(values).double().T @ weights / weights.sum()).float()
@@ -50,35 +32,14 @@ class TorchReference(FedAvgReference):
         own[self.y[visit.indices]] = True
         return own
 
-    def sgd(self, visit: Visit, theta: Any, state: State) -> Any:
-        """Local SGD on `step_loss`."""
-        descent = Descent(self.training, lr=self.lr)
-        for batch in self.batches(visit):
-            theta = descent.step(theta, lambda v: self.step_loss(visit, v, batch, state))  # noqa: B023
-        return theta
-
-    def step_loss(self, visit: Visit, theta: Tensor, batch: Numbers, state: State) -> Tensor:
-        return F.cross_entropy(self.logits(theta, self.x[batch]), self.y[batch])
-
-    def run(self) -> Any:
-        """The global model after all rounds; what is known of classes changes with experiences."""
-        for experience in range(self.plan.experiences):
-            for round_ in range(self.training.rounds):
-                self.lr = self.rate(round_)
-                visits = list(self.visits(experience, round_))
-                replies = [self.local(visit, self.clients[visit.client]) for visit in visits]
-                for visit in visits:
-                    self.seen = self.seen | self.own_classes(visit)
-                self.told |= {visit.client for visit in visits}
-                self.rounds = experience * self.training.rounds + round_ + 1
-                if trained := [reply for reply in replies if reply.samples]:
-                    self.aggregate(trained)
-            self.past, self.told = self.seen, set()
-            self.after_experience()
-        return self.theta
+    def after_round(self, visits: list[Visit]) -> None:
+        for visit in visits:
+            self.seen = self.seen | self.own_classes(visit)
+            self.told.add(visit.client)
+        self.rounds += 1
 
     def after_experience(self) -> None:
-        """Called after an experience."""
+        self.past, self.told = self.seen, set()
 
 
 class Descent:
@@ -91,8 +52,7 @@ class Descent:
     def step(self, vector: Tensor, loss: Any) -> Tensor:
         """The vector after a step down the gradient of `loss` at it."""
         leaf = vector.detach().requires_grad_()
-        self.gradient = torch.autograd.grad(loss(leaf), leaf)[0]
-        return self.move(leaf.detach(), self.gradient)
+        return self.move(leaf.detach(), torch.autograd.grad(loss(leaf), leaf)[0])
 
     def move(self, vector: Tensor, gradient: Tensor) -> Tensor:
         gradient = gradient + self.decay * vector
@@ -126,10 +86,8 @@ def taker(
         nonlocal labels, noise
         while len(labels) < count:
             more = chosen[torch.randint(len(chosen), (size[0],), generator=draw)]
-            labels, noise = (
-                torch.cat([labels, more]),
-                torch.cat([noise, torch.randn(*size, generator=draw)]),
-            )
+            labels = torch.cat([labels, more])
+            noise = torch.cat([noise, torch.randn(*size, generator=draw)])
         taken = labels[:count], noise[:count]
         labels, noise = labels[count:], noise[count:]
         return taken
