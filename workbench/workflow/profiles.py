@@ -107,12 +107,8 @@ def expand_grid(page: str, params: Params) -> Iterator[tuple[str, str, str]]:
     if only and only not in settings:
         raise unknown_name(f"{params['file']}: {page}.setting", only, settings)
     ablation = _check_axes(params, "ablation", ("baselines", "method"))
-    varied = {
-        setting
-        for grid in grids
-        if not {*ablation["method"]}.isdisjoint(grid["method"])
-        for setting in grid["setting"]
-    }
+    variants = {*ablation["method"]}
+    varied = {each for grid in grids if variants & {*grid["method"]} for each in grid["setting"]}
     for grid in grids:
         for run in itertools.product(grid["setting"], grid["method"], map(str, grid["seeds"])):
             if run[0] == (only or run[0]) and _is_shown(page, run, varied, ablation):
