@@ -19,8 +19,11 @@ KINDS = {preset: resolve_preset(preset, PARAMS)[0] for preset in PARAMS["methods
 FIRST = list({kind: preset for preset, kind in reversed(KINDS.items())}.values())  # of each method
 PRESETS = [*FIRST, *(f"stamp_{name}" for name in ("round", "code", "paper")), "temporal_every_4"]
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    "plain": {"split": {"images_per_class": 16}, "training": {"epochs": 2}},
-    "returning": {"split": {"images_per_class": 12, "cycles": 2}, "training": {"epochs": 2}},
+    "plain": {"split": {"images_per_class": 16, "clients": 2}, "training": {"epochs": 2}},
+    "returning": {
+        "split": {"images_per_class": 12, "cycles": 2, "clients": 2},
+        "training": {"epochs": 2},
+    },
     "uneven": {},
     "norm": {
         "split": {"images_per_class": 12},
