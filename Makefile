@@ -42,7 +42,7 @@ test-device: $(READY)  ## every method on a pretend device with the rules of a G
 	OMP_NUM_THREADS=1 $(VENV)/bin/pytest tests/device --numprocesses 2 --dist loadfile
 
 test-end-to-end: $(READY) .dvc/config.local  ## the pipeline in a copy of the project: whole, killed, interrupted, damaged
-	OMP_NUM_THREADS=1 $(VENV)/bin/pytest tests/end_to_end --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(VENV)/bin/pytest tests/end_to_end --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 test-cluster: $(READY) $(CLUSTER)/.ready  ## clients and stages on a Ray cluster of two nodes on this machine
 	PYTHONPATH=$(CURDIR)/$(CLUSTER) OMP_NUM_THREADS=1 $(VENV)/bin/pytest tests/cluster
