@@ -148,10 +148,22 @@ def test_unequal_chances_are_refused(tuning, key, value, message):
         tune.read_tuning()
 
 
+@pytest.mark.parametrize("kind", ["extended", "explored"])
+def test_a_value_chosen_for_the_setting_stands_in_for_no_candidate(params, tuning, kind):
+    """Left out, `server_lr` would be the chosen one; `ratio`, which no candidate varies, may be."""
+    params["chosen"] = {"tiny": {"near": {"server_lr": 1.5, "ratio": 0.5}}}
+    assert list(tune.candidate_experiments(tune.read_tuning()))
+    tuning[kind] = {"near": [{"spatial.kappa": 0.9}]}
+    right = r"near is {'spatial.kappa': 0.9}; it must be with server_lr, of which tiny has"
+    with pytest.raises(ParameterError, match=f"params/tuning.yaml: {right}"):
+        list(tune.candidate_experiments(tune.read_tuning()))
+
+
 @pytest.mark.parametrize("name", tune.FILES)
 def test_presets_have_the_chosen_values(name):
     """Those of tuning.csv, which `make tune` writes; on the settings that it was tuned on."""
     tuning = tune.read_tuning(name)
+    assert list(tune.candidate_experiments(tuning, name))  # each names what was chosen
     table = pd.read_csv(ROOT / tune.FOLDERS[name] / "tuning.csv")
     chosen = table[table.chosen].drop_duplicates(["method", "setting"])
     if name == "default":  # on photographs not all are tuned yet

@@ -6,14 +6,14 @@ the one to put into the parameters. Candidates with current records are not trai
 """
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
 
 from stamp_core.config.decode import build, invalid, unknown_name
-from stamp_core.config.params import at_setting, parse_seeds, read_yaml
+from stamp_core.config.params import CHOSEN, at_setting, parse_seeds, read_yaml
 from stamp_core.core.paths import ROOT
 from stamp_core.engine.experiment import Experiment
 from stamp_core.methods.base.registry import override
@@ -61,10 +61,7 @@ class Tuning:
             raise invalid("candidates", counts, "the same number for every method")
         for name, values in self.candidates.items():  # else a preset's own value would decide
             keys = dict.fromkeys(key for candidate in values for key in candidate)
-            for candidate in values:
-                if missing := [key for key in keys if key not in candidate]:
-                    right = f"with {missing[0]}, which another candidate has"
-                    raise invalid(f"candidates.{name}", candidate, right)
+            _require_keys(f"candidates.{name}", values, keys, "which another candidate has")
 
     def methods(self, kind: str) -> Mapping[str, list[dict[str, Any]]]:
         return dict(zip(KINDS, (self.candidates, self.extended, self.explored), strict=True))[kind]
@@ -80,6 +77,15 @@ class Tuning:
         }
 
 
+def _require_keys(
+    where: str, candidates: Iterable[Mapping[str, Any]], keys: Iterable[str], reason: str
+) -> None:
+    """Validate that each candidate names all keys."""
+    for candidate in candidates:
+        if missing := [key for key in keys if key not in candidate]:
+            raise invalid(where, candidate, f"with {missing[0]}, {reason}")
+
+
 def read_tuning(name: str = DEFAULT) -> Tuning:
     """The candidates of a file, checked."""
     return build(Tuning, read_yaml(ROOT / FILES[name]), FILES[name])
@@ -92,12 +98,26 @@ def candidate_experiments(
     if setting and setting not in tuning.setting:
         raise unknown_name(f"{FILES[name]}: setting", setting, tuning.setting)
     params = read_profile(tuning.profile)
+    settings = [setting] if setting else tuning.setting
+    for own in settings:
+        _check_chosen(tuning, FILES[name], own, params.get(CHOSEN, {}).get(own, {}))
     for kind in KINDS:
         methods = tuning.methods(kind)
         for method, values in ((m, each) for m in methods for each in methods[m]):
-            for own in [setting] if setting else tuning.setting:
+            for own in settings:
                 changed = override(at_setting(params, own), method, values)
                 yield light_experiment(own, method, changed, (kind, candidate_name(values)))
+
+
+def _check_chosen(
+    tuning: Tuning, file: str, setting: str, chosen: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Validate that no value that was chosen for the setting stands in for a candidate's own."""
+    for method, values in chosen.items():
+        candidates = [each for kind in KINDS for each in tuning.methods(kind).get(method, [])]
+        keys = [key for key in values if any(key in each for each in candidates)]
+        reason = f"of which {setting} has a chosen value, {values}"
+        _require_keys(f"{file}: {method}", candidates, keys, reason)
 
 
 def candidate_name(values: Mapping[str, Any]) -> str:
