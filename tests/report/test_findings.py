@@ -80,11 +80,15 @@ def test_every_verdict_is_that_of_a_t_test(shown: bool) -> None:
     )
     holds = {order[place] for place in rejected} if shown else {*range(len(order))}
     for k, ((_, low, high), word) in enumerate(zip(results, words, strict=True)):
-        if k in holds and low * high > 0:
-            wanted = "above" if low > 0 else "below"
-        else:
-            wanted = "equal" if low >= -0.5 and high <= 0.5 else "open"
-        assert word == wanted, (k, results[k], word)
+        # The files have four decimals: accuracies, and so bounds, are known to 0.01 points.
+        wanted = {naive_verdict(low + d, high + d, k in holds) for d in (-0.01, 0, 0.01)}
+        assert word in wanted, (k, results[k], word)
+
+
+def naive_verdict(low: float, high: float, holds: bool) -> str:
+    if holds and low * high > 0:
+        return "above" if low > 0 else "below"
+    return "equal" if low >= -0.5 and high <= 0.5 else "open"
 
 
 def test_forgetting_is_looked_up_at_the_end_of_a_run() -> None:
