@@ -12,10 +12,14 @@ import pytest
 from stamp_core.core.paths import ROOT
 from stamp_core.results.records import Record, load_record
 from tests.report.made_records import fake_record
+from workbench.report import tables
 from workbench.report.frames import final_score
 from workbench.workflow import archive
+from workbench.workflow.profiles import read_profile
+from workbench.workflow.sweeps import read_sweep
 
-PUBLISHED = sorted((ROOT / "figures").glob("*/records/*.tar.xz"))
+PUBLISHED = sorted((ROOT / "figures").glob("*/records/*_*.tar.xz"))  # a sweep has one word
+ROUNDS = ROOT / "figures" / "cifar100" / "rounds" / "rounds.md"
 
 
 def save(record: Record, folder: Path) -> Path:
@@ -115,3 +119,17 @@ def test_published_records_are_those_of_the_published_table(path, tmp_path):
     }
     assert found.items() <= table.items()
     assert {name[:2] for name in found} == {name[:2] for name in table}  # every run of it
+
+
+def test_the_published_page_of_rounds_is_drawn_again_from_published_records(tmp_path):
+    """Five rounds are those of the setting's table: on the sweep's seeds, of its methods."""
+    kept = ROOT / "figures" / "cifar100" / "records"
+    for name in ("rounds", "cifar100_c2_small"):
+        archive.unpack(kept / f"{name}.tar.xz", tmp_path / name)
+    swept = [load_record(each.parent) for each in (tmp_path / "rounds").glob("*/*/digest")]
+    shown = {record.run for record in swept}
+    grid = [load_record(each.parent) for each in tmp_path.glob("*_small/*/*/digest")]
+    records = swept + [each for each in grid if each.run in shown]
+    order = read_sweep("rounds", read_profile("cifar100")).method
+    tables.ROUNDS.write(sorted(records, key=lambda each: order.index(each.run[1])), tmp_path)
+    assert (tmp_path / ROUNDS.name).read_text() == ROUNDS.read_text()

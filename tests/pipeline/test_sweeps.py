@@ -98,3 +98,12 @@ def test_coreset_sweeps_come_with_no_memory_and_every_image(params, trained):
     baselines = [record.run[:2] for record in records if record.sweep == ("", "")]
     assert baselines == [("tiny", "fedavg"), ("tiny", "keep_all")]
     assert len(records) == 8 + 2
+
+
+def test_the_setting_s_own_rounds_come_from_the_grid_on_the_seeds_of_the_sweep(params, trained):
+    """Of the grid's two seeds the sweep has one, and of its methods `near`."""
+    key = "settings.{setting}.training.rounds"
+    sweep = {**SWEEP, "figure": "rounds", "seeds": "1", "keys": [key], "values": [3]}
+    params |= {"sweeps": {"longer": sweep}, "grid": {**params["grid"], "seeds": ["0to1"]}}
+    shown = [(r.run, r.about["setting"]["training"]["rounds"]) for r in load_sweeps("rounds")]
+    assert shown == [(("tiny", "near", 1), 3), (("tiny", "near", 1), 1)]

@@ -1,4 +1,4 @@
-"""The records of a setting in one small file: all but weights, features and exemplars."""
+"""The records of a setting or a sweep in one small file: no weights, features or exemplars."""
 
 import argparse
 import lzma
@@ -12,7 +12,7 @@ from stamp_core.core.atomic import atomic_write
 from stamp_core.core.paths import ROOT
 from stamp_core.results.records import load_record
 from workbench.workflow.grid import data_folder
-from workbench.workflow.profiles import OWN
+from workbench.workflow.profiles import OWN, read_profile
 
 
 def pack(folders: Sequence[Path], path: Path) -> None:
@@ -56,17 +56,18 @@ def unpack(path: Path, runs: Path) -> tuple[int, int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Pack or unpack the records of a profile's setting."""
+    """Pack or unpack the records of a profile's setting or sweep."""
     parser = argparse.ArgumentParser(prog="python -m workbench.workflow.archive")
     parser.add_argument("command", choices=["pack", "unpack"])
     parser.add_argument("profile", choices=OWN)
-    parser.add_argument("setting")
+    parser.add_argument("name", help="a setting or a sweep")
     chosen = parser.parse_args(arguments)
-    path = ROOT / "figures" / chosen.profile / "records" / f"{chosen.setting}.tar.xz"
-    runs = ROOT / data_folder(chosen.profile) / "runs" / chosen.setting
+    path = ROOT / "figures" / chosen.profile / "records" / f"{chosen.name}.tar.xz"
+    kind = "sweeps" if chosen.name in read_profile(chosen.profile).get("sweeps", {}) else "runs"
+    runs = ROOT / data_folder(chosen.profile) / kind / chosen.name
     if chosen.command == "unpack":
         if not path.exists():
-            parser.error(f"{path} is not there: records of {chosen.setting} are not published")
+            parser.error(f"{path} is not there: records of {chosen.name} are not published")
         try:
             new, kept = unpack(path, runs)
         except ValueError as error:
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     folders = sorted(runs.glob("*"))
     if not folders:
-        parser.error(f"{runs} has no records of {chosen.setting}: train them first")
+        parser.error(f"{runs} has no records of {chosen.name}: train them first")
     pack(folders, path)
     print(f"{path}: records of {len(folders)} runs, {path.stat().st_size / 1e6:.1f} MB")
 

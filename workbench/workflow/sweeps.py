@@ -135,7 +135,11 @@ def load_sweeps(figure: str, profile: str = QUICK) -> list[Record]:
                 command = f"`dvc repro sweep@{name}`"
                 raise ParameterError(f"no records of {experiment.name}; make them with {command}")
             records += loaded
-    return records + (_coreset_baselines(params, profile) if figure == "coresets" else [])
+    if figure == "coresets":
+        records += _coreset_baselines(params, profile)
+    if figure == "rounds":
+        records += _own_rounds(params, profile)
+    return records
 
 
 def _coreset_baselines(params: Mapping[str, Any], profile: str) -> list[Record]:
@@ -144,6 +148,18 @@ def _coreset_baselines(params: Mapping[str, Any], profile: str) -> list[Record]:
     runs = expand_grid("grid", params)
     baselines = (run for run in runs if run[0] in settings and run[1] in CORESET_BASELINES)
     return load_runs(baselines, profile)
+
+
+def _own_rounds(params: Mapping[str, Any], profile: str) -> list[Record]:
+    """The grid's runs of swept methods, with the setting's own rounds, on the sweep's seeds."""
+    records: list[Record] = []
+    for sweep in (read_sweep(name, params) for name in sweep_names("rounds", params)):
+        seeds = set(parse_seeds(sweep.seeds))
+        for swept in itertools.product(sweep.setting, sweep.method):
+            grid = (run for run in expand_grid("grid", params) if run[:2] == swept)
+            runs = [run for run in grid if seeds & set(parse_seeds(run[2]))]
+            records += [each for each in load_runs(runs, profile) if each.run[2] in seeds]
+    return records
 
 
 def sweep_captions(profile: str = QUICK, figure: str = "sensitivity") -> dict[str, tuple[str, str]]:
