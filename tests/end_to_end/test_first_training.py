@@ -93,10 +93,18 @@ def come_to_a_training(clone, command):
         make = subprocess.Popen(
             shlex.split(command), cwd=clone, env=environment, stdout=output, stderr=output
         )
-        wait_until(lambda: make.poll() is not None or any(started.glob("*")), command, 240)
-        assert make.poll() is None, (clone / "output").read_text()[-3000:]
+        try:
+            wait_until(lambda: make.poll() is not None or any(started.glob("*")), command, 600)
+            assert make.poll() is None, (clone / "output").read_text()[-3000:]
+        finally:  # a training that went on would slow all other tests
+            end(make)
+
+
+def end(make):
+    """Kill a command, if it still runs, with all that it started."""
+    if make.poll() is None:
         processes = psutil.Process(make.pid).children(recursive=True)
-        for process in (psutil.Process(make.pid), *processes):
+        for process in (make, *processes):
             process.send_signal(signal.SIGKILL)
         make.wait()
-    wait_until(lambda: all(map(gone, processes)), "the end of all that it started")
+        wait_until(lambda: all(map(gone, processes)), "the end of all that it started")
